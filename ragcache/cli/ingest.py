@@ -43,7 +43,6 @@ from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyE
 if TYPE_CHECKING:
     from ragcache import Document, IngestReport, Library, PrecomputeReport, RagCache, RayConfig
     from ragcache.ingest.report import Failure
-    from ragcache.store.records import StoredDocument
 
 
 Sources = Annotated[
@@ -319,14 +318,10 @@ def list_documents(
         where = all_of(filter, by_source(source), by_id(id))
         documents = kb.documents(where, limit=limit, offset=offset)
     if as_json:
-        print_json({"documents": [document_to_json(document) for document in documents]})
+        print_json({"documents": [{**asdict(document), "state": document.state} for document in documents]})
         return
     rows = [(d.id, d.title, d.num_chunks, d.num_tokens, d.state) for d in documents]
     print_table(["id", "title", ">passages", ">tokens", "state"], rows)
-
-
-def document_to_json(document: StoredDocument) -> dict[str, Any]:
-    return {**asdict(document), "state": document.state}
 
 
 @command

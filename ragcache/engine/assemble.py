@@ -125,7 +125,9 @@ def assemble(
     if engine is not None and card.is_recurrent:
         raise ConfigError(f"{card.name} has recurrent layers, whose states no other engine takes; leave the engine out")
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    number, is_whole = neighbours.number, _is_whole(store.documents, chosen.recipe)
+    number, share = neighbours.number, store.documents.properties().get(KEPT)
+    is_whole = not (isinstance(chosen.recipe, Recipe) and chosen.recipe.kept < 1)
+    is_whole = is_whole and (not isinstance(share, list) or share[0] == 1)
     stored = StoredBlocks(
         store.layout.root,
         chosen.recipe,
@@ -174,12 +176,6 @@ def assemble(
         turns=ConversationCache(store.documents, chosen.tenant),
         system=chosen.system,
     )
-
-
-def _is_whole(documents: DocumentStore, recipe: str | Recipe | None) -> bool:
-    """Whether the store's blocks hold all of their KV."""
-    bound = documents.properties().get(KEPT)
-    return (not isinstance(recipe, Recipe) or recipe.kept == 1) and (not isinstance(bound, list) or bound[0] == 1)
 
 
 def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, is_whole: bool) -> bool:

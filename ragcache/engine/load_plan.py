@@ -56,7 +56,8 @@ class LoadPlan(Generic[Key]):
         self._reading = set(reading)
         free = [key for key in self.parts if key not in self._reading]
         self._missing = [key for key in free if self.parts[key].num_bytes is None]
-        self._waiting = sorted((key for key in free if self.parts[key].num_bytes is not None), key=self._load_share)
+        stored = (key for key in free if self.parts[key].num_bytes is not None)
+        self._waiting = sorted(stored, key=lambda key: self._load_s(key) / max(self._compute_s([key]), 1e-12))
         self._computing: tuple[Key, ...] = ()
         self._computing_until = self._computing_since = 0.0
 
@@ -162,9 +163,6 @@ class LoadPlan(Generic[Key]):
             now = self.rates.clock()
             left_s = self._computing_until - now if now < self._computing_until else now - self._computing_since
         return left_s + sum(self._compute_s(batch) for batch in self._batches([*self._missing, *self._waiting]))
-
-    def _load_share(self, key: Key) -> float:
-        return self._load_s(key) / max(self._compute_s([key]), 1e-12)
 
     def _load_s(self, key: Key) -> float:
         return self.rates.tier(self.parts[key].tier).load_s(self.parts[key].num_bytes or 0)

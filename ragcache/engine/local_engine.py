@@ -137,7 +137,7 @@ class LocalEngine:
         """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
         the context is not full before: the other half is for what others begin with."""
         room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
-        budget = self.contexts.budget_bytes
+        budget = self.contexts.admission.budget_bytes
         free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
@@ -159,7 +159,7 @@ class LocalEngine:
             most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
             yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
         finally:
-            self.lookup.keep(asked, ready, written.run_ids, fused)
+            self.lookup.keep(asked, ready, written.ids if written.has_run_all else written.ids[:-1], fused)
             fused.cache.release()
         if asked.kept is not None:
             asked.kept.answered(asked.hits, written.turn, written.said(self.lm))

@@ -28,7 +28,7 @@ from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
-from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, UncheckedNotice, choose_method, refuse_approximate
+from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, choose_method, refuse_approximate, warn_if_unchecked
 from ragcache.errors import ConfigError, blaming, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
@@ -52,9 +52,8 @@ class Questions:
         self._parts = parts
         layout, documents, kv = parts.store
         self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.passages, parts.names.owner)
-        self._mini_notice = MiniNotice(parts.card.name)
-        self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1
+        self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # not yet, that is
 
     def retrieve(
         self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Prefetch | None = None
@@ -335,13 +334,16 @@ class Questions:
 
     def _answers(self, prepare: Callable[[Clock], Asked], ahead: Prefetch | None) -> Iterator[Event]:
         """The engine's events, with what is to be said once. prepare: makes the prompt, once the clock runs"""
+        model, root = self._parts.card.name, self._parts.store.layout.root
         try:
             asked = prepare(Clock(time.perf_counter()))
-            self._mini_notice.look(asked[1])
+            if self._warns_of_mini and is_other_text(asked[1]):
+                self._warns_of_mini = False
+                log.warning(MINI_NOTICE, model)
             with closing(self._parts.reader.stream(*asked)) as events:
                 for event in events:
-                    if isinstance(event, Sources) and event.hits:
-                        self._unchecked_notice.look(asked[2].choice, event.method)
+                    if self._warns_of_unchecked and isinstance(event, Sources) and event.hits:
+                        self._warns_of_unchecked = not warn_if_unchecked(model, root, asked[2].choice, event.method)
                     yield event
         finally:
             if ahead is not None:
@@ -398,28 +400,11 @@ log = logging.getLogger(__name__)
 # The bundled tokenizer knows the registry's words and few others. Over its passages it takes 0.19 to 0.24 tokens a
 # character, over encyclopedias, questions and program documentation 0.40 to 0.90.
 MOST_TOKENS_PER_CHARACTER = 0.32
-
-
-class MiniNotice:
-    """Says once that a bundled model is asked about something else than the registry that it was made for."""
-
-    def __init__(self, model: str) -> None:
-        """model: the name that the language model was loaded by"""
-        self.model = model
-        self._is_due = model in BUNDLED
-
-    def look(self, hits: Sequence[Hit]) -> None:
-        """hits: the passages of a question."""
-        if not self._is_due or not is_other_text(hits):
-            return
-        self._is_due = False
-        log.warning(
-            "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other "
-            "text: do not expect answers. Make a store with a model of the hub, such as "
-            "HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB of memory in bfloat16), Qwen/Qwen3-0.6B (1.2 GB) or "
-            "meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., or --model",
-            self.model,
-        )
+MINI_NOTICE = (
+    "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other text: do "
+    "not expect answers. Make a store with a model of the hub, such as HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB of "
+    "memory in bfloat16), Qwen/Qwen3-0.6B (1.2 GB) or meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., or --model"
+)
 
 
 def is_other_text(hits: Sequence[Hit]) -> bool:

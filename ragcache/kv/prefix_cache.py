@@ -133,19 +133,18 @@ class PrefixCache:
         # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, within it.
         self._lock = threading.RLock()
 
-    def match(self, namespace: str, elements: Sequence[int] | Elements) -> PrefixMatch:
-        """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens."""
+    def match(self, namespace: str, elements: Sequence[int] | Elements, *, counted: bool = True) -> PrefixMatch:
+        """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens.
+
+        counted: False for who keeps it elsewhere: not counted among what was asked
+        """
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
             lease = self._lease(namespace, wanted)
-            self._counts["asked"] += len(wanted)
-            self._counts["matched"] += lease.num_tokens
+            if counted:
+                self._counts["asked"] += len(wanted)
+                self._counts["matched"] += lease.num_tokens
             return lease
-
-    def hold(self, namespace: str, elements: Sequence[int] | Elements) -> PrefixMatch:
-        """`match` for who keeps it elsewhere: not counted among what was asked."""
-        with self._lock:
-            return self._lease(namespace, np.asarray(elements, dtype=np.int64))
 
     def count(self, namespace: str, elements: Sequence[int] | Elements) -> int:
         """Tokens that `match` would find; changes nothing."""
@@ -389,7 +388,9 @@ class PrefixCache:
                 one.page.uses += 1
             above.children[int(wanted[at])] = new
             self._order[new] = None
-            self._touch(above)
+            while above.parent is not None:
+                self._order.move_to_end(above)
+                above = above.parent
             self._counts["tokens"] += len(new.elements)
             at = len(wanted)
             path = [(new, len(new.elements))]
@@ -400,11 +401,6 @@ class PrefixCache:
                 end.uses += 1
         self._let_go(slices, end)
         return at
-
-    def _touch(self, node: Node | None) -> None:
-        while node is not None and node.parent is not None:
-            self._order.move_to_end(node)
-            node = node.parent
 
     def _split(self, node: Node, at: int) -> Node:
         """The node whose edge ends behind `at` elements of this one: itself, or a new one above it. Nothing is copied.

@@ -51,19 +51,14 @@ def resolve(name: str | Path) -> str:
     holds one GGUF file and no other model that file. Anything else stays as it is."""
     path = Path(name)
     if path.is_dir():
-        return str(_lone_gguf(path) or name)
+        files = list(path.glob(f"*{GGUF}"))
+        others = any((path / other).is_file() for other in (CONFIG, ADAPTER, "adapter_config.json"))
+        return str(files[0] if len(files) == 1 and not others else name)
     if (bundled := BUNDLED.get(str(name))) is not None:
         return str(Path(__file__).parent.parent / bundled)
     if (source := NAMED.get(str(name))) is not None:
         return str(cached(str(name)) or source.hub)
     return str(name)
-
-
-def _lone_gguf(directory: Path) -> Path | None:
-    if any((directory / name).is_file() for name in (CONFIG, ADAPTER, "adapter_config.json")):
-        return None
-    files = list(directory.glob(f"*{GGUF}"))
-    return files[0] if len(files) == 1 else None
 
 
 # Named models that were fetched.

@@ -43,7 +43,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.pull import obtain
-from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config, unsupported
+from ragcache.models.support import describe_config, inspect, refuse_by_config, unsupported
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import team_ends
 
@@ -122,13 +122,12 @@ def _learn(
     model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: TrainedTokens | None, packed: bool | None
 ) -> LanguageModel:
     _refuse_changing(model, name)
-    found: Inspected | None = getattr(model, INSPECTED, None)
-    if found is None:  # once: it hooks the model's modules
-        found = inspect(model, name)
-        setattr(model, INSPECTED, found)
+    if not hasattr(model, INSPECTED):  # once: it hooks the model's modules
+        setattr(model, INSPECTED, inspect(model, name))
+    rope, shape = getattr(model, INSPECTED)
     mark = fingerprint(model, tokenizer)
     pack(model, packed)
-    lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, name, reuse)
+    lm = LanguageModel(model, tokenizer, rope, shape, mark, name, reuse)
     if reuse is not None:
         reuse.check(lm.vocab_size, tokenizer, name)
     return lm

@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -119,8 +120,7 @@ class Scheduler:
             alone = partial(contextvars.copy_context().run, alone)
         request = QueuedRequest(run, alone, limit=LIMIT.get())
         self._submit(request)
-        self._await(request)
-        return request.result()
+        return self._await(request)
 
     def decode(self, decoding: DecodingSequence, logits: Tensor) -> Generator[int, None, None]:
         """Yield the ids of an answer until one of its `eos_ids` (not yielded) or the position `last`.
@@ -182,25 +182,22 @@ class Scheduler:
                 self._thread.start()
             self._changed.notify_all()
 
-    def _await(self, request: QueuedRequest) -> None:
-        """Wait until it is finished. Raises what its limit raises while no pass holds it."""
+    def _await(self, request: QueuedRequest) -> Tensor:
+        """Its logits, once it is finished. Raises what its limit raises while no pass holds it."""
         limit = request.limit
         try:
-            while not request.finished.wait(limit.poll_s()):
+            while not wait([request.finished], limit.poll_s()).done:
                 with self._changed:
                     if request in self._waiting:
                         limit.check()
         except BaseException:
-            self._withdraw(request)
+            with self._changed:  # a pass that holds it is waited for: it works on the caller's cache
+                while request in self._running:
+                    self._changed.wait()
+                if request in self._waiting:
+                    self._waiting.remove(request)
             raise
-
-    def _withdraw(self, request: QueuedRequest) -> None:
-        """Give up. A pass that holds it is waited for: it works on the caller's cache."""
-        with self._changed:
-            while request in self._running:
-                self._changed.wait()
-            if request in self._waiting:
-                self._waiting.remove(request)
+        return request.finished.result()
 
     def _is_busy(self) -> bool:
         with self._changed:
@@ -314,10 +311,12 @@ class Scheduler:
             self._finish(member.request, logits)
 
     def _finish(self, request: QueuedRequest, logits: Tensor | None = None, error: BaseException | None = None) -> None:
-        request.logits, request.error = logits, error
         decoding = request.sequence
         if decoding is None or decoding.over:
-            request.finished.set()
+            if logits is None:
+                request.finished.set_exception(error)
+            else:
+                request.finished.set_result(logits)
         elif logits is None:
             decoding.end(error)
         else:
@@ -342,7 +341,7 @@ class Scheduler:
                 counts = dict(self._stats.members)
                 counts[len(members)] = counts.get(len(members), 0) + 1
                 self._stats = PassStats(self._stats.passes + 1, self._stats.tokens + tokens, counts)
-            unfinished = [one for one in self._running if one.sequence is None and not one.finished.is_set()]
+            unfinished = [one for one in self._running if one.sequence is None and not one.finished.done()]
             self._waiting += unfinished
             for request in self._running:
                 request.run.cache.let_go()
@@ -359,23 +358,14 @@ class QueuedRequest:
 
     alone:    runs them in a pass of its own; None for a run that may share one
     sequence: what they are the next token of; None where a caller waits for the logits
-    finished: is set once there is a result, which is `logits` or `error`
+    finished: has its logits, or what it failed with, once it has run
     """
 
     run: ForwardRequest
     alone: Callable[[], Tensor] | None = None
     sequence: DecodingSequence | None = None
     limit: Limit = NO_LIMIT
-    finished: threading.Event = field(default_factory=threading.Event)
-    logits: Tensor | None = None
-    error: BaseException | None = None
-
-    def result(self) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        if self.logits is None:
-            raise RuntimeError("a run ended without logits")
-        return self.logits
+    finished: Future[Tensor] = field(default_factory=Future)
 
 
 class ScheduledRequest(NamedTuple):

@@ -70,13 +70,6 @@ def unsupported(config: PreTrainedConfig, name: str, reason: object) -> Unsuppor
     return UnsupportedModelError(f"{name} ({config.model_type}) is not supported: {reason}")
 
 
-class Inspected(NamedTuple):
-    """Findings of the probes about a model."""
-
-    rope: Rope
-    shape: CacheShape
-
-
 class _Plain(NamedTuple):
     """A plain pass over the probe's tokens, by layer.
 
@@ -91,7 +84,7 @@ class _Plain(NamedTuple):
     watch: Watch
 
 
-def inspect(model: PreTrainedModel, name: str) -> Inspected:
+def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, CacheShape]:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
     try:
         return _inspect(model)
@@ -103,7 +96,7 @@ def inspect(model: PreTrainedModel, name: str) -> Inspected:
 
 
 @torch.inference_mode()
-def _inspect(model: PreTrainedModel) -> Inspected:
+def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
     mixers = hook_mixers(model)
     if not mixers and not _rotary_modules(model):
         raise UnsupportedModelError(
@@ -113,12 +106,17 @@ def _inspect(model: PreTrainedModel) -> Inspected:
     if "logits_to_keep" not in signature(model.forward).parameters:
         raise UnsupportedModelError("it gives out logits of every token, not of those that are asked for alone")
     calls, layers = plain.watch.calls, sorted(plain.seen)
-    expected = _num_kept(model, mixers)
+    kinds = _layer_types(model) or []
+    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
+    expected = len(kept) if mixers and kinds else int(text_config(model).num_hidden_layers)
     if layers != list(range(expected)):
         raise UnsupportedModelError(f"only {len(layers)} of {expected} layers keep keys and values")
     if not mixers and set(plain.watch.left) != set(layers):  # LongCat
         raise UnsupportedModelError("its decoder layers hold several attentions each: no token can stand aside in one")
-    _check_windows(model, plain.windows)
+    # A window that reaches attention only inside a ready-made mask would be lost here.
+    sliding = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention"]
+    if hidden := [layer for layer in sliding if plain.windows.get(layer) is None]:
+        raise UnsupportedModelError(f"sliding layer {hidden[0]} does not say how far it sees")
     modules = {layer: call.module for layer, call in calls.items()}
     sources = [_rotates(model, calls[layer], plain.sources[layer], layer) for layer in layers]
     if not (any(sources) or mixers):
@@ -140,15 +138,7 @@ def _inspect(model: PreTrainedModel) -> Inspected:
     _verify(model, rope, shape, plain)
     if not mixers:  # whoever runs some of the tokens alone has no state between them
         _verify_narrowing(model, shape, plain)
-    return Inspected(rope, shape)
-
-
-def _num_kept(model: PreTrainedModel, mixers: Sequence[Mixer]) -> int:
-    """Layers that are to keep keys and values."""
-    kinds = _layer_types(model)
-    if not mixers or kinds is None:
-        return int(text_config(model).num_hidden_layers)
-    return sum(map(keeps_kv, kinds))
+    return rope, shape
 
 
 def _learn_states(model: PreTrainedModel, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
@@ -238,15 +228,6 @@ def _run_probe(model: PreTrainedModel) -> _Plain:
 def _in_order(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """What rotates first; see `CacheShape.in_order`."""
     return (pair[1], pair[0]) if hasattr(module, LATENT) else pair
-
-
-def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:
-    """A window that reaches attention only inside a ready-made mask would be lost here."""
-    kinds = _layer_types(model) or ()
-    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
-    hidden = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention" and windows.get(layer) is None]
-    if hidden:
-        raise UnsupportedModelError(f"sliding layer {hidden[0]} does not say how far it sees")
 
 
 def _rotation_function(module: nn.Module) -> Apply:

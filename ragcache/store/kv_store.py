@@ -371,13 +371,12 @@ class KVStore:
     def stats(self) -> KVStats:
         """Count, walking through the durable tier: for people and monitoring, not for every question."""
         usage = {tier.name: tier.usage() for tier in self._tiers}
-        served = self._counts.snapshot()
         return KVStats(
             blocks=usage[self._durable.name].blocks,
             bytes_by_tier={name: use.num_bytes for name, use in usage.items()},
-            hits_by_tier={name: served.hits[name] for name in usage},
-            misses=served.misses,
-            damaged=served.damaged,
+            hits_by_tier={name: self._counts.hits[name] for name in usage},
+            misses=self._counts.misses,
+            damaged=self._counts.damaged,
             evictions=sum(tier.evictions for tier in self._tiers),
             unwritten_bytes=self._durable.unwritten_bytes,
             pinned=len(self._pins),

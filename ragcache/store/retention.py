@@ -71,20 +71,16 @@ class Expiry:
         now = self._now()
         last = self._used_at.get(key)
         if last is None or now - last >= self.ttl_s:
-            last = self._latest(last, self.durable.used_at(key), key, now)
+            marked = self.durable.used_at(key)
+            if marked is not None and marked > now:
+                self._mark(key, marked := now)
+            last = max((at for at in (last, marked) if at is not None), default=None)
         return last is not None and now - last >= self.ttl_s
 
     def forget(self, key: str) -> None:
         with self._lock:
             self._used_at.pop(key, None)
             self._marked_at.pop(key, None)
-
-    def _latest(self, own: float | None, marked: float | None, key: str, now: float) -> float | None:
-        if marked is not None and marked > now:
-            self._mark(key, now)
-            return now
-        known = [at for at in (own, marked) if at is not None]
-        return max(known) if known else None
 
     def _mark(self, key: str, now: float) -> None:
         if self.writable:
@@ -106,30 +102,26 @@ class Pins:
     def __init__(self, root: Path) -> None:
         self._path = root / ".pins.json"
         self._lock = FileLock(root / ".pins.lock")
-        self._keys: frozenset[str] = frozenset()
+        self.keys: frozenset[str] = frozenset()
         self._version: tuple[int, int] | None = None
         self.reload()
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self.keys
 
     def __len__(self) -> int:
-        return len(self._keys)
-
-    @property
-    def keys(self) -> frozenset[str]:
-        return self._keys
+        return len(self.keys)
 
     def reload(self) -> None:
         """Read the file where it has changed."""
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            self._keys, self._version = frozenset(), None
+            self.keys, self._version = frozenset(), None
             return
         version = (status.st_mtime_ns, status.st_ino)
         if version != self._version:
-            self._keys, self._version = self._read(), version
+            self.keys, self._version = self._read(), version
 
     def add(self, keys: Iterable[str], allowed: Callable[[frozenset[str]], None]) -> None:
         """Pin these too. allowed: told of all pins that there would be; what it raises leaves them as they are.
@@ -148,7 +140,7 @@ class Pins:
     def remove(self, keys: Iterable[str]) -> None:
         """Unpin these; keys that are not pinned are ignored. Raises StoreReadOnlyError, StoreFullError."""
         removed = frozenset(keys)
-        if removed & self._keys:
+        if removed & self.keys:
             self._change(lambda pinned: pinned - removed)
 
     def _change(self, change: Callable[[frozenset[str]], frozenset[str]]) -> None:
@@ -156,8 +148,8 @@ class Pins:
             make_directory(self._path.parent)
             with self._lock:
                 self.reload()
-                changed = change(self._keys)
-                if changed != self._keys:
+                changed = change(self.keys)
+                if changed != self.keys:
                     with atomic_write(self._path) as file:
                         write_all(file, json.dumps({"pinned": sorted(changed)}).encode() + b"\n")
                 self.reload()
