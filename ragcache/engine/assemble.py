@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
 from ragcache.prompt import PromptFormat, prompt_format
-from ragcache.retrieval.embedder import Embedder, load_embedder
-from ragcache.retrieval.reranker import Reranker, load_reranker
+from ragcache.retrieval.embedder import Embedder, Reranker, load_embedder, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.documents import DocumentStore
@@ -64,7 +63,18 @@ KEPT = "kv_kept"
 
 
 @dataclass(frozen=True)
-class Components:
+class _Made:
+    """Parts that depend on where the model runs; see `Components`."""
+
+    reader: Engine
+    names: BlockKeys
+    admission: Admission
+    estimate: PrefillEstimate
+    loader: BlockLoader | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components(_Made):
     """All that a knowledge base consists of.
 
     card:   the model; a LanguageModel where it runs in this process
@@ -83,11 +93,6 @@ class Components:
     choice: Choice
     stored: StoredBlocks
     evict: SnapKV | None
-    reader: Engine
-    names: BlockKeys
-    admission: Admission
-    estimate: PrefillEstimate
-    loader: BlockLoader | None
     ingestor: Ingestor
     whole: PassthroughSplitter
     turns: ConversationCache
@@ -170,7 +175,7 @@ def assemble(
         choice=choice,
         stored=replace(stored, recipe=used),
         evict=chosen.evict,
-        **made._asdict(),
+        **vars(made),
         ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.names, chosen.ingest),
         whole=PassthroughSplitter(card.tokenizer, card.max_positions),
         turns=ConversationCache(store.documents, chosen.tenant),
@@ -196,16 +201,6 @@ def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
     elif isinstance(bound, list):
         return replace(recipe, kept=bound[0], task=bound[1])
     return recipe
-
-
-class _Made(NamedTuple):
-    """What depends on where the model runs; fields of `Components`."""
-
-    reader: Engine
-    names: BlockKeys
-    admission: Admission
-    estimate: PrefillEstimate
-    loader: BlockLoader | None = None
 
 
 def _here(

@@ -54,8 +54,7 @@ from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import encode_text
-from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.reranker import Reranker
+from ragcache.retrieval.embedder import Embedder, Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
 

@@ -18,7 +18,6 @@ from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Segment
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
-from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
@@ -279,21 +278,16 @@ class WholeStore:
             return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode([ids])
         encode_s = time.perf_counter() - started
-        self._keep(handle, block, generation)
-        return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
-
-    def _keep(self, handle: str, block: KVBlock, generation: int) -> None:
-        """On disk, for as long as no document changes. What cannot be kept costs a later question time."""
-        try:
+        try:  # for as long as no document changes; what cannot be kept on disk costs a later question time
             if not self._kv.keeps_exactly(handle, block):
                 log.warning("the KV of the whole store is not kept on disk: the store's codec would change it")
-                return
-            if self._documents.hold_over_all(handle, generation):
+            elif self._documents.hold_over_all(handle, generation):
                 self._kv.put(handle, block, "flushed")
                 if not self._documents.referenced([handle]):  # a document changed since: nothing else would find it
                     self._kv.delete(handle)
         except (*NOT_KEPT, UnencodableBlockError) as error:
             log.warning("the KV of the whole store is not kept on disk: %s", error)
+        return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
 
 
 def check_whole(options: Mapping[str, Any], method: FusionMethod) -> None:

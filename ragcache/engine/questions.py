@@ -102,7 +102,8 @@ class Questions:
         passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
         tools = tool_use(options, self._parts.card.tokenizer)
         shown = self._shown(options)
-        conversation = Conversation(messages, shown._replace(tools=tools.shown if tools else ()))
+        shown = shown._replace(tools=tools.shown if tools else ())
+        conversation = Conversation(self._parts.card.tokenizer, messages, shown)
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         if context not in get_args(Context):
@@ -113,16 +114,11 @@ class Questions:
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
-        tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
-        drops = options.get("drop_turns", True)
+        reader, drops = self._parts.reader, options.get("drop_turns", True)
         if context == "last" and passages is None and k is None:
             self.drop_deleted()
             (whole, given), dropped = reader.prompts.shortened(
-                conversation,
-                lambda read: read.as_written(tokenizer, system),
-                self._written_tokens,
-                reading,
-                drops=drops,
+                conversation, lambda read: read.as_written(system), self._written_tokens, reading, drops=drops
             )
             written, inline = self._with_found(whole, given, conversation.given_text, reading)
             return self._read(lambda _: (written, dropped), lambda: inline, reading)
@@ -138,7 +134,7 @@ class Questions:
         def ends(passages: int) -> tuple[PromptEnds, int]:
             return reader.prompts.shortened(
                 conversation,
-                lambda read: read.around_passages(tokenizer, reader.prompts.format, system, first=first),
+                lambda read: read.around_passages(reader.prompts.format, system, first=first),
                 _ends_tokens,
                 reading,
                 passages,
@@ -317,7 +313,7 @@ class Questions:
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
                 hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
-                return *talk.read(read.in_pieces(tokenizer, form, system), given), hits
+                return *talk.read(read.in_pieces(form, system), given), hits
 
             fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, reading, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()

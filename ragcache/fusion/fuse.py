@@ -12,12 +12,11 @@ from torch import Tensor
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.layout import Additions, Layout
-from ragcache.fusion.method import FusionMethod, Job, PhaseTimes, Scope
+from ragcache.fusion.method import FusionMethod, Job, PhaseTimes, Prefilled, Scope
 from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import Exact, ExactBlock
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
@@ -27,30 +26,27 @@ from ragcache.prompt import Part, Passages, Prompt, Text
 
 
 @dataclass(frozen=True, eq=False)
-class Fused:
+class Fused(Prefilled):
     """A prompt that has been read.
 
-    prompt:      as it was given; layout: where all its tokens stand, those that the method added among them
-    next_logits: float32 [vocab_size], for the first token of the answer
-    cache:       what decoding goes on from
-    timings:     seconds by phase
-    computed_tokens: tokens that the model ran in each layer, encoding of missing blocks left out
-    kept_tokens:     tokens that each layer holds, of each KV head where some were evicted
+    prompt:  as it was given; layout: where all its tokens stand, those that the method added among them
+    timings: seconds by phase
+    computed_tokens: as `Prefilled` has them, encoding of missing blocks left out
+    kept_tokens:     likewise, of each KV head where some were evicted
     encoded_tokens:  tokens of blocks that had to be made for this call
-    next_position:   position of the answer's first token
-    reserved_ids:    ids of such tokens, which no answer may hold
+    reserved_ids:    ids of tokens that the method added, which no answer may hold
     """
 
     prompt: Prompt | Sequence[Part]
     layout: Layout
-    next_logits: Tensor
-    cache: FusedCache
     timings: PhaseTimes
-    computed_tokens: tuple[int, ...]
-    kept_tokens: tuple[int, ...]
     encoded_tokens: int
-    next_position: int
     reserved_ids: frozenset[int] = frozenset()
+
+    @property
+    def next_logits(self) -> Tensor:
+        """float32 [vocab_size], for the first token of the answer"""
+        return self.logits
 
     @property
     def prompt_tokens(self) -> int:
@@ -171,15 +167,11 @@ def fuse(
         with job.running():
             done = replace(done, kept_tokens=ballot.evict(done.cache, reserve_tokens))
     return Fused(
+        **vars(done),
         prompt=prompt,
         layout=layout,
-        next_logits=done.logits,
-        cache=done.cache,
         timings=job.times,
-        computed_tokens=done.computed_tokens,
-        kept_tokens=done.kept_tokens,
         encoded_tokens=encoded,
-        next_position=done.next_position,
         reserved_ids=added.reserved,
     )
 

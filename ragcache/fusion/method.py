@@ -231,8 +231,9 @@ class Placer:
             place_exact(cache, layer, self._exact)
         if not self._blocks:
             return
-        if (rank := layer - len(self._lengths)) >= 0:
-            self._place_state(cache, rank)
+        if (rank := layer - len(self._lengths)) >= 0:  # a recurrent layer's state is taken through all blocks, in order
+            maps, width = [block.states[rank] for block in self._blocks], self._lm.shape.states[rank].conv[1]
+            cache.states[rank] = compose(cache.states[rank], maps, width, self._lm.device)
             return
         positions, angles, lengths = self.positions, self._angles, self._lengths[layer]
         if self._sparse:
@@ -248,12 +249,6 @@ class Placer:
         self._lm.rope.turn(scratch[None], angles.of(layer), keys)
         for block, place in zip(self._blocks, torch.split(values[0], lengths, dim=1), strict=True):
             block.copy_values(layer, place)
-
-    def _place_state(self, cache: FusedCache, rank: int) -> None:
-        """Take a recurrent layer's state through all blocks, in order."""
-        width = self._lm.shape.states[rank].conv[1]
-        maps = [block.states[rank] for block in self._blocks]
-        cache.states[rank] = compose(cache.states[rank], maps, width, self._lm.device)
 
     def _positions_by_head(self, layer: int) -> Tensor:
         """int64 [num_kv_heads, tokens that a head holds of all blocks]"""
@@ -328,7 +323,8 @@ class FusionMethod:
         """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that
         loads blocks can read with this method. None: the model has to run for it to choose, or it changes attention, as
         it may be where `prefill` is overridden; or passages overlap."""
-        return [] if type(self).prefill is FusionMethod.prefill and layout.is_global else None
+        is_global = all(before.end == piece.start for before, piece in pairwise(layout.pieces))
+        return [] if type(self).prefill is FusionMethod.prefill and is_global else None
 
     def additions(self, lm: ModelCard) -> Additions:
         """Tokens that the method puts between the prompt's own. Of itself it puts none, and reads blocks with what a

@@ -120,7 +120,8 @@ def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
         if why is None:
             return
         reason += f", nor a model of that name in the hub's cache or on the hub ({type(why).__name__})"
-    nearest = get_close_matches(name, [*known, *NAMED, *_on_disk(), *_beside(name)], n=1)
+    beside = [str(config.parent) for config in Path(name).parent.glob(f"*/{CONFIG}")]
+    nearest = get_close_matches(name, [*known, *NAMED, *_on_disk(), *beside], n=1)
     meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ModelNotFoundError(f"cannot load a model under {name!r}: {reason}{meant}") from why
 
@@ -147,12 +148,6 @@ def _on_disk() -> Iterator[str]:
 
     for folder in Path(constants.HF_HUB_CACHE).glob("models--*"):
         yield folder.name.removeprefix("models--").replace("--", "/")
-
-
-def _beside(name: str) -> Iterator[str]:
-    """Model directories where this one was looked for."""
-    for config in Path(name).parent.glob(f"*/{CONFIG}"):
-        yield str(config.parent)
 
 
 # How much memory there is.

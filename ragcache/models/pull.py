@@ -165,7 +165,8 @@ def _make(place: Path, source: Source, say: Say) -> None:
         say(f"Converting {file.name} ...")
         convert(file, aside)
         shutil.rmtree(file.parent)
-        _write_manifest(aside)
+        files = {path.name: (path.stat().st_size, file_digest(path).hex()) for path in sorted(aside.iterdir())}
+        (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
         if place.exists():
             place.rename(old)
         aside.rename(place)
@@ -236,14 +237,6 @@ def convert(gguf: Path, into: Path) -> None:
     model.config.save_pretrained(into)
     model.generation_config.save_pretrained(into)
     AutoTokenizer.from_pretrained(gguf.parent, **file).save_pretrained(into)
-
-
-# A converted directory's own list of its files.
-
-
-def _write_manifest(place: Path) -> None:
-    files = {path.name: (path.stat().st_size, file_digest(path).hex()) for path in sorted(place.iterdir())}
-    (place / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
 
 
 def _is_sound(place: Path) -> bool:

@@ -245,7 +245,12 @@ class Scheduler:
     def _take(self) -> list[ScheduledRequest]:
         """Take what runs in the next pass out of the queue."""
         with self._changed:
-            self._drop_given_up()
+            for request in list(self._waiting):  # their callers may be busy elsewhere and not look for long
+                try:
+                    request.limit.check()
+                except Exception as error:
+                    self._waiting.remove(request)
+                    self._finish(request, error=error)
             if not self._waiting:
                 return []
             shares = self._shares(self._waiting[0])
@@ -256,15 +261,6 @@ class Scheduler:
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
             shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
-
-    def _drop_given_up(self) -> None:
-        """End what gave up while it waited: its caller may be busy elsewhere and not look at its limit for long."""
-        for request in list(self._waiting):
-            try:
-                request.limit.check()
-            except Exception as error:
-                self._waiting.remove(request)
-                self._finish(request, error=error)
 
     def _shares(self, first: QueuedRequest) -> list[tuple[QueuedRequest, int]]:
         """Runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""

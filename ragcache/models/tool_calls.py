@@ -354,20 +354,17 @@ class ToolParser:
     def _called(self, text: str, *, marked: bool) -> Sequence[Parsed]:
         if not marked and self._format.bare is not None and not self._format.bare.match(text):
             return self._said(text)
-        calls = read_calls(self._format, text, self._tools)
+        format = self._format
+        try:
+            found = format.read(text)
+            calls = [ToolCall(new_id(), *(typed(one, self._tools) if format.untyped else one)) for one in found]
+        except UNREADABLE as error:
+            name = format.name or _name_in(text)
+            calls = [ToolCall(new_id(), name, text.strip(), f"the call cannot be read: {error}")]
         calls = calls if self._most is None else calls[: self._most - self._calls]
         self._calls += len(calls)
         self._space = ""
         return calls
-
-
-def read_calls(format: ToolFormat, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
-    """The calls of a text; one with an error, and all of the text, where it cannot be read."""
-    try:
-        found = format.read(text)
-        return [ToolCall(new_id(), *(typed(one, tools) if format.untyped else one)) for one in found]
-    except UNREADABLE as error:
-        return [ToolCall(new_id(), format.name or _name_in(text), text.strip(), f"the call cannot be read: {error}")]
 
 
 def _name_in(text: str) -> str:

@@ -15,9 +15,8 @@ import numpy as np
 from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
 from ragcache.plugins import Registry
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder import Embedder, Reranker
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
-from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
 from ragcache.store.directory import StoreLayout

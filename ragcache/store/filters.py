@@ -21,7 +21,6 @@ import json
 import math
 import operator
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,34 +49,15 @@ _OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$contains", "$gl
 _GLOB_PARTS = re.compile(r"\*|\?|\[[*?\[]\]|[^*?]", re.DOTALL)
 
 
+# How each database says a thing about one field of a JSON column (the last, about a text column that is not null). No
+# term is ever NULL.
+
+
 @dataclass(frozen=True)
-class _Terms(ABC):
-    """How one database says a thing about one field of a JSON column. No term is ever NULL."""
+class _SQLiteTerms:
+    """SQLite's terms, over json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
 
     column: ColumnElement[Any]
-
-    @abstractmethod
-    def present(self, field: str) -> Condition: ...
-
-    @abstractmethod
-    def among(self, field: str, values: Sequence[Scalar]) -> Condition: ...
-
-    @abstractmethod
-    def ordered(self, field: str, compare: Compare, value: str | float) -> Condition: ...
-
-    @abstractmethod
-    def contains(self, field: str, value: Scalar) -> Condition: ...
-
-    @abstractmethod
-    def glob(self, field: str, pattern: str) -> Condition: ...
-
-    @abstractmethod
-    def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
-        """Whether a text column, not null, matches the glob."""
-
-
-class _SQLiteTerms(_Terms):
-    """SQLite's terms, over json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
 
     def present(self, field: str) -> Condition:
         return self._entry(field, lambda entry: true())
@@ -120,8 +100,11 @@ class _SQLiteTerms(_Terms):
         )
 
 
-class _PostgresTerms(_Terms):
+@dataclass(frozen=True)
+class _PostgresTerms:
     """PostgreSQL's terms, over jsonb: equality keeps types apart, order mixes them, hence the check of the type."""
+
+    column: ColumnElement[Any]
 
     def present(self, field: str) -> Condition:
         return self._value(field).is_not(None)
@@ -160,6 +143,7 @@ class _PostgresTerms(_Terms):
         return func.jsonb_typeof(self._value(field))
 
 
+_Terms = _SQLiteTerms | _PostgresTerms
 _TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _PostgresTerms}
 
 

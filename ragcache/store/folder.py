@@ -52,7 +52,10 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
         if named is None:
             _take_unnamed(layout, documents, where)
         else:
-            _check_named(layout, documents, named, where)
+            if database_id(documents) != named.id:
+                raise _mismatch(layout, named.where, where)
+            if named.where != where and not read_only:
+                _note(layout, NamedDatabase(where, named.id))  # it has moved
     except BaseException:
         documents.close()
         raise
@@ -85,13 +88,6 @@ def _refuse_absent(layout: StoreLayout, named: NamedDatabase | None) -> None:
     filled = layout.index.exists() or layout.some_blocks(1)
     if named is None and filled and not layout.database.exists():
         raise DatabaseMismatchError(f"{layout.root}: its documents are in a database elsewhere; {WAY_OUT}")
-
-
-def _check_named(layout: StoreLayout, documents: DocumentStore, named: NamedDatabase, where: str) -> None:
-    if database_id(documents) != named.id:
-        raise _mismatch(layout, named.where, where)
-    if named.where != where and not documents.database.read_only:
-        _note(layout, NamedDatabase(where, named.id))  # it has moved
 
 
 def _take_unnamed(layout: StoreLayout, documents: DocumentStore, where: str) -> None:
