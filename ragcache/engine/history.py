@@ -135,7 +135,10 @@ class ConversationContext:
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
-        once = _each_once(given)
+        once, seen = dict[int, list[Hit]](), set[tuple[int, ...]]()
+        for turn, hits in sorted(given.items()):  # every passage in the first turn that states it, where it was read
+            once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
+            seen |= {tuple(hit.chunk.token_ids) for hit in hits}
         parts, stays = list[tuple[int, ...] | tuple[Hit, ...]](), 0
         for piece in self._without_double_space(pieces[:last]):
             if part := self._part(piece, once):
@@ -184,16 +187,6 @@ def _leading_space(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> st
     text = str(tokenizer.decode(ids))
     written = str(tokenizer.convert_ids_to_tokens(ids[0]))
     return text[: len(text) - len(text.lstrip())] or (" " if written[:1] in SPACES else "")
-
-
-def _each_once(given: Mapping[int, Sequence[Hit]]) -> dict[int, list[Hit]]:
-    """Every passage in the first turn that states it, where it was read."""
-    found: dict[int, list[Hit]] = {}
-    read: set[tuple[int, ...]] = set()
-    for turn, hits in sorted(given.items()):
-        found[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in read]
-        read |= {tuple(hit.chunk.token_ids) for hit in hits}
-    return found
 
 
 def inline_passages(conversation: Conversation) -> dict[int, list[Given]]:

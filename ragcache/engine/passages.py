@@ -168,8 +168,11 @@ class PassageFinder:
         own = self._index.find(ids)
         chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in own})}
         foreign = self._find_foreign(ids)
-        known = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
-        known = _apart(sorted(known, key=lambda pair: (pair[0].start, -pair[0].end)))
+        found = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
+        known: list[tuple[Found, Chunk]] = []  # of those that overlap the first, the longest of these
+        for pair in sorted(found, key=lambda pair: (pair[0].start, -pair[0].end)):
+            if not known or pair[0].start >= known[-1][0].end:
+                known.append(pair)
         limits = [one.start for one, _ in known[1:]] + [len(ids) - 1] * bool(known)
         runs: list[Run] = []
         for (one, chunk), limit in zip(known, limits, strict=True):
@@ -219,15 +222,6 @@ class PassageFinder:
                     self._index.save(self._file, self._last)
                 except (StoreReadOnlyError, StoreFullError) as error:
                     log.warning("the index of passages is made anew at the next opening: %s", error)
-
-
-def _apart(found: Sequence[tuple[Found, Chunk]]) -> list[tuple[Found, Chunk]]:
-    """Finds without overlaps: of those that overlap the first, the longest of these. found: in that order"""
-    kept: list[tuple[Found, Chunk]] = []
-    for pair in found:
-        if not kept or pair[0].start >= kept[-1][0].end:
-            kept.append(pair)
-    return kept
 
 
 def _is_little(runs: Sequence[Run]) -> bool:

@@ -121,7 +121,12 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
 def _learn(
     model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: TrainedTokens | None, packed: bool | None
 ) -> LanguageModel:
-    _refuse_changing(model, name)
+    stated = getattr(model.config, "quantization_config", None)
+    if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
+        raise UnsupportedModelError(
+            f"{name} is not supported: bitsandbytes' weights on a CPU change when they are read; use a GGUF file, "
+            "torchao's weights or a GPU"
+        )
     if not hasattr(model, INSPECTED):  # once: it hooks the model's modules
         setattr(model, INSPECTED, inspect(model, name))
     rope, shape = getattr(model, INSPECTED)
@@ -131,16 +136,6 @@ def _learn(
     if reuse is not None:
         reuse.check(lm.vocab_size, tokenizer, name)
     return lm
-
-
-def _refuse_changing(model: PreTrainedModel, name: str) -> None:
-    """Raises UnsupportedModelError for weights that reading changes."""
-    stated = getattr(model.config, "quantization_config", None)
-    if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
-        raise UnsupportedModelError(
-            f"{name} is not supported: bitsandbytes' weights on a CPU change when they are read; use a GGUF file, "
-            "torchao's weights or a GPU"
-        )
 
 
 def load_card(name: str | Path, fingerprint: str) -> ModelCard:

@@ -132,7 +132,11 @@ class SentenceEmbedder:
         self.dimension = int(dimension)
         self._lock = PriorityLock()
         self.max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
-        self.dimensions = _dimensions(model, self.dimension)
+        # Lengths that vectors may be cut to, as the model's configuration states them (by the names that vLLM reads).
+        config = getattr(getattr(model, "transformers_model", None), "config", None)
+        some = range(1, self.dimension + 1) if getattr(config, "is_matryoshka", False) else (self.dimension,)
+        stated = getattr(config, "matryoshka_dimensions", None)
+        self.dimensions: Sequence[int] = sorted({*stated, self.dimension}) if stated else some
         self._tokenizer = _tokenizer(model)
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
@@ -319,14 +323,6 @@ def _lengths(tokenizer: Tokenizer | None, texts: list[str]) -> list[int]:
     if tokenizer is None:
         return [1 + len(text) // 4 for text in texts]
     return [len(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
-
-
-def _dimensions(model: SentenceTransformer, whole: int) -> Sequence[int]:
-    """Lengths that vectors may be cut to, as the model's configuration states them (by the names that vLLM reads)."""
-    config = getattr(getattr(model, "transformers_model", None), "config", None)
-    if stated := getattr(config, "matryoshka_dimensions", None):
-        return sorted({*stated, whole})
-    return range(1, whole + 1) if getattr(config, "is_matryoshka", False) else (whole,)
 
 
 # A lock that questions get before everything else.

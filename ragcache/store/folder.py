@@ -39,8 +39,11 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
     named = layout.documents_in()
     inside = url is None or Path(address(url)).resolve() == layout.database.resolve()
     where = layout.database.name if url is None or inside else address(url)
-    if url is None:
-        _refuse_absent(layout, named)
+    if url is None and named is not None and named.where != layout.database.name:
+        raise DatabaseMismatchError(f"{layout.root}: its documents are in {named.where}; {WAY_OUT}")
+    lacks = url is None and named is None and not layout.database.exists()
+    if lacks and (layout.index.exists() or layout.some_blocks(1)):
+        raise DatabaseMismatchError(f"{layout.root}: its documents are in a database elsewhere; {WAY_OUT}")
     try:
         database = Database(url or layout.database, read_only=read_only, create=named is None)
     except (StoreNotFoundError, SchemaVersionError, DatabaseMismatchError) as error:
@@ -79,15 +82,6 @@ def refuse_unproven(layout: StoreLayout) -> None:
             f"{layout.root}: {_unknown(layout)}; nothing was changed. If another database has them, {WAY_OUT}; if an "
             "ingestion broke off before its first document, run it again"
         )
-
-
-def _refuse_absent(layout: StoreLayout, named: NamedDatabase | None) -> None:
-    """For an opening that names no database."""
-    if named is not None and named.where != layout.database.name:
-        raise DatabaseMismatchError(f"{layout.root}: its documents are in {named.where}; {WAY_OUT}")
-    filled = layout.index.exists() or layout.some_blocks(1)
-    if named is None and filled and not layout.database.exists():
-        raise DatabaseMismatchError(f"{layout.root}: its documents are in a database elsewhere; {WAY_OUT}")
 
 
 def _take_unnamed(layout: StoreLayout, documents: DocumentStore, where: str) -> None:
