@@ -18,7 +18,7 @@ from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
 from benchmarks.shapes import Built
 from ragcache.errors import MissingBlockError, RagCacheError
 from ragcache.fusion.fuse import Fused, fuse
-from ragcache.fusion.placement import Placement, Placer
+from ragcache.fusion.method import Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
@@ -108,7 +108,7 @@ class Bench:
         """Every layer's blocks rotated and copied into a cache, with no model running."""
         ends = list(accumulate(block.num_tokens for block in self._in_hand))
         pairs = zip(self._in_hand, [0, *ends], strict=False)
-        placer = Placer(self.lm, [Placement(block, start) for block, start in pairs])
+        placer = Placer(self.lm, list(pairs))
         cache = self.lm.new_cache(self.prompt.num_tokens)
         with torch.inference_mode():
             for layer in range(self.lm.shape.num_layers):

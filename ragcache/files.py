@@ -8,6 +8,7 @@ is being written.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+import xxhash
 
 from ragcache.errors import translate_os_errors
 
@@ -51,6 +54,12 @@ def write_all(file: BinaryIO, data: memoryview | bytes) -> None:
     written = 0
     while written < view.nbytes:
         written += file.write(view.cast("B")[written:])
+
+
+def file_digest(path: Path) -> bytes:
+    """XXH3-128 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 def make_directory(path: Path) -> None:

@@ -294,7 +294,11 @@ def prompt_format(
 
     Raises ConfigError when the question format has no {question}, or the template drops or repeats the user message.
     """
-    question_format = _question_format(tokenizer, question_format)
+    stated = getattr(tokenizer, "init_kwargs", {}).get("ragcache_question_format")
+    if question_format is None:
+        question_format = stated if isinstance(stated, str) else DEFAULT_QUESTION_FORMAT
+    if "{question}" not in question_format:
+        raise ConfigError(f"question_format {question_format!r} has no {{question}} in it")
     turns = [*system_turn(tokenizer, system), {"role": "user", "content": CONTEXT_MARK}]
     head, tail = _halves(tokenizer, turns, shown)
     return PromptFormat(tuple(_opening_ids(tokenizer, head)), tail, question_format)
@@ -356,14 +360,6 @@ def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -
 
 def system_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": as_text(tokenizer, system)}] if system else []
-
-
-def _question_format(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    stated = getattr(tokenizer, "init_kwargs", {}).get("ragcache_question_format")
-    chosen = given if given is not None else stated if isinstance(stated, str) else DEFAULT_QUESTION_FORMAT
-    if "{question}" not in chosen:
-        raise ConfigError(f"question_format {chosen!r} has no {{question}} in it")
-    return chosen
 
 
 def _halves(

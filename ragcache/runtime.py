@@ -17,12 +17,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragcache.errors import ForeignPackageError, ForkedError
 
 _SOFT = 1  # omp_pause_soft: settings stay, threads go
+_T = TypeVar("_T")
 
 
 @cache
@@ -71,6 +73,16 @@ def team_ends() -> Iterator[None]:
         yield
     finally:
         end_team()
+
+
+@contextmanager
+def during(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """Within, the context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 # PyTorch, imported when it is first used: that takes seconds, and looking into a store needs none of it.

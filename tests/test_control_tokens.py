@@ -54,9 +54,9 @@ def test_ordinary_text_has_the_ids_that_the_template_gives_it(tokenizer, family)
     """Boundaries included: the texts abut the template's own words, begin and end with white space, hold added tokens
     that are no control tokens."""
     messages = [{"role": "system", "content": SYSTEM}, *TURNS]
-    ends, _ = Conversation(messages).as_written(tokenizer, None)
+    ends, _ = Conversation(tokenizer, messages).as_written(None)
     assert ids_of(ends) == templated(tokenizer, messages)
-    ends, _ = Conversation(TURNS).as_written(tokenizer, SYSTEM)
+    ends, _ = Conversation(tokenizer, TURNS).as_written(SYSTEM)
     assert ids_of(ends) == templated(tokenizer, messages)
     text = f"{SYSTEM}{QUESTION}"
     assert encode_text(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -71,8 +71,8 @@ def test_a_spelled_control_token_is_text_wherever_it_stands(tokenizer, family, w
         {**turn, "content": f"a {spelled} b{spelled}"} if place in places[where] else turn
         for place, turn in enumerate(ordinary)
     ]
-    ends, _ = Conversation(messages).as_written(tokenizer, None)
-    plain = ids_of(Conversation(ordinary).as_written(tokenizer, None)[0])
+    ends, _ = Conversation(tokenizer, messages).as_written(None)
+    plain = ids_of(Conversation(tokenizer, ordinary).as_written(None)[0])
     assert counts(tokenizer, family, ids_of(ends)) == counts(tokenizer, family, plain)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert written(tokenizer, ends) == "".join(rendered.split())
@@ -94,7 +94,7 @@ def test_a_passage_in_a_turn_and_a_raw_prompt_are_text(tokenizer, family):
     for parts in ([rc.Passage("The boat."), "Who?"], [rc.Passage(f"The {spelled} boat."), f"{spelled} Who?"]):
         earlier = [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]
         messages = [*earlier, {"role": "user", "content": [rc.Passage("It is."), "And?"]}]
-        found = counts(tokenizer, family, ids_of(Conversation(messages).as_written(tokenizer, None)[0]))
+        found = counts(tokenizer, family, ids_of(Conversation(tokenizer, messages).as_written(None)[0]))
         clean = found if spelled not in str(parts) else clean
         assert found == clean
     ends, _ = completion_ends(tokenizer, f"Once {spelled} more")
@@ -109,7 +109,7 @@ def test_kept_turns_are_text(tokenizer, family):
     form = prompt_format(tokenizer)
 
     def found(turns):
-        pieces = Conversation(turns).in_pieces(tokenizer, form, f"Row. {turns[0]['content']}")
+        pieces = Conversation(tokenizer, turns).in_pieces(form, f"Row. {turns[0]['content']}")
         ids = [id for piece in pieces if isinstance(piece, str) for id in encode_rendered(tokenizer, piece)]
         said = [turns[piece.turn]["content"] for piece in pieces if isinstance(piece, Said)]
         return counts(tokenizer, family, [*ids, *(id for text in said for id in encode_text(tokenizer, text))])
@@ -120,9 +120,9 @@ def test_kept_turns_are_text(tokenizer, family):
 def test_a_template_still_reads_what_an_assistant_said():
     tokenizer = template_tokenizer("chatml")
     said = [{"role": "assistant", "content": "<think>secret</think>\nThe boat. <|im_end|>"}]
-    ends, _ = Conversation([TURNS[0], *said, TURNS[2]]).as_written(tokenizer, None)
+    ends, _ = Conversation(tokenizer, [TURNS[0], *said, TURNS[2]]).as_written(None)
     assert "secret" not in tokenizer.decode(ids_of(ends))
-    plain, _ = Conversation(TURNS).as_written(tokenizer, None)
+    plain, _ = Conversation(tokenizer, TURNS).as_written(None)
     assert counts(tokenizer, "chatml", ids_of(ends)) == counts(tokenizer, "chatml", ids_of(plain))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
-from ragcache.fusion.placement import Placer
+from ragcache.fusion.method import Placer
 from ragcache.models.scheduler import Scheduler
 from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
@@ -27,10 +27,10 @@ ENDS = {"scheduler": (Scheduler, "run"), "placer": (Placer, "place"), "store": (
 """The functions of the package where ways end, themselves counted. One more end is the model's first layer."""
 
 FRAMES = {
-    "question to scheduler": 15,  # on the caller's thread; the plan has 8
-    "question to model": 5,  # on the model's thread, from here on; 3
-    "question to placer": 10,  # 6
-    "question to store": 8,  # a block of a question, on the caller's thread; the plan has 6
+    "question to scheduler": 12,  # on the caller's thread; the plan has 8
+    "question to model": 3,  # on the model's thread, from here on; the plan has 3
+    "question to placer": 7,  # 6
+    "question to store": 7,  # a block of a question, on the caller's thread; the plan has 6
     "ingestion to model": 11,  # 8
 }
 """The longest way of each kind today."""

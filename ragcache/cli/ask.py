@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,8 +144,9 @@ def chat(
         return
     options = {**answer.call_options(), "timeout_s": timeout_s}
     with open_with_models(store, models) as kb:
-        kept = {**options, "drop_turns": answer.drop_turns}
-        ask_next = _one_by_one(kb, options) if answer.context == "last" else _conversation(kb, kept)
+        ask_next: Callable[[str], Iterator[Event]] = partial(kb.stream, **options)
+        if answer.context == "keep":
+            ask_next = _conversation(kb, {**options, "drop_turns": answer.drop_turns})
         for question in _questions():
             try:
                 print_answer(stream_text(ask_next(question)).to_json())
@@ -153,10 +155,6 @@ def chat(
             except KeyboardInterrupt:
                 say("\n(stopped)")
             say()
-
-
-def _one_by_one(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
-    return lambda question: kb.stream(question, **options)
 
 
 def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
@@ -193,10 +191,8 @@ def stream_text(events: Iterator[Event]) -> Answer:
     from ragcache import Done, Reasoning, Token
 
     for event in events:
-        if isinstance(event, Reasoning):
-            print(printable(event.text), end="", file=sys.stderr, flush=True)
-        elif isinstance(event, Token):
-            say(event.text, end="")
+        if isinstance(event, Reasoning | Token):
+            _print_piece("content" if isinstance(event, Token) else "reasoning_content", event.text)
         elif isinstance(event, Done):
             say()
             return event.answer

@@ -43,7 +43,6 @@ from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyE
 if TYPE_CHECKING:
     from ragcache import Document, IngestReport, Library, PrecomputeReport, RagCache, RayConfig
     from ragcache.ingest.report import Failure
-    from ragcache.store.records import StoredDocument
 
 
 Sources = Annotated[
@@ -55,11 +54,6 @@ Sources = Annotated[
 def by_source(given: Sequence[str] | None) -> dict[str, Any] | None:
     """A filter for the documents of these sources, as they are and as paths from the current directory."""
     return _any_of("source", (pattern for one in given or () for pattern in _patterns(one)))
-
-
-def by_id(given: Sequence[str] | None) -> dict[str, Any] | None:
-    """A filter for these document ids."""
-    return _any_of("document_id", given or ())
 
 
 def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -316,17 +310,13 @@ def list_documents(
 ) -> None:
     """List the documents in the store, by id."""
     with open_for_care(store, read_only=True) as kb:
-        where = all_of(filter, by_source(source), by_id(id))
+        where = all_of(filter, by_source(source), _any_of("document_id", id or ()))
         documents = kb.documents(where, limit=limit, offset=offset)
     if as_json:
-        print_json({"documents": [document_to_json(document) for document in documents]})
+        print_json({"documents": [{**asdict(document), "state": document.state} for document in documents]})
         return
     rows = [(d.id, d.title, d.num_chunks, d.num_tokens, d.state) for d in documents]
     print_table(["id", "title", ">passages", ">tokens", "state"], rows)
-
-
-def document_to_json(document: StoredDocument) -> dict[str, Any]:
-    return {**asdict(document), "state": document.state}
 
 
 @command
@@ -378,28 +368,21 @@ def watch(
     with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
 
         def sync(paths: Sequence[Path]) -> bool:
-            return _sync(kb, paths, kv, hot_after, wait, stop)
+            """Whether it was done, or need not be done any more."""
+            try:
+                report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
+            except CancelledError:
+                return True
+            except (StoreBusyError, ReaderError) as error:
+                say_error(error)
+                return isinstance(error, ReaderError)  # vanished meanwhile: that is a change of its own
+            if report.added or report.updated or report.moved or report.removed:
+                print_report(report, named=True)
+            for failure in report.failed:
+                say_error(failure.error)
+            return True
 
         watch_folders(folders, sync, say_error, stop)
-
-
-def _sync(kb: RagCache, paths: Sequence[Path], kv: str, hot_after: int, wait: float, stop: threading.Event) -> bool:
-    """Whether it was done, or need not be done any more."""
-    try:
-        report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
-    except CancelledError:
-        return True
-    except StoreBusyError as error:
-        say_error(error)
-        return False
-    except ReaderError as error:  # vanished meanwhile: that is a change of its own
-        say_error(error)
-        return True
-    if report.added or report.updated or report.moved or report.removed:
-        print_report(report, named=True)
-    for failure in report.failed:
-        say_error(failure.error)
-    return True
 
 
 @contextmanager

@@ -68,11 +68,18 @@ def run_server(
     *,
     web: bool,
 ) -> None:
-    """Raises ConfigError (address taken) before a model is loaded."""
-    check_installed()
+    """Raises ConfigError before a model is loaded: the extra is absent, an option is out of range, the file of keys
+    cannot be read, the address is taken."""
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
+    from ragcache.server.auth import LOOPBACK_NAMES, read_keys
     from ragcache.server.run import limit_arenas, listen, url_of
 
-    settings = guarded(settings, address)
+    settings.answers.call_options()  # refuses what no question could be answered with
+    # A server for this machine alone answers to its names alone: a web page may rebind another name to it.
+    hosts = LOOPBACK_NAMES if address.host in LOOPBACK else ()
+    settings = replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
     limit_arenas()
     if address.host not in LOOPBACK and not settings.api_keys:
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
@@ -90,23 +97,6 @@ def run_server(
         with announced(store.store, Address(url, app.state.service.chat_model, kb.lm.name)):
             say(f"{url}/ is the chat page" if web else f"{url}/v1 is the base URL for OpenAI clients")
             server.run(sockets=[bound])
-
-
-def check_installed() -> None:
-    """Raises ConfigError when the extra is absent."""
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
-
-
-def guarded(settings: ServerSettings, address: AddressOptions) -> ServerSettings:
-    """Raises ConfigError naming the option that is out of range, or the file of keys that cannot be read."""
-    from ragcache.server.auth import LOOPBACK_NAMES, read_keys
-
-    settings.answers.call_options()  # refuses what no question could be answered with
-    # A server for this machine alone answers to its names alone: a web page may rebind another name to it.
-    hosts = LOOPBACK_NAMES if address.host in LOOPBACK else ()
-    return replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
 
 
 def log_as_json() -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ragcache.codecs.base import Codec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, Stored
+from ragcache.kv.block import Part as Part
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Part = Literal["keys", "values"]
 PARTS: tuple[Part, Part] = ("keys", "values")
 FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 # The largest number that is encoded: differences of two such numbers are finite in float32.
@@ -153,7 +153,8 @@ class EncodedBlock(KVBlock):
         self.codec = codec
         self.tensors = dict(tensors)
         self._spec = BlockSpec.from_tensors(tensors)
-        self._parts = {part: _of_part(part, tensors) for part in PARTS}
+        named = [(*name.partition(".")[::2], tensor) for name, tensor in tensors.items()]
+        self._parts = {part: {name: tensor for of, name, tensor in named if of == part} for part in PARTS}
         object.__setattr__(self, "recipe", None)  # the block's field is frozen
         if tensors.keys() != {"shape", "like"} | {f"{part}.{name}" for part in PARTS for name in codec.part_names}:
             raise DamagedBlockError(f"a block of codec {codec.name!r} does not hold the tensors {sorted(tensors)}")
@@ -196,18 +197,6 @@ class EncodedBlock(KVBlock):
     def dtype(self) -> torch.dtype:
         return self._spec.dtype
 
-    def layer_keys(self, layer: int) -> Tensor:
-        return self._layer("keys", layer)
-
-    def layer_values(self, layer: int) -> Tensor:
-        return self._layer("values", layer)
-
-    def copy_keys(self, layer: int, out: Tensor) -> None:
-        self._copy("keys", layer, out)
-
-    def copy_values(self, layer: int, out: Tensor) -> None:
-        self._copy("values", layer, out)
-
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return EncodedBlock(self.codec, {name: change(tensor) for name, tensor in self.tensors.items()})
 
@@ -245,10 +234,6 @@ def expect(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], *dt
         is_ = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
         raise DamagedBlockError(f"{name} of an encoded block is {is_}, not {' or '.join(map(str, dtypes))} {shape}")
     return found
-
-
-def _of_part(part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
 
 
 def _encodable(part: Part, block: KVBlock) -> Tensor:

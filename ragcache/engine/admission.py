@@ -49,6 +49,7 @@ class Claim:
     grown_bytes: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
     """Bytes of KV that all answers in progress may hold together. First come, first served; thread-safe.
 
@@ -60,17 +61,13 @@ class Admission:
     changed:      the lock of all its state, and of what decides about sizes
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self._reserved = 0
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        self.reserved_bytes = self._growing = 0
         self._queue: deque[object] = deque()
         self._claims: set[Claim] = set()
-        self._growing = 0
         self.changed = threading.Condition()
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self._reserved
 
     @property
     def waiting(self) -> int:
@@ -93,7 +90,7 @@ class Admission:
                     self.changed.wait(limit.poll_s())
                 limit.check()
                 claim = Claim(size().num_bytes, size().more_bytes)
-                self._reserved += claim.num_bytes
+                self.reserved_bytes += claim.num_bytes
                 self._claims.add(claim)
                 return claim
             finally:
@@ -113,7 +110,7 @@ class Admission:
                 while not self._can_end(num_bytes, [*(self._claims - {claim}), grown]):
                     limit.check()
                     self.changed.wait(limit.poll_s())
-                self._reserved += num_bytes
+                self.reserved_bytes += num_bytes
                 claim.more_bytes, claim.grown_bytes = grown.more_bytes, grown.grown_bytes
             finally:
                 self._growing -= 1
@@ -122,7 +119,7 @@ class Admission:
     def _can_end(self, num_bytes: int, claims: Sequence[Claim]) -> bool:
         """Whether there is room for so many bytes, and then for every claim, one after the other. What an answer took
         at first may stay behind with a context that others read."""
-        free = self.budget_bytes - self._reserved - num_bytes
+        free = self.budget_bytes - self.reserved_bytes - num_bytes
         if free < 0:
             return False
         for claim in sorted(claims, key=lambda claim: claim.more_bytes):
@@ -147,7 +144,7 @@ class Admission:
 
     def release(self, num_bytes: int) -> None:
         with self.changed:
-            self._reserved -= num_bytes
+            self.reserved_bytes -= num_bytes
             self.changed.notify_all()
 
 
@@ -262,6 +259,7 @@ class SharedPrefixRef:
             self.leaves_them = True  # the context lies in buffers of this question
 
 
+@dataclass(eq=False, repr=False)
 class SharedPrefixes:
     """Contexts of the answers in progress and of earlier ones, by what they hold. Thread-safe.
 
@@ -272,16 +270,12 @@ class SharedPrefixes:
     there is only one. The least recently used go. What is in use stays, and what does not fit is not kept.
     """
 
-    def __init__(self, admission: Admission, tree: PrefixCache) -> None:
-        self._admission = admission
-        self._tree = tree
-        self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently left first
-        self._changed = admission.changed
+    admission: Admission
+    _tree: PrefixCache
 
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes that all answers in progress may hold together."""
-        return self._admission.budget_bytes
+    def __post_init__(self) -> None:
+        self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently left first
+        self._changed = self.admission.changed
 
     @contextmanager
     def admit(
@@ -294,7 +288,7 @@ class SharedPrefixes:
         Raises AnswerTooLargeError when there can never be, and what `limit` raises while it waits.
         """
         with self._changed:  # from the moment that there is room until it is taken nothing changes
-            claim = self._admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
+            claim = self.admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
             seat = self._join(key, keep, claim)
         try:
             yield seat
@@ -312,7 +306,7 @@ class SharedPrefixes:
     def _leave(self, seat: SharedPrefixRef) -> None:
         context, num_bytes = seat._context, seat.claim.num_bytes
         with self._changed:
-            self._admission.end(seat.claim)
+            self.admission.end(seat.claim)
             context.users -= 1
             if seat.leaves_them:
                 context.left_bytes += num_bytes
@@ -321,7 +315,7 @@ class SharedPrefixes:
                 num_bytes += context.left_bytes
                 context.left_bytes = 0
                 self._settle(context)
-            self._admission.release(num_bytes)
+            self.admission.release(num_bytes)
 
     # Everything below runs under the lock.
 
@@ -333,7 +327,7 @@ class SharedPrefixes:
             if key is not None:
                 self._known[key] = context
         context.users += 1
-        return SharedPrefixRef(context, self._admission, claim, leaves_them)
+        return SharedPrefixRef(context, self.admission, claim, leaves_them)
 
     def _settle(self, context: _Context) -> None:
         """Keep a context that nobody reads any more, or let go of it."""

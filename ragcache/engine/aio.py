@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, Unpack, cast
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ragcache.engine.answer import Answer, Event
-from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions
-from ragcache.engine.passages import Passage
-from ragcache.engine.precompute import PrecomputeReport
 from ragcache.errors import CancelledError, StoreClosedError
-from ragcache.ingest.report import IngestReport
-from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import Home
 
+S = TypeVar("S")
 T = TypeVar("T")
+P = ParamSpec("P")
 THREADS = 16
 _END = object()
 
@@ -98,66 +92,25 @@ class Threads:
             raise StoreClosedError("this store is closed; open it again")
 
 
-class AsyncTwins:
-    """The engine's calls for an event loop. Arguments and errors are those of the call without the "a"."""
+def threaded(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """The method for an event loop: it runs in the object's `Threads`."""
+    return _twin(call, Threads.call)
 
-    def __init__(self) -> None:
-        self._threads = Threads()
 
-    async def aingest(self, *args: Any, **options: Any) -> IngestReport:
-        """Cancelling the task stops the work; what was stored stays."""
-        return await self._threads.call_cancellable(self._own("ingest"), *args, **options)
+def cancellable(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """`threaded` for a method that takes `cancelled`: cancelling the task stops the work."""
+    return _twin(call, Threads.call_cancellable)
 
-    async def adelete(self, *args: Any, **options: Any) -> list[str]:
-        return await self._threads.call(self._own("delete"), *args, **options)
 
-    async def aprecompute(self, *args: Any, **options: Any) -> PrecomputeReport:
-        """Cancelling the task stops the work; what was kept stays."""
-        return await self._threads.call_cancellable(self._own("precompute"), *args, **options)
+def streamed(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncIterator[T]]:
+    """`cancellable` for a method that returns an iterator: closing the other one stops the work."""
+    return _twin(call, Threads.iterate)
 
-    async def aforget(self, *args: Any, **options: Any) -> list[str]:
-        return await self._threads.call(self._own("forget"), *args, **options)
 
-    async def aretrieve(
-        self, question: str | NDArray[np.float32], k: int = DEFAULT_K, **options: Unpack[RetrieveOptions]
-    ) -> list[Hit]:
-        return await self._threads.call(self._own("retrieve"), question, k, **options)
+def _twin(call: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def twin(self: Any, *args: Any, **options: Any) -> Any:
+        return run(self._threads, getattr(self, call.__name__), *args, **options)
 
-    async def aask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
-        """Cancelling the task stops the work."""
-        return await self._threads.call_cancellable(self._own("ask"), question, k, **options)
-
-    async def aask_many(
-        self, questions: Iterable[str], k: int = DEFAULT_K, **options: Unpack[AskOptions]
-    ) -> list[Answer]:
-        """Cancelling the task stops the work."""
-        return await self._threads.call_cancellable(self._own("ask_many"), questions, k, **options)
-
-    async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
-        """Cancelling the task stops the work."""
-        return await self._threads.call_cancellable(self._own("chat"), messages, **options)
-
-    async def acomplete(
-        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]
-    ) -> Answer:
-        """Cancelling the task stops the work."""
-        return await self._threads.call_cancellable(self._own("complete"), parts, **options)
-
-    def astream(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> AsyncIterator[Event]:
-        """Closing the iterator stops the work."""
-        return self._threads.iterate(self._own("stream"), question, k, **options)
-
-    def astream_chat(
-        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
-    ) -> AsyncIterator[Event]:
-        """Closing the iterator stops the work."""
-        return self._threads.iterate(self._own("stream_chat"), messages, **options)
-
-    def astream_completion(
-        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]
-    ) -> AsyncIterator[Event]:
-        """Closing the iterator stops the work."""
-        return self._threads.iterate(self._own("stream_completion"), parts, **options)
-
-    def _own(self, name: str) -> Callable[..., Any]:
-        return getattr(self, name)  # type: ignore[no-any-return]
+    twin.__name__ = f"a{call.__name__}"
+    return twin

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from ragcache.engine.admission import UNKNOWN_BYTES, Admission, SharedPrefixes, default_budget
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.history import ConversationCache
-from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.loader import BlockLoader
-from ragcache.engine.local_engine import ENGINES, Connection, Engine, LocalEngine
+from ragcache.engine.local_engine import ENGINES, Connection, Engine, KVLookup, LocalEngine
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.prefixes import Prefixes, WholeStore
 from ragcache.engine.probe import open_rates, probe_prefill
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
 from ragcache.engine.request import RequestOptions
-from ragcache.engine.same_embedder import refuse_other_embedder
 from ragcache.engine.store_config import Store, open_kv_to_fill
 from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
-from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
+from ragcache.errors import ConfigError, EmbedderMismatchError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe, check_method
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.place_check import place_kernel
@@ -36,7 +37,7 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import Chunker, ChunkerConfig, PassthroughSplitter
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.encoder import BlockKeys, ModelEncoder
-from ragcache.ingest.pipeline import IngestConfig, Ingestor
+from ragcache.ingest.pipeline import IngestConfig, Ingestor, as_cut
 from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixCache
@@ -46,8 +47,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
 from ragcache.prompt import PromptFormat, prompt_format
-from ragcache.retrieval.embedder import Embedder, load_embedder
-from ragcache.retrieval.reranker import Reranker, load_reranker
+from ragcache.retrieval.embedder import Embedder, Reranker, load_embedder, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.documents import DocumentStore
@@ -63,7 +63,18 @@ KEPT = "kv_kept"
 
 
 @dataclass(frozen=True)
-class Components:
+class _Made:
+    """Parts that depend on where the model runs; see `Components`."""
+
+    reader: Engine
+    names: BlockKeys
+    admission: Admission
+    estimate: PrefillEstimate
+    loader: BlockLoader | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components(_Made):
     """All that a knowledge base consists of.
 
     card:   the model; a LanguageModel where it runs in this process
@@ -82,11 +93,6 @@ class Components:
     choice: Choice
     stored: StoredBlocks
     evict: SnapKV | None
-    reader: Engine
-    names: BlockKeys
-    admission: Admission
-    estimate: PrefillEstimate
-    loader: BlockLoader | None
     ingestor: Ingestor
     whole: PassthroughSplitter
     turns: ConversationCache
@@ -124,7 +130,9 @@ def assemble(
     if engine is not None and card.is_recurrent:
         raise ConfigError(f"{card.name} has recurrent layers, whose states no other engine takes; leave the engine out")
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    number, is_whole = neighbours.number, _is_whole(store.documents, chosen.recipe)
+    number, share = neighbours.number, store.documents.properties().get(KEPT)
+    is_whole = not (isinstance(chosen.recipe, Recipe) and chosen.recipe.kept < 1)
+    is_whole = is_whole and (not isinstance(share, list) or share[0] == 1)
     stored = StoredBlocks(
         store.layout.root,
         chosen.recipe,
@@ -143,12 +151,19 @@ def assemble(
     if number:
         store.documents.bind(NEIGHBOURS, neighbours.bound())
         near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours)
-    plan = _Plan(used, text, first_ids, chosen.tenant, near)
+    own_blocks = used, first_ids, chosen.tenant
+    if engine is not None and near is not None:
+        raise ConfigError(
+            "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
+            "out engine="
+        )
     if engine is not None:
-        made = _elsewhere(store, card, plan, engine)
+        names = BlockKeys(card, *own_blocks)
+        reader = engine.engine(card, Prompts(card, names, text), store.kv)
+        made = _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
         made.reader.check(RequestOptions(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
-        made = _here(store, config, card, plan)
+        made = _here(store, config, card, own_blocks, text, near)
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
     cut = Chunker(card.tokenizer, chosen.chunker)
@@ -160,18 +175,12 @@ def assemble(
         choice=choice,
         stored=replace(stored, recipe=used),
         evict=chosen.evict,
-        **made._asdict(),
+        **vars(made),
         ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.names, chosen.ingest),
         whole=PassthroughSplitter(card.tokenizer, card.max_positions),
         turns=ConversationCache(store.documents, chosen.tenant),
         system=chosen.system,
     )
-
-
-def _is_whole(documents: DocumentStore, recipe: str | Recipe | None) -> bool:
-    """Whether the store's blocks hold all of their KV."""
-    bound = documents.properties().get(KEPT)
-    return (not isinstance(recipe, Recipe) or recipe.kept == 1) and (not isinstance(bound, list) or bound[0] == 1)
 
 
 def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, is_whole: bool) -> bool:
@@ -194,47 +203,34 @@ def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
     return recipe
 
 
-class _Plan(NamedTuple):
-    """How this store's blocks are made, and its prompts begin."""
-
-    recipe: Recipe
-    text: PromptFormat
-    first_ids: list[int]
-    tenant: str
-    neighbourhood: Neighbourhood | None
-
-
-class _Made(NamedTuple):
-    """What depends on where the model runs; fields of `Components`."""
-
-    reader: Engine
-    names: BlockKeys
-    admission: Admission
-    estimate: PrefillEstimate
-    loader: BlockLoader | None = None
-
-
-def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> _Made:
-    documents, kv = store.documents, store.kv
+def _here(
+    store: Store,
+    config: StoreConfig,
+    lm: LanguageModel,
+    own_blocks: tuple[Recipe, list[int], str],
+    text: PromptFormat,
+    near: Neighbourhood | None,
+) -> _Made:
+    """own_blocks: how the store's blocks are made: recipe, ids before the first passage, tenant"""
+    documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
     place_kernel(lm, ())  # compiled and compared now, not at the first question
-    recipe, text, first_ids, tenant, near = plan
-    loader = open_loader(store, config, lm, recipe)
-    estimate = PrefillEstimate(partial(_prefill_rate, lm, loader))
+    rates = None
+    if config.load != ALWAYS:  # where nothing is chosen, nothing is measured
+        rates = open_rates(store.rates, kv.root, lm, kv.codec, config.measure_s, recipe)
+    loader = BlockLoader(kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
+
+    def prefill_rate() -> PrefillRate:
+        """What this machine measured before, else what a short measurement finds."""
+        return (loader.rates.compute.prefill if loader.chooses else None) or probe_prefill(lm, PREFILL_PROBE_S)
+
+    estimate = PrefillEstimate(prefill_rate)
     tree = PrefixCache(lm.shape, config.prefix_bytes)
     stored = None
     if kv.foreign is not None and kv.passages is not None and config.prefix_bytes and not lm.shape.states:
         stored = StoredPrefixes(tree, documents, loader, kv.foreign, kv.passages)
     prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids, stored)
-    encoder = ModelEncoder(
-        lm,
-        recipe,
-        first_ids,
-        tenant,
-        read_prefix=prefixes.exact,
-        on_encoded=estimate.add,
-        neighbourhood=near,
-    )
+    encoder = ModelEncoder(lm, *own_blocks, read_prefix=prefixes.exact, on_encoded=estimate.add, neighbourhood=near)
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
     reader = LocalEngine(
         lm,
@@ -245,12 +241,6 @@ def _here(store: Store, config: StoreConfig, lm: LanguageModel, plan: _Plan) -> 
         estimate,
     )
     return _Made(reader, encoder, admission, estimate, loader)
-
-
-def _prefill_rate(lm: LanguageModel, loader: BlockLoader) -> PrefillRate:
-    """What this machine measured before, else what a short measurement finds."""
-    known = loader.rates.compute.prefill if loader.chooses else None
-    return known or probe_prefill(lm, PREFILL_PROBE_S)
 
 
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:
@@ -272,25 +262,6 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
             f"neighbours_from={chosen_from!r} says which neighbours, and there are none; give neighbours=1"
         )
     return asked
-
-
-def _elsewhere(store: Store, card: ModelCard, plan: _Plan, engine: Connection) -> _Made:
-    if plan.neighbourhood is not None:
-        raise ConfigError(
-            "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
-            "out engine="
-        )
-    names = BlockKeys(card, plan.recipe, plan.first_ids, plan.tenant)
-    reader = engine.engine(card, Prompts(card, names, plan.text), store.kv)
-    return _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
-
-
-def open_loader(store: Store, config: StoreConfig, lm: LanguageModel, recipe: Recipe) -> BlockLoader:
-    """What loads or computes a block of this recipe. Where nothing is chosen, nothing is measured."""
-    rates = None
-    if config.load != ALWAYS:
-        rates = open_rates(store.rates, store.kv.root, lm, store.kv.codec, config.measure_s, recipe)
-    return BlockLoader(store.kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
 
 def open_retriever(
@@ -341,8 +312,9 @@ def open_model(
     kind = str(lm.dtype).removeprefix("torch.")
     _refuse_other(bound, lm, kind)
     documents.bind("fingerprint", lm.fingerprint)
-    _note(documents, bound, "model_name", lm.name)
-    _note(documents, bound, "model_dtype", kind)
+    for name, value in (("model_name", lm.name), ("model_dtype", kind)):
+        if name not in bound:  # how it was asked for; the fingerprint alone decides what fits: it may have moved
+            documents.bind(name, value)
     if "checkpoint" not in bound and (files := checkpoint_digest(resolve(lm.name))) is not None:
         documents.bind("checkpoint", files)  # another engine checks what it loads by it: no weights are needed for that
     return lm
@@ -376,7 +348,11 @@ def open_engine(
             "no model has encoded anything into this store; run `ragcache ingest` without an engine first"
         )
     card = load_card(str(model or bound.get("model_name", DEFAULT_MODEL)), str(bound["fingerprint"]))
-    engine = _connection(url, card.fingerprint, key)
+    scheme = url.partition("://")[0]
+    if scheme not in ENGINES:
+        forms = " or ".join(f"{name}://host:port" for name in ENGINES)
+        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
+    engine = ENGINES[scheme](url, card.fingerprint, key)
     with closing(engine):  # questions open connections of their own
         longest = engine.longest_prompt()
     if longest is not None:
@@ -384,23 +360,66 @@ def open_engine(
     return card, engine
 
 
-def _connection(url: str, fingerprint: str, key: str | None) -> Connection:
-    """Raises ConfigError for an address whose scheme no engine has."""
-    scheme = url.partition("://")[0]
-    if scheme not in ENGINES:
-        forms = " or ".join(f"{name}://host:port" for name in ENGINES)
-        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
-    return ENGINES[scheme](url, fingerprint, key)
-
-
-def _note(documents: DocumentStore, bound: dict[str, Any], name: str, value: str) -> None:
-    """Record how the model was asked for. The fingerprint alone decides whether another one fits: it may have moved."""
-    if name not in bound:
-        documents.bind(name, value)
-
-
 def open_embedder(documents: DocumentStore, embedder: str | Path | Embedder | None, device: str) -> Embedder:
     """The embedder asked for, or the store's own, or the default one. Raises EmbedderError."""
     if embedder is None:
         embedder = str(documents.properties().get("embedder", DEFAULT_EMBEDDER))
     return load_embedder(embedder, device) if isinstance(embedder, str | Path) else embedder
+
+
+# Whether an embedder is the one that a store was filled with: by what it says, not by its name alone.
+# An application's own embeddings have one name, whichever model is behind them. Vectors of another model have the same
+# length and rank wrongly, without a word. So a store keeps the vector of one text, and every opening asks for it again.
+
+
+PROBE = "The ferry to the island leaves the harbour at half past nine and takes an hour."
+PROPERTY = "embedder_probe"
+
+# Of a vector's length, which for vectors of length 1 is a cosine of 0.995. MiniLM in float16 is 0.001 away from its own
+# float32 and 0.01 in bfloat16; a copy that was quantised to int8 is 0.3 away, and another model 1.4.
+TOLERANCE = 0.1
+
+
+def refuse_other_embedder(documents: DocumentStore, embedder: Embedder) -> None:
+    """Compare the embedder with the store's vector of the probe; one `embed_query`. A store without that vector is
+    given it, where it may be written, once the vector of one of its chunks is what the embedder makes of it.
+
+    Raises EmbedderMismatchError, and what the embedder raises.
+    """
+    given = np.asarray(embedder.embed_query(PROBE), np.float32)
+    kept = _kept(documents)
+    if kept is None:
+        _check_a_chunk(documents, embedder)
+        with suppress(EmbedderMismatchError):  # another process was faster, and its vector is compared now
+            documents.bind(PROPERTY, base64.b64encode(given.astype("<f4").tobytes()).decode())
+        kept = _kept(documents)
+    if kept is not None and _differ(given, kept):
+        raise _mismatch(documents, embedder, "the same text")
+
+
+def _kept(documents: DocumentStore) -> NDArray[np.float32] | None:
+    kept = documents.properties().get(PROPERTY)
+    return None if kept is None else np.frombuffer(base64.b64decode(str(kept)), "<f4").astype(np.float32)
+
+
+def _check_a_chunk(documents: DocumentStore, embedder: Embedder) -> None:
+    first = next(documents.all_vectors(batch_size=1), None)
+    (chunk,) = documents.chunks_by_vector_ids(first.ids) if first is not None else (None,)
+    document = None if chunk is None else documents.document(chunk.document_id)
+    if first is None or chunk is None or document is None or "headings" in document.metadata:  # not told from a chunk's
+        return
+    text = as_cut(chunk, chunk.token_ids, document.metadata).embedded_text(chunk.title)
+    if _differ(np.asarray(embedder.embed([text])[0], np.float32), first.vectors[0]):
+        raise _mismatch(documents, embedder, f"the passage {chunk.id!r}")
+
+
+def _differ(given: NDArray[np.float32], kept: NDArray[np.float32]) -> bool:
+    return given.shape != kept.shape or not np.linalg.norm(given - kept) <= TOLERANCE * np.linalg.norm(kept)
+
+
+def _mismatch(documents: DocumentStore, embedder: Embedder, what: str) -> EmbedderMismatchError:
+    return EmbedderMismatchError(
+        f"{documents.database.where}: {embedder.name!r} makes another vector of {what} than the embedder that filled "
+        "the store: it is another model by the same name, or one that gives no text the same vector twice; use the "
+        "model that filled the store, or make a new store"
+    )

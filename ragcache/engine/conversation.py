@@ -109,8 +109,11 @@ class Conversation:
            the message that cannot be read.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], shown: Shown = NOTHING_SHOWN) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], shown: Shown = NOTHING_SHOWN
+    ) -> None:
         check_type("messages", messages, (list, tuple), WAY_OUT)
+        self._tokenizer = tokenizer
         self.turns = _named([_turn(rank, message) for rank, message in enumerate(messages)])
         self._gone: frozenset[int] = frozenset()
         self._shown = shown
@@ -177,23 +180,20 @@ class Conversation:
         turns = [turn for _, turn in self.read if turn.role != "assistant"]
         return [part for turn in turns for part in turn.parts if isinstance(part, str)]
 
-    def as_written(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[PromptEnds, list[Given]]:
+    def as_written(self, system: str | None) -> tuple[PromptEnds, list[Given]]:
         """Ends around the passages of the last turn that has any, and these passages; earlier ones are plain text.
 
         system: text of a system message where the conversation has none
         """
         carrier = max((rank for rank, turn in self.read if turn.has_passages), default=None)
-        texts = {rank: _written(tokenizer, turn.role, turn.text) for rank, turn in self.read}
+        texts = {rank: self._written(turn.role, turn.text) for rank, turn in self.read}
         if carrier is None:
-            return self._ends(tokenizer, texts, system), []
+            return self._ends(texts, system), []
         split, role = split_parts(self.turns[carrier].parts), self.turns[carrier].role
-        texts[carrier] = CONTEXT_MARK.join(_written(tokenizer, role, side) for side in (split.head, split.tail))
-        ends = self._ends(tokenizer, texts, system)
-        return ends._replace(label_ids=split.label_ids(tokenizer)), split.passages
+        texts[carrier] = CONTEXT_MARK.join(self._written(role, side) for side in (split.head, split.tail))
+        return self._ends(texts, system)._replace(label_ids=split.label_ids(self._tokenizer)), split.passages
 
-    def around_passages(
-        self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat, system: str | None, *, first: bool
-    ) -> PromptEnds:
+    def around_passages(self, form: PromptFormat, system: str | None, *, first: bool) -> PromptEnds:
         """Ends around passages in front of the last user turn, or the first. Questions are in the store's format.
 
         In front of the last turn they stand next to the question. In front of the first one they stay behind the
@@ -202,17 +202,15 @@ class Conversation:
         users = [rank for rank, turn in self.read if turn.role == "user"]
         marked = users[0] if first else users[-1]
         texts = {
-            rank: form.asked(as_text(tokenizer, turn.text.strip()))
+            rank: form.asked(as_text(self._tokenizer, turn.text.strip()))
             if turn.role == "user"
-            else _written(tokenizer, turn.role, turn.text)
+            else self._written(turn.role, turn.text)
             for rank, turn in self.read
         }
         texts[marked] = CONTEXT_MARK + texts[marked]
-        return self._ends(tokenizer, texts, system)
+        return self._ends(texts, system)
 
-    def in_pieces(
-        self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat | None, system: str | None
-    ) -> list[str | Slot | Said]:
+    def in_pieces(self, form: PromptFormat | None, system: str | None) -> list[str | Slot | Said]:
         """The rendered conversation, cut at every user turn's passages and around every answer, so that what was there
         at an earlier turn is the same piece at a later one.
 
@@ -224,23 +222,17 @@ class Conversation:
             places.append(place)
             return f"{MARK}turn-{len(places) - 1}\ue000"
 
-        texts = {rank: self._marked(tokenizer, rank, form, mark) for rank, _ in self.read}
+        texts = {rank: self._marked(rank, form, mark) for rank, _ in self.read}
         marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
-        messages = self._messages(tokenizer, texts, system)
-        pieces = conversation_pieces(tokenizer, messages, marks, self._shown.as_text(tokenizer))
+        shown = self._shown.as_text(self._tokenizer)
+        pieces = conversation_pieces(self._tokenizer, self._messages(texts, system), marks, shown)
         found: list[str | Slot | Said] = [pieces[0]]
         for place, piece in zip(places, pieces[1:], strict=True):
             found += [place, piece]
         return found
 
-    def _marked(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        rank: int,
-        form: PromptFormat | None,
-        mark: Callable[[Slot | Said], str],
-    ) -> str:
-        turn = self.turns[rank]
+    def _marked(self, rank: int, form: PromptFormat | None, mark: Callable[[Slot | Said], str]) -> str:
+        turn, tokenizer = self.turns[rank], self._tokenizer
         goes_on = self.continues and rank == len(self.turns) - 1
         if turn.is_answer and turn.text and not goes_on:  # beside calls some templates leave it out
             return mark(Said(rank))
@@ -249,26 +241,28 @@ class Conversation:
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))
         split = split_parts(turn.parts) if turn.has_passages else SplitParts("", [], [], turn.text)
-        split.refuse_labels()
+        if label := next(filter(None, split.labels), None):
+            raise PromptError(
+                f'{label[:40]!r} stands between two passages, which context="keep" does not take; put it before, '
+                "behind or into a passage"
+            )
         return f"{as_text(tokenizer, split.head)}{mark(Slot(rank))}{as_text(tokenizer, split.tail)}"
 
-    def _ends(self, tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, str], system: str | None) -> PromptEnds:
-        messages = self._messages(tokenizer, texts, system)
-        return conversation_ends(tokenizer, messages, self._shown.as_text(tokenizer))
+    def _ends(self, texts: Mapping[int, str], system: str | None) -> PromptEnds:
+        shown = self._shown.as_text(self._tokenizer)
+        return conversation_ends(self._tokenizer, self._messages(texts, system), shown)
 
-    def _messages(
-        self, tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, str], system: str | None
-    ) -> list[dict[str, Any]]:
+    def _messages(self, texts: Mapping[int, str], system: str | None) -> list[dict[str, Any]]:
         """texts: of the turns that are read, by rank"""
-        turns = [self.turns[rank].message(tokenizer, text) for rank, text in texts.items()]
+        turns = [self.turns[rank].message(self._tokenizer, text) for rank, text in texts.items()]
         if self.continues:
             turns[-1]["content"] += END_MARK
-        return turns if any(turn.role == "system" for turn in self.turns) else [*system_turn(tokenizer, system), *turns]
+        has_system = any(turn.role == "system" for turn in self.turns)
+        return turns if has_system else [*system_turn(self._tokenizer, system), *turns]
 
-
-def _written(tokenizer: PreTrainedTokenizerBase, role: str, text: str) -> str:
-    """A turn's text for the template, which itself decides about control tokens in an assistant's."""
-    return text if role == "assistant" else as_text(tokenizer, text)
+    def _written(self, role: str, text: str) -> str:
+        """A turn's text for the template, which itself decides about control tokens in an assistant's."""
+        return text if role == "assistant" else as_text(self._tokenizer, text)
 
 
 def completion_ends(
@@ -298,14 +292,6 @@ class SplitParts(NamedTuple):
     def label_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Ids of each label alone; none where no passage has any."""
         return [encode_text(tokenizer, label) if label else [] for label in self.labels] if any(self.labels) else []
-
-    def refuse_labels(self) -> None:
-        """Raises PromptError where a kept conversation cannot hold them."""
-        if label := next(filter(None, self.labels), None):
-            raise PromptError(
-                f'{label[:40]!r} stands between two passages, which context="keep" does not take; put it before, '
-                "behind or into a passage"
-            )
 
 
 def split_parts(parts: Sequence[Part]) -> SplitParts:

@@ -11,7 +11,7 @@ from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockEr
 from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
 from ragcache.retrieval.retriever import open_table
-from ragcache.retrieval.vector_index import KINDS, TableIndex, VectorIndex
+from ragcache.retrieval.vector_index import KINDS, VectorIndex
 from ragcache.store.folder import refuse_unproven
 from ragcache.store.kv_store import collect_garbage
 
@@ -120,7 +120,13 @@ def _check_index(store: Store, kind: str) -> str:
     dimension, embedder = int(str(bound["embedding_dim"])), str(bound["embedder"])
     stored = partial(store.documents.vectors_by_ids, dimension=dimension)
     if kind not in KINDS:
-        return _check_table(store, open_table(store.documents, kind, embedder, dimension))
+        table = open_table(store.documents, kind, embedder, dimension)
+        table.follow(store.documents)
+        if all(map(table.agrees, store.documents.all_vectors())):
+            return "sound"
+        table.clear()
+        table.follow(store.documents)
+        return OTHER_VECTORS
     reason = _index_fault(store, stored)
     if reason is None:
         return "sound"
@@ -130,15 +136,6 @@ def _check_index(store: Store, kind: str) -> str:
     index.generation = generation
     index.save(store.layout.index)
     return reason
-
-
-def _check_table(store: Store, index: TableIndex) -> str:
-    index.follow(store.documents)
-    if all(map(index.agrees, store.documents.all_vectors())):
-        return "sound"
-    index.clear()
-    index.follow(store.documents)
-    return OTHER_VECTORS
 
 
 def _index_fault(store: Store, stored: Stored) -> str | None:

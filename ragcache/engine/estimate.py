@@ -110,15 +110,11 @@ def estimate_kv(
     known += [path for path in files if path.suffix.lower() not in OPAQUE]
     sizes = [_size(one) for one in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
-    tokens = round(rate * sum(sizes))
-    num_bytes = round(tokens * stored_bytes_per_token(lm, codec, block_tokens, kept))
+    tokens, coder, itemsize = round(rate * sum(sizes)), get_codec(codec), lm.dtype.itemsize
+    block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
+    block_bytes += coder.expected_state_bytes(lm.shape.states, itemsize)
+    num_bytes = round(tokens * (block_bytes / block_tokens))
     return KVEstimate(sum(sizes), tokens, num_bytes, sum(path.suffix.lower() in OPAQUE for path in files))
-
-
-def stored_bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0) -> float:
-    coder, itemsize = get_codec(codec), lm.dtype.itemsize
-    found = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
-    return (found + coder.expected_state_bytes(lm.shape.states, itemsize)) / block_tokens
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,7 @@ class KeptTurn(NamedTuple):
     answer_ids: tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False)
 class ConversationCache:
     """Passages and ids of answers, by the conversation up to each. Holds no text. Thread-safe.
 
@@ -75,11 +76,10 @@ class ConversationCache:
     who can say them and search under that filter could have found the same passages. The oldest are forgotten.
     """
 
-    def __init__(self, documents: DocumentStore, tenant: str) -> None:
-        self._documents = documents
-        self._tenant = tenant
-        self._turns: OrderedDict[str, KeptTurn] = OrderedDict()
-        self._lock = threading.Lock()
+    _documents: DocumentStore
+    _tenant: str
+    _turns: OrderedDict[str, KeptTurn] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def remember(self, key: str, turn: KeptTurn) -> None:
         with self._lock:
@@ -111,23 +111,19 @@ class ConversationCache:
         return keys
 
 
+@dataclass(eq=False, repr=False)
 class ConversationContext:
     """One conversation, as it stands before its next answer."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        memory: ConversationCache,
-        tokenizer: PreTrainedTokenizerBase,
-        where: Mapping[str, Any] | None,
-        system: str | None,
-    ) -> None:
-        self._conversation = conversation
-        self._memory = memory
-        self._tokenizer = tokenizer
-        self._turns = [(turn.role, turn.said) for turn in conversation.turns]
-        self._where, self._system = where, system
-        self._keys = memory.keys(self._turns, where, system)
+    _conversation: Conversation
+    _memory: ConversationCache
+    _tokenizer: PreTrainedTokenizerBase
+    _where: Mapping[str, Any] | None
+    _system: str | None
+
+    def __post_init__(self) -> None:
+        self._turns = [(turn.role, turn.said) for turn in self._conversation.turns]
+        self._keys = self._memory.keys(self._turns, self._where, self._system)
 
     def read(
         self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
@@ -139,7 +135,10 @@ class ConversationContext:
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
-        once = _each_once(given)
+        once, seen = dict[int, list[Hit]](), set[tuple[int, ...]]()
+        for turn, hits in sorted(given.items()):  # every passage in the first turn that states it, where it was read
+            once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
+            seen |= {tuple(hit.chunk.token_ids) for hit in hits}
         parts, stays = list[tuple[int, ...] | tuple[Hit, ...]](), 0
         for piece in self._without_double_space(pieces[:last]):
             if part := self._part(piece, once):
@@ -188,16 +187,6 @@ def _leading_space(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> st
     text = str(tokenizer.decode(ids))
     written = str(tokenizer.convert_ids_to_tokens(ids[0]))
     return text[: len(text) - len(text.lstrip())] or (" " if written[:1] in SPACES else "")
-
-
-def _each_once(given: Mapping[int, Sequence[Hit]]) -> dict[int, list[Hit]]:
-    """Every passage in the first turn that states it, where it was read."""
-    found: dict[int, list[Hit]] = {}
-    read: set[tuple[int, ...]] = set()
-    for turn, hits in sorted(given.items()):
-        found[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in read]
-        read |= {tuple(hit.chunk.token_ids) for hit in hits}
-    return found
 
 
 def inline_passages(conversation: Conversation) -> dict[int, list[Given]]:

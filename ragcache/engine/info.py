@@ -51,9 +51,7 @@ def info(store: Store, usage: UsageLog) -> Info:
     usage.record(stats)
     seen = usage.read()
     return Info(
-        documents=counts.documents,
-        chunks=counts.chunks,
-        tokens=counts.tokens,
+        **counts._asdict(),
         blocks=stats.blocks,
         pending=_pending(store),
         bytes_by_tier=stats.bytes_by_tier,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from ragcache.engine.admission import Admission
-from ragcache.engine.aio import AsyncTwins
+from ragcache.engine.aio import Threads, cancellable, streamed, threaded
 from ragcache.engine.answer import Answer, Event
 from ragcache.engine.assemble import (
     Components,
@@ -31,7 +31,6 @@ from ragcache.engine.estimate import KVEstimate, estimate_kv
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, StoreConfig
 from ragcache.engine.passages import Passage
-from ragcache.engine.pin import pin, unpin
 from ragcache.engine.precompute import Precompute, PrecomputeReport
 from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
@@ -55,8 +54,7 @@ from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import encode_text
-from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.reranker import Reranker
+from ragcache.retrieval.embedder import Embedder, Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
 
@@ -64,7 +62,7 @@ log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
 
 
-class RagCache(Library, AsyncTwins):
+class RagCache(Library):
     """A knowledge base: one store, one language model, one embedder.
 
     Use `RagCache.open`. Thread-safe: several threads may ask while one ingests; several processes may open one store,
@@ -73,7 +71,7 @@ class RagCache(Library, AsyncTwins):
 
     def __init__(self, parts: Components) -> None:
         Library.__init__(self, parts.store, parts.config)
-        AsyncTwins.__init__(self)
+        self._threads = Threads()
         self._parts = parts
         self._reader = parts.reader
         self._questions = Questions(parts)
@@ -322,19 +320,10 @@ class RagCache(Library, AsyncTwins):
         """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
         return self.store.documents.vectors(ids, self.embedder.dimension)
 
-    @team_ends()
-    def pin(self, ids: Iterable[str] | str) -> list[str]:
-        """`Library.pin`, which computes what is not there yet. Raises MissingBlockError where no tier has room."""
-        given = [ids] if isinstance(ids, str) else ids
-        return pin(self.store.documents, self.store.kv, self._encoder, given)
-
-    def unpin(self, ids: Iterable[str] | str) -> list[str]:
-        given = [ids] if isinstance(ids, str) else ids
-        return unpin(self.store.documents, self.store.kv, self._encoder, given)
+    pin = team_ends()(Library.pin)
 
     @property
     def _encoder(self) -> ModelEncoder | None:
-        """Computes blocks; None where the model runs in another engine."""
         names = self._parts.names
         return names if isinstance(names, ModelEncoder) else None
 
@@ -412,6 +401,22 @@ class RagCache(Library, AsyncTwins):
         `stream` raises."""
         self._check(options, ReadOptions)
         return self._questions.complete(parts, options)
+
+    # The same for an event loop: arguments and errors are those of the call without the "a". Cancelling the task, or
+    # closing a stream, stops the work; what was stored stays.
+
+    aingest = cancellable(ingest)
+    adelete = threaded(Library.delete)
+    aprecompute = cancellable(precompute)
+    aforget = threaded(forget)
+    aretrieve = threaded(retrieve)
+    aask = cancellable(ask)
+    aask_many = cancellable(ask_many)
+    achat = cancellable(chat)
+    acomplete = cancellable(complete)
+    astream = streamed(stream)
+    astream_chat = streamed(stream_chat)
+    astream_completion = streamed(stream_completion)
 
     # Care
 

@@ -12,7 +12,8 @@ the last one begun may end up to its own length after the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ragcache.engine.rates import Rates
@@ -31,6 +32,7 @@ class BlockSize(NamedTuple):
     tier: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class LoadPlan(Generic[Key]):
     """The state of one question. It starts nothing itself and is not thread-safe; whoever does the work tells it what
     came of it.
@@ -42,25 +44,20 @@ class LoadPlan(Generic[Key]):
     load_all:     compute only what cannot be read, whatever that costs
     """
 
-    def __init__(
-        self,
-        parts: Mapping[Key, BlockSize],
-        rates: Rates,
-        *,
-        batch_tokens: int,
-        readers: int,
-        reading: Sequence[Key] = (),
-        load_all: bool = False,
-    ) -> None:
-        self._parts = parts
-        self._rates = rates
-        self._batch_tokens = batch_tokens
-        self._readers = readers
-        self._load_all = load_all
+    parts: Mapping[Key, BlockSize]
+    rates: Rates
+    _: KW_ONLY
+    batch_tokens: int
+    readers: int
+    reading: InitVar[Collection[Key]] = ()
+    load_all: bool = False
+
+    def __post_init__(self, reading: Collection[Key]) -> None:
         self._reading = set(reading)
-        free = [key for key in parts if key not in self._reading]
-        self._missing = [key for key in free if parts[key].num_bytes is None]
-        self._waiting = sorted((key for key in free if parts[key].num_bytes is not None), key=self._load_share)
+        free = [key for key in self.parts if key not in self._reading]
+        self._missing = [key for key in free if self.parts[key].num_bytes is None]
+        stored = (key for key in free if self.parts[key].num_bytes is not None)
+        self._waiting = sorted(stored, key=lambda key: self._load_s(key) / max(self._compute_s([key]), 1e-12))
         self._computing: tuple[Key, ...] = ()
         self._computing_until = self._computing_since = 0.0
 
@@ -76,22 +73,22 @@ class LoadPlan(Generic[Key]):
         ahead = self._backlog_s()
         while self._waiting and self._may_read(self._waiting[0], ahead):
             key = self._waiting.pop(0)
-            ahead[self._parts[key].tier] += self._load_s(key)
+            ahead[self.parts[key].tier] += self._load_s(key)
             self._reading.add(key)
             begun.append(key)
         return begun
 
     def _may_read(self, key: Key, ahead: Mapping[str, float]) -> bool:
-        tier = self._parts[key].tier
+        tier = self.parts[key].tier
         # The first read of an unknown tier goes alone: it tells how many more to begin.
-        is_known = self._load_all or self._rates.tier(tier).is_measured
-        if len(self._reading) >= (self._readers if is_known else 1):
+        is_known = self.load_all or self.rates.tier(tier).is_measured
+        if len(self._reading) >= (self.readers if is_known else 1):
             return False
         arrives_s = ahead[tier] + self._load_s(key)
         # Beyond what any computation takes, the model may come first to what is only waiting to be read.
         late = self._reading and arrives_s > min(self._compute_s([one]) for one in self._waiting)
         # The gain stands on either side's own rule, so that one of the two always begins.
-        return self._load_all or (not late and arrives_s <= self._computing_all_s() + MIN_GAIN_S)
+        return self.load_all or (not late and arrives_s <= self._computing_all_s() + MIN_GAIN_S)
 
     def loaded(self, key: Key) -> None:
         """The part has been read."""
@@ -110,14 +107,14 @@ class LoadPlan(Generic[Key]):
         self._missing = [key for key in self._missing if key not in batch]
         self._waiting = [key for key in self._waiting if key not in batch]
         self._computing = batch
-        self._computing_since = self._rates.clock()
+        self._computing_since = self.rates.clock()
         self._computing_until = self._computing_since + self._compute_s(batch)
         return batch
 
     def _taken_batch(self) -> list[Key]:
         """Take parts from the end of the row, as far as computing ends before reading would."""
         batch: list[Key] = []
-        left = [] if self._load_all else list(self._waiting)
+        left = [] if self.load_all else list(self._waiting)
         while left and self._fits(batch, left[-1]):
             if self._compute_s([*batch, left[-1]]) + MIN_GAIN_S > self._reading_s(left):
                 break
@@ -131,7 +128,7 @@ class LoadPlan(Generic[Key]):
     def _batches(self, keys: Sequence[Key]) -> list[list[Key]]:
         """The longest first, so that parts of like length run together."""
         batches: list[list[Key]] = []
-        for key in sorted(keys, key=lambda key: -self._parts[key].num_tokens):
+        for key in sorted(keys, key=lambda key: -self.parts[key].num_tokens):
             if batches and self._fits(batches[-1], key):
                 batches[-1].append(key)
             else:
@@ -141,21 +138,21 @@ class LoadPlan(Generic[Key]):
     def _fits(self, batch: Sequence[Key], key: Key) -> bool:
         """Whether the part can join the batch, which is padded to its longest; any part fits alone."""
         together = [*batch, key]
-        padded = len(together) * max(self._parts[one].num_tokens for one in together)
-        return not batch or padded <= self._batch_tokens
+        padded = len(together) * max(self.parts[one].num_tokens for one in together)
+        return not batch or padded <= self.batch_tokens
 
     # Expectations
 
     def _backlog_s(self) -> dict[str, float]:
         """Seconds until the reads in progress have arrived, of all questions, by tier."""
-        tiers = {self._parts[key].tier for key in self._waiting}
-        return {tier: self._rates.tier(tier).backlog_s() for tier in tiers}
+        tiers = {self.parts[key].tier for key in self._waiting}
+        return {tier: self.rates.tier(tier).backlog_s() for tier in tiers}
 
     def _reading_s(self, keys: Sequence[Key]) -> float:
         """Seconds until these would have been read, after what is in progress. Tiers are read side by side."""
         ahead = self._backlog_s()
         for key in keys:
-            ahead[self._parts[key].tier] += self._load_s(key)
+            ahead[self.parts[key].tier] += self._load_s(key)
         return max(ahead.values(), default=0.0)
 
     def _computing_all_s(self) -> float:
@@ -163,15 +160,12 @@ class LoadPlan(Generic[Key]):
         to take as long again."""
         left_s = 0.0
         if self._computing:
-            now = self._rates.clock()
+            now = self.rates.clock()
             left_s = self._computing_until - now if now < self._computing_until else now - self._computing_since
         return left_s + sum(self._compute_s(batch) for batch in self._batches([*self._missing, *self._waiting]))
 
-    def _load_share(self, key: Key) -> float:
-        return self._load_s(key) / max(self._compute_s([key]), 1e-12)
-
     def _load_s(self, key: Key) -> float:
-        return self._rates.tier(self._parts[key].tier).load_s(self._parts[key].num_bytes or 0)
+        return self.rates.tier(self.parts[key].tier).load_s(self.parts[key].num_bytes or 0)
 
     def _compute_s(self, keys: Sequence[Key]) -> float:
-        return self._rates.compute.seconds([self._parts[key].num_tokens for key in keys]) if keys else 0.0
+        return self.rates.compute.seconds([self.parts[key].num_tokens for key in keys]) if keys else 0.0

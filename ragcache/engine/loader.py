@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 
@@ -25,7 +25,7 @@ from ragcache.errors import (
     StoreReadOnlyError,
     StoreUnreachableError,
 )
-from ragcache.ingest.encoder import BlockKeys, ModelEncoder
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock, part_of_block
 from ragcache.models.deadline import LIMIT
 from ragcache.runtime import work_alone
@@ -122,7 +122,7 @@ class BlockLoader:
     ) -> LoadedBlocks:
         """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
 
-        passing: see BlockWriter
+        passing: the encoder is not the store's own (another prefix): what it computes is kept in memory only
         ahead:   reads that were begun while retrieval still ranked
 
         The key of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
@@ -133,8 +133,7 @@ class BlockLoader:
         whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
         handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
         started = time.perf_counter()
-        writer = BlockWriter(self.kv, documents, encoder, passing=passing)
-        question = _Question(self, encoder, writer, dict(zip(handles, whole, strict=True)))
+        question = _Question(self, encoder, documents, passing, dict(zip(handles, whole, strict=True)))
         request, begun = self.kv.ask(handles), {} if ahead is None else ahead.take(handles)
         try:
             for handle in self.kv.lookup(question.chunks, "memory"):  # what is in memory is never computed
@@ -300,32 +299,34 @@ class Prefetch:
             read.add_done_callback(lambda _done, held=held: self._loader.release_ahead(held))  # type: ignore[misc]
 
 
+@dataclass(eq=False, repr=False)
 class _Question:
     """The blocks of one question: those that were read, and those that were made.
 
     The asking thread computes; the loader's threads read, and begin the next reads as theirs end.
     """
 
-    def __init__(
-        self, loader: BlockLoader, encoder: ModelEncoder, writer: BlockWriter, chunks: dict[str, Chunk]
-    ) -> None:
-        self._loader = loader
-        self._encoder = encoder
-        self._writer = writer
-        self.chunks = chunks
-        self.read: dict[str, Loaded] = {}
-        self.made: dict[str, KVBlock] = {}
-        self.encode_s = 0.0
-        self._changed = threading.Condition()
-        self._closed = False
-        self._error: BaseException | None = None
+    _loader: BlockLoader
+    _encoder: ModelEncoder
+    _documents: DocumentStore
+    _passing: bool
+    chunks: dict[str, Chunk]
+    read: dict[str, Loaded] = field(default_factory=dict)
+    made: dict[str, KVBlock] = field(default_factory=dict)
+    encode_s: float = 0.0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closed: bool = False
+    _error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._kv = self._loader.kv
 
     def load_and_compute(self, begun: Mapping[str, Future[Loaded | None]]) -> None:
         """Bring what is not there yet. begun: reads that began earlier"""
         if len(self.read) == len(self.chunks):
             return
         slow = {handle: chunk for handle, chunk in self.chunks.items() if handle not in self.read}
-        self._stored = self._loader.kv.lookup(slow)
+        self._stored = self._kv.lookup(slow)
         # What no tier has, or had when it was asked.
         self._absent = slow.keys() - self._stored.keys() - begun.keys()
         sizes = {handle: BlockSize(len(chunk.token_ids)) for handle, chunk in slow.items()}
@@ -403,49 +404,35 @@ class _Question:
         for handle, chunk, block in zip(batch, chunks, made, strict=True):
             began = time.perf_counter()
             if handle in self._absent:
-                self.made[handle] = self._writer.write(chunk, handle, block)
+                self.made[handle] = self._keep(chunk, handle, block)
                 continue
             # Another question that is reading the block will hold it, and is not to be waited for.
             where: Where = "nowhere" if self._loader.is_reading(handle) else "again"
-            self.made[handle] = self._loader.kv.put(handle, block, where)
+            self.made[handle] = self._kv.put(handle, block, where)
             taken_s += time.perf_counter() - began
             self._loader.count("recomputed", 1)
         self._loader.rates.compute.add([block.num_tokens for block in made], taken_s)
         with self._changed:
             self._plan.computed()
 
+    def _keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
+        """The block as it was kept: with a lossy codec the first answer is then like all later ones.
 
-class BlockWriter:
-    """Keeps what is computed: the store's own chunks with its documents' KV, others apart, within a budget of their
-    own, since no deletion would ever find them.
-
-    names:   of the blocks
-    passing: the encoder is not the store's own (another prefix): keep in memory only
-    """
-
-    def __init__(self, kv_store: KVStore, documents: DocumentStore, names: BlockKeys, *, passing: bool) -> None:
-        self._kv = kv_store
-        self._documents = documents
-        self._names = names
-        self._passing = passing
-
-    def write(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
-        """The block as it was kept: with a lossy codec the first answer is then like all later ones."""
+        The store's own chunks are kept with its documents' KV, others apart, within a budget of their own, since no
+        deletion would ever find them.
+        """
         if self._passing:
             return self._kv.put(handle, block, "memory")
         if not chunk.is_stored:
-            return self._kv.keep_foreign(handle, block, self._names.owner, chunk.token_ids)
-        if chunk.uses_left and not self._is_hot(chunk):
+            return self._kv.keep_foreign(handle, block, self._encoder.owner, chunk.token_ids)
+        if chunk.uses_left:  # kv="hot"
+            try:
+                self._documents.count_use(chunk.id)
+            except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
+                log.warning("the retrieval of chunk %s is not counted: %s", chunk.id, error)
+        if chunk.uses_left > 1:  # this was not the last retrieval without KV
             return self._kv.put(handle, block, "nowhere")
         return self._store(chunk, handle, block)
-
-    def _is_hot(self, chunk: Chunk) -> bool:
-        """Count the retrieval (kv="hot"); whether it was the last one without KV."""
-        try:
-            self._documents.count_use(chunk.id)
-        except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
-            log.warning("the retrieval of chunk %s is not counted: %s", chunk.id, error)
-        return chunk.uses_left == 1
 
     def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
         """A store that cannot take it costs the next question time, never this one its answer."""
@@ -456,7 +443,7 @@ class BlockWriter:
                 self._documents.set_handle(chunk.id, handle)
             elif not self._documents.chunks([chunk.id]):
                 self._forget(handle)
-            if chunk.neighbours and self._names.keys([chunk]) != [handle]:
+            if chunk.neighbours and self._encoder.keys([chunk]) != [handle]:
                 self._documents.set_handle(chunk.id, None)
                 self._forget(handle)
         except NoSuchDocumentError:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from ragcache import plugins
 from ragcache.engine.admission import MemoryNeed, SharedPrefixes, SharedPrefixRef, Size, kv_bytes, tokens_within
-from ragcache.engine.answer import Answer, Done, Event, Sources, Usage
+from ragcache.engine.answer import Done, Event, Source, Sources, Usage
 from ragcache.engine.estimate import PrefillEstimate
-from ragcache.engine.kv_lookup import KVLookup, ResolvedKV
+from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.output import OutputProcessor, write
-from ragcache.engine.prefixes import Prefixes
+from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
 from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.fusion.fuse import Fused, fuse
 from ragcache.fusion.method import FusionMethod, Scope
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import PrefixStats
+from ragcache.kv.prefix_cache import PrefixMatch, PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
@@ -31,30 +32,29 @@ from ragcache.models.thoughts import ThoughtLimit
 from ragcache.plugins import Registry
 from ragcache.prompt import Prompt, PromptEnds
 from ragcache.retrieval.retriever import Hit
+from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
+from ragcache.store.records import Chunk
 
 WARM_TOKENS = 16
+UNUSED = "unused"
+EXACT = "exact"
+SHARED = "shared"
 
 
+@dataclass(eq=False, repr=False)
 class LocalEngine:
     """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe."""
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        prompts: Prompts,
-        lookup: KVLookup,
-        prefixes: Prefixes,
-        contexts: SharedPrefixes,
-        estimate: PrefillEstimate,
-    ) -> None:
-        self.lm = lm
-        self.prompts = prompts
-        self.lookup = lookup
-        self.prefixes = prefixes
-        self.contexts = contexts
-        self.estimate = estimate
-        self._eos = eos_token_ids(lm)
+    lm: LanguageModel
+    prompts: Prompts
+    lookup: KVLookup
+    prefixes: Prefixes
+    contexts: SharedPrefixes
+    estimate: PrefillEstimate
+
+    def __post_init__(self) -> None:
+        self._eos = eos_token_ids(self.lm)
         self._scope = Scope()
 
     def check(self, reading: RequestOptions) -> None:
@@ -73,8 +73,9 @@ class LocalEngine:
             reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
-        if kept is None and not prompt.chunk_ids:
-            reading = _as_text(reading)
+        if kept is None and not prompt.chunk_ids and reading.method.reuses_blocks:
+            # In full, on from what earlier prompts have in common with it: no method places, weighs or evicts anything.
+            reading = replace(reading.exactly(NOTHING_TO_REUSE), evict=None)
         asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         need = self._need(prompt, reading)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
@@ -136,7 +137,7 @@ class LocalEngine:
         """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
         the context is not full before: the other half is for what others begin with."""
         room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
-        budget = self.contexts.budget_bytes
+        budget = self.contexts.admission.budget_bytes
         free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
@@ -158,11 +159,15 @@ class LocalEngine:
             most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
             yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
         finally:
-            self.lookup.keep(asked, ready, written.run_ids, fused)
+            self.lookup.keep(asked, ready, written.ids if written.has_run_all else written.ids[:-1], fused)
             fused.cache.release()
         if asked.kept is not None:
             asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
-        yield Done(_answer(asked, ready, fused, written))
+        created = ready.prefix.created_tokens + loaded.encoded_tokens
+        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
+        cached = max(0, fused.prompt_tokens - computed)
+        usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
+        yield Done(written.answer(asked, ready.sources, usage))
 
     def _decode(
         self, asked: Request, fused: Fused, written: OutputProcessor, seat: SharedPrefixRef, most: int
@@ -200,55 +205,191 @@ class LocalEngine:
 
     def _read(self, asked: Request, ready: ResolvedKV, seat: SharedPrefixRef) -> Fused:
         """Run the prompt over the context of another question where there is one; else others may find this one's."""
-        if not seat.is_shared or ready.base is not None:
-            return self._fuse(asked, ready)
-        with seat.placing(asked.limit) as found:
-            if isinstance(found, SharedContext):
-                return self._fuse(asked, replace(ready, base=found))
-            fused = self._fuse(asked, ready)
-            found(fused.share())
-            return fused
-
-    def _scope_of(self, asked: Request) -> Scope:
-        """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
-        passage was deleted meanwhile."""
-        scope = self._scope  # before the look at what is stored: with any later change a new one begins
-        return scope if asked.reading.method.remembers and self.lookup.is_of_store(asked) else Scope()
-
-    def _fuse(self, asked: Request, ready: ResolvedKV) -> Fused:
-        started = time.perf_counter()
-        prompt, reading, path = asked.prompt, asked.reading, ready.path
+        prompt, reading, path, base = asked.prompt, asked.reading, ready.path, ready.base
         method = reading.method
-        fused = fuse(
-            self.lm,
-            path.parts if path is not None and path.layout.separate else prompt,
-            method,
-            ready.loaded.blocks,
-            recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
-            reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
-            evict=reading.evict,
-            exact=ready.prefix.exact if ready.base is None else None,
-            base=ready.base,
-            scope=self._scope_of(asked),
-        )
+        # What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
+        # passage was deleted meanwhile. Before the look at what is stored: with any later change a new scope begins.
+        scope = self._scope
+        if not (method.remembers and self.lookup.is_of_store(asked)):
+            scope = Scope()
+        with seat.placing(asked.limit) if seat.is_shared and base is None else nullcontext() as found:
+            started = time.perf_counter()
+            base = found if isinstance(found, SharedContext) else base
+            fused = fuse(
+                self.lm,
+                path.parts if path is not None and path.layout.separate else prompt,
+                method,
+                ready.loaded.blocks,
+                recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
+                reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
+                evict=reading.evict,
+                exact=ready.prefix.exact if base is None else None,
+                base=base,
+                scope=scope,
+            )
+            if callable(found):
+                found(fused.share())
         if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
             self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
             self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
         return fused
 
 
-def _as_text(reading: RequestOptions) -> RequestOptions:
-    """How a prompt without passages is read: in full, on from what earlier prompts have in common with it, since no
-    method places, weighs or evicts anything there."""
-    return replace(reading.exactly(NOTHING_TO_REUSE), evict=None) if reading.method.reuses_blocks else reading
+# The KV that is at hand for a prompt, and what has to be loaded or computed before it is read.
 
 
-def _answer(asked: Request, ready: ResolvedKV, fused: Fused, written: OutputProcessor) -> Answer:
-    created = ready.prefix.created_tokens + ready.loaded.encoded_tokens
-    computed = max(fused.computed_tokens) + fused.encoded_tokens + created
-    cached = max(0, fused.prompt_tokens - computed)
-    usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
-    return written.answer(asked, ready.sources, usage)
+@dataclass(frozen=True)
+class ResolvedKV:
+    """What a prompt is read from.
+
+    path:    the prompt as the prefix tree knows it; None where it is of no use to the method
+    prefix:  exact KV of its first tokens
+    base:    all that stands before its suffix, as another question placed it
+    loaded:  its passages' blocks
+    sources: its passages, with where their KV came from
+    """
+
+    path: Path | None
+    prefix: PrefixKV
+    base: SharedContext | None
+    loaded: LoadedBlocks
+    sources: list[Source]
+
+
+@dataclass(eq=False, repr=False)
+class KVLookup:
+    """Brings what prompts are read from. Thread-safe."""
+
+    lm: LanguageModel
+    encoder: ModelEncoder
+    _documents: DocumentStore
+    _prefixes: Prefixes
+    _whole: WholeStore
+    _loader: BlockLoader
+
+    @contextmanager
+    def resolve(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
+        """Everything that the prompt is read from, which stays until the block ends. base: as in `ResolvedKV`
+
+        Raises CancelledError and TimedOutError within `limits.limited`.
+        """
+        path, loaded, encoder = self._path(asked), LoadedBlocks(), self.encoder
+        with self._prefix(asked, path, base) as prefix:
+            known, chunks = 0 if prefix.exact is None else prefix.exact.num_tokens, list[Chunk]()
+            if path is not None and base is None:
+                placed = path.layout.placed(known)
+                chunks = [path.hits[piece.passage].chunk for piece in placed if piece.passage is not None]
+            elif asked.reading.method.reuses_blocks and base is None:
+                chunks = [hit.chunk for hit in asked.hits]
+                encoder = self._encoder_behind(asked.reading.method.prefix_ids(self.lm, asked.prompt), prefix)
+            if chunks:
+                passing, ahead = encoder is not self.encoder, asked.reading.ahead
+                loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
+            if path is not None and base is None:
+                sources = self._along(asked, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
+            else:
+                origins = loaded.origins or [UNUSED if base is None else SHARED] * len(asked.hits)
+                keys = loaded.handles or encoder.keys([hit.chunk for hit in asked.hits])
+                rows = zip(asked.hits, keys, origins, strict=True)
+                sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
+            yield ResolvedKV(path, prefix, base, loaded, sources)
+
+    def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: Fused) -> None:
+        """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
+        path, reading = ready.path, asked.reading
+        method = reading.method
+        if path is None or reading.evict is not None or not self.keeps_context_of(method):
+            return
+        if method.reuses_blocks or method.takes_exact:
+            self._prefixes.keep(method, path, answer_ids, fused)
+
+    def keeps_context_of(self, method: FusionMethod) -> bool:
+        """Whether what the method places can be shared and kept: where blocks hold other tokens in each head, every
+        question places its own."""
+        return self.encoder.recipe.keeps_all or not method.reuses_blocks
+
+    def shares_context_of(self, method: FusionMethod) -> bool:
+        """Whether questions over the same passages can stand on one context: a state is kept where blocks end alone."""
+        return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
+
+    def is_of_store(self, asked: Request) -> bool:
+        """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
+        own = tuple(asked.reading.method.prefix_ids(self.lm, asked.prompt)) == self.encoder.first_ids
+        ids = {hit.chunk.vector_id for hit in asked.hits}
+        return own and asked.kept is None and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
+
+    def _path(self, asked: Request) -> Path | None:
+        method, kept = asked.reading.method, asked.kept
+        goes_on = asked.reading.found and asked.reading.evict is None if method.reuses_blocks else method.takes_exact
+        if kept is None and not goes_on:
+            return None
+        parts = asked.prompt.parts
+        if kept is not None:
+            parts = (*kept.earlier.prompt_parts(), *parts[1:])
+        layout = method.layout(self.lm, parts, self.encoder.recipe)
+        hits = [*(kept.earlier.hits if kept else ()), *asked.hits]
+        return Path(parts, layout, hits, len(asked.hits), self._prefixes.drops)
+
+    @contextmanager
+    def _prefix(self, asked: Request, path: Path | None, base: SharedContext | None) -> Iterator[PrefixKV]:
+        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what the tree has,
+        all but the last token at most, and nothing of the suffix where its rows vote on what is evicted."""
+        prompt, reading = asked.prompt, asked.reading
+        method = reading.method
+        if base is not None or not (method.reuses_blocks or method.takes_exact):
+            yield PrefixKV()
+        elif path is None:
+            with self._prefixes.text(method.prefix_ids(self.lm, prompt)) as prefix:
+                yield prefix
+        else:
+            most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+            with self._prefixes.match(method, path, most) as (lease, load_s):
+                if reading.found and (lease is None or lease.num_tokens <= len(prompt.prefix_ids)):
+                    with self._prefixes.text(prompt.prefix_ids) as prefix:
+                        yield prefix
+                    return
+                prefix = self._before(asked, lease)
+                yield prefix._replace(load_s=prefix.load_s + load_s)
+
+    def _before(self, asked: Request, known: PrefixMatch | None) -> PrefixKV:
+        """What the tree has; of a store that is read whole, everything before the question."""
+        count, generation = asked.prompt.context_tokens, asked.reading.whole
+        if generation is None or (known.num_tokens if known else 0) >= count:
+            return PrefixKV(known)
+        return self._whole.read(asked.prompt.ids[:count], generation)
+
+    def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
+        """The store's own, or one that encodes behind another prefix where blocks depend on that."""
+        own = self.encoder
+        if not own.recipe.sees_prefix or ids == own.prefix_ids:
+            return own
+        return ModelEncoder(
+            self.lm,
+            own.recipe,
+            ids,
+            own.tenant,
+            read_prefix=lambda _: nullcontext(prefix.exact),
+            on_encoded=own.on_encoded,
+            neighbourhood=own.neighbourhood,
+        )
+
+    def _along(self, asked: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
+        """This turn's passages, and those of them that were read before, with where their KV came from."""
+        fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
+        keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
+        sources = []
+        for (piece, hit), key in zip(path.passages, keys, strict=True):
+            if path.layout.separate and piece.end > known:
+                handle, origin = next(fresh)
+            else:
+                handle, origin = key, known_as if piece.end <= known else UNUSED
+            sources.append(Source(hit.chunk, hit.score, handle, origin))
+        by_ids = {tuple(source.chunk.token_ids): source for source in sources}
+        again = asked.kept.earlier.again if asked.kept else ()
+        return [
+            *sources[len(sources) - path.asked :],
+            *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
+        ]
 
 
 # The contract of what computes answers.

@@ -45,11 +45,6 @@ class OutputProcessor:
     reasoning_tokens: int = 0
 
     @property
-    def run_ids(self) -> list[int]:
-        """Tokens whose KV is in the cache."""
-        return self.ids if self.has_run_all else self.ids[:-1]
-
-    @property
     def turn(self) -> str:
         """The answer as a turn of its conversation."""
         return said(self.text, self.calls)
@@ -140,7 +135,8 @@ def write(
         opened = thinking.open if thinking and is_open else ""
         calls = (tools.most, tools.shown) if tools else (None, ())
         written.parser = ToolParser(format, *calls, opened)
-    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, format.markers if format else (), asked.begun_ids)
+    begun = asked.prompt.suffix_ids[-1:] if asked.reading.continues else ()  # says how the answer's text begins
+    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, format.markers if format else (), begun)
     try:
         for token in steps:
             asked.clock.first_token()

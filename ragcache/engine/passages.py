@@ -103,34 +103,26 @@ class Run(NamedTuple):
         return self.start + self.chunk.num_tokens
 
 
+@dataclass(eq=False, repr=False)
 class PassageFinder:
     """Finds the store's passages in prompts. Its index is made at the first look and follows the documents. What it
-    finds is read from the documents, so that a deleted passage is never found. Thread-safe."""
+    finds is read from the documents, so that a deleted passage is never found. Thread-safe.
 
-    def __init__(
-        self,
-        documents: DocumentStore,
-        tokenizer: PreTrainedTokenizerBase,
-        file: Path,
-        foreign: PassageList | None = None,
-        owner: str = "",
-    ) -> None:
-        """foreign: passages of no document, of which those of this owner are found
+    _file:    of the index, so that a large store's passages are read once. It is written again as they grow
+    _foreign: passages of no document, of which those of `_owner` are found
+    """
 
-        file: of the index, so that a large store's passages are read once. It is written again as they grow."""
-        self._file = file
-        self._documents = documents
-        self._tokenizer = tokenizer
-        self._index = ContentIndex()
-        self._foreign = foreign
-        self._owner = owner
-        self._foreign_index = ContentIndex()
-        self._last_foreign = 0
+    _documents: DocumentStore
+    _tokenizer: PreTrainedTokenizerBase
+    _file: Path
+    _foreign: PassageList | None
+    _owner: str
+
+    def __post_init__(self) -> None:
+        self._index, self._foreign_index, self._lock = ContentIndex(), ContentIndex(), threading.Lock()
         self._last: int | None = None
-        self._saved = 0
-        self._is_stale = True
-        self._lock = threading.Lock()
-        self._has_spoken = False
+        self._last_foreign = self._saved = 0
+        self._is_stale, self._has_spoken = True, False
 
     def forget(self) -> None:
         """Documents changed."""
@@ -174,8 +166,11 @@ class PassageFinder:
         own = self._index.find(ids)
         chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in own})}
         foreign = self._find_foreign(ids)
-        known = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
-        known = _apart(sorted(known, key=lambda pair: (pair[0].start, -pair[0].end)))
+        found = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
+        known: list[tuple[Found, Chunk]] = []  # of those that overlap the first, the longest of these
+        for pair in sorted(found, key=lambda pair: (pair[0].start, -pair[0].end)):
+            if not known or pair[0].start >= known[-1][0].end:
+                known.append(pair)
         limits = [one.start for one, _ in known[1:]] + [len(ids) - 1] * bool(known)
         runs: list[Run] = []
         for (one, chunk), limit in zip(known, limits, strict=True):
@@ -218,26 +213,13 @@ class PassageFinder:
             for batch in self._documents.token_ids(after=self._last):
                 self._index.add(batch)
                 self._last = batch[-1][0]
-            if len(self._index) - self._saved > max(SAVED_FROM, self._saved // 8):
+            has_grown = len(self._index) - self._saved > max(SAVED_FROM, self._saved // 8)
+            if has_grown and not self._documents.database.read_only:
                 self._saved = len(self._index)
-                self._save(self._last)
-
-    def _save(self, last: int) -> None:
-        if self._documents.database.read_only:
-            return
-        try:
-            self._index.save(self._file, last)
-        except (StoreReadOnlyError, StoreFullError) as error:
-            log.warning("the index of passages is made anew at the next opening: %s", error)
-
-
-def _apart(found: Sequence[tuple[Found, Chunk]]) -> list[tuple[Found, Chunk]]:
-    """Finds without overlaps: of those that overlap the first, the longest of these. found: in that order"""
-    kept: list[tuple[Found, Chunk]] = []
-    for pair in found:
-        if not kept or pair[0].start >= kept[-1][0].end:
-            kept.append(pair)
-    return kept
+                try:
+                    self._index.save(self._file, self._last)
+                except (StoreReadOnlyError, StoreFullError) as error:
+                    log.warning("the index of passages is made anew at the next opening: %s", error)
 
 
 def _is_little(runs: Sequence[Run]) -> bool:

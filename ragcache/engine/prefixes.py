@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ragcache.engine.loader import NOT_KEPT
@@ -18,7 +18,6 @@ from ragcache.fusion.fuse import Fused
 from ragcache.fusion.layout import Layout, Segment
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
-from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.fused_cache import FusedCache
@@ -91,6 +90,7 @@ class PrefixKV(NamedTuple):
     load_s: float = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class Prefixes:
     """The prefix tree of one store, which knows which passages its KV was computed over. Thread-safe.
 
@@ -106,25 +106,17 @@ class Prefixes:
     drops:   how often a document changed
     """
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        documents: DocumentStore,
-        recipe: Recipe,
-        tenant: str,
-        tree: PrefixCache,
-        own_ids: Sequence[int] = (),
-        stored: StoredPrefixes | None = None,
-    ) -> None:
-        self._lm = lm
-        self._documents = documents
-        self._recipe = recipe
-        self._tenant = tenant
-        self._tree = tree
-        self._own_ids = list(own_ids)
-        self._stored = stored
-        self._generation = 0 if stored is None else documents.generation()
-        self.drops = 0
+    _lm: LanguageModel
+    _documents: DocumentStore
+    _recipe: Recipe
+    _tenant: str
+    _tree: PrefixCache
+    own_ids: Sequence[int] = ()
+    stored: StoredPrefixes | None = None
+    drops: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._generation = 0 if self.stored is None else self._documents.generation()
 
     @contextmanager
     def text(self, ids: Sequence[int]) -> Iterator[PrefixKV]:
@@ -193,16 +185,16 @@ class Prefixes:
             return
         generation = self._generation
         self._insert(namespace, elements, read_cache(cache), owned, drops, states_behind(cache, len(elements)))
-        if self._stored is not None and namespace == self._text and drops == self.drops:
-            self._stored.keep(namespace, elements, generation)
+        if self.stored is not None and namespace == self._text and drops == self.drops:
+            self.stored.keep(namespace, elements, generation)
 
     def _bring(self, namespace: str, elements: Sequence[int], owned: Sequence[Owned]) -> float:
         """Read from disk what the tree does not have, as far as it has room. Returns seconds."""
-        if self._stored is None or namespace != self._text:
+        if self.stored is None or namespace != self._text:
             return 0.0
         started, drops, generation = time.perf_counter(), self.drops, self._generation
         wanted = elements[: self._tree.budget_bytes // self._tree.token_bytes]
-        found = self._stored.load(namespace, wanted, self._tree.count(namespace, wanted), generation)
+        found = self.stored.load(namespace, wanted, self._tree.count(namespace, wanted), generation)
         if found is not None:
             self._insert(namespace, wanted[: found.num_tokens], found.read, owned, drops)
         return time.perf_counter() - started
@@ -231,14 +223,14 @@ class Prefixes:
 
     def _quoting(self, ids: Sequence[int]) -> list[Owned]:
         """Text that may quote any passage: all behind the store's own prefix."""
-        pairs = enumerate(zip(ids, self._own_ids, strict=False))
-        start = next((at for at, (one, own) in pairs if one != own), min(len(ids), len(self._own_ids)))
+        pairs = enumerate(zip(ids, self.own_ids, strict=False))
+        start = next((at for at, (one, own) in pairs if one != own), min(len(ids), len(self.own_ids)))
         return [Owned(start, len(ids), NOT_STORED)] if start < len(ids) else []
 
     def drop_deleted(self) -> None:
         """Let go of all that was computed over passages that are gone or from outside, or may quote them (law 10)."""
         self.drops += 1
-        if self._stored is not None:
+        if self.stored is not None:
             self._generation = self._documents.generation()
         self._drop_gone(self._tree.owners(), changed=True)
 
@@ -246,8 +238,8 @@ class Prefixes:
         return self._tree.stats()
 
     def clear(self) -> None:
-        if self._stored is not None:
-            self._stored.close()
+        if self.stored is not None:
+            self.stored.close()
         self._tree.clear()
 
     def _drop_gone(self, owners: set[int], *, changed: bool) -> None:
@@ -297,21 +289,16 @@ class WholeStore:
             return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode([ids])
         encode_s = time.perf_counter() - started
-        self._keep(handle, block, generation)
-        return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
-
-    def _keep(self, handle: str, block: KVBlock, generation: int) -> None:
-        """On disk, for as long as no document changes. What cannot be kept costs a later question time."""
-        try:
+        try:  # for as long as no document changes; what cannot be kept on disk costs a later question time
             if not self._kv.keeps_exactly(handle, block):
                 log.warning("the KV of the whole store is not kept on disk: the store's codec would change it")
-                return
-            if self._documents.hold_over_all(handle, generation):
+            elif self._documents.hold_over_all(handle, generation):
                 self._kv.put(handle, block, "flushed")
                 if not self._documents.referenced([handle]):  # a document changed since: nothing else would find it
                     self._kv.delete(handle)
         except (*NOT_KEPT, UnencodableBlockError) as error:
             log.warning("the KV of the whole store is not kept on disk: %s", error)
+        return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
 
 
 def check_whole(options: Mapping[str, Any], method: FusionMethod) -> None:

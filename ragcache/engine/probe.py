@@ -169,18 +169,13 @@ def open_rates(
     known = RateFigures.read(kept, machine_key(lm))
     if known is not None:
         rates.restore(replace(known, tiers={name: known.tiers[name] for name in PROBED if name in known.tiers}))
-    block_file = _some_block(kv_root) if budget_s else None
+    few = list(islice(kv_root.glob("*/*/*.safetensors"), LOOKED_AT)) if budget_s else []
+    block_file = max(few, key=_size, default=None)
     if block_file is not None and known is None:
         probe(rates, lm, codec, block_file, budget_s, recipe)
     elif block_file is not None:
         _measure_disk(rates, block_file, budget_s)
     return rates
-
-
-def _some_block(kv_root: Path) -> Path | None:
-    """The largest file of the first few."""
-    few = list(islice(kv_root.glob("*/*/*.safetensors"), LOOKED_AT))
-    return max(few, key=_size, default=None)
 
 
 def _size(path: Path) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import TypeVar
@@ -33,28 +33,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Prompts:
     """Builds the prompts of one store's questions. Thread-safe.
 
     names: of the store's blocks
-    known: how many of a prompt's first tokens the engine has read before, where it can tell
-    full_s: seconds that a full prefill of so many tokens is expected to take
+    _known: how many of a prompt's first tokens the engine has read before, where it can tell
+    _full_s: seconds that a full prefill of so many tokens is expected to take
     """
 
-    def __init__(
-        self,
-        lm: ModelCard,
-        names: BlockKeys,
-        prompt_format: PromptFormat,
-        known: Known = lambda _method, _ids: 0,
-        full_s: Callable[[int], float] = lambda _: 0.0,
-    ) -> None:
-        self.lm = lm
-        self.names = names
-        self.format = prompt_format
-        self._known = known
-        self._full_s = full_s
-        self._read_counts = ReadCounts()
+    lm: ModelCard
+    names: BlockKeys
+    format: PromptFormat
+    _known: Known = lambda _method, _ids: 0
+    _full_s: Callable[[int], float] = lambda _: 0.0
+    _read_counts: ReadCounts = field(default_factory=lambda: ReadCounts())
 
     def check(self, method: FusionMethod) -> None:
         """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -28,7 +28,7 @@ from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
-from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, UncheckedNotice, choose_method, refuse_approximate
+from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, choose_method, refuse_approximate, warn_if_unchecked
 from ragcache.errors import ConfigError, blaming, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
@@ -40,6 +40,9 @@ from ragcache.prompt import PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
 
+Asked = tuple[PromptEnds, Sequence[Hit], RequestOptions, Clock, Kept | None]
+"""Arguments of `Engine.stream`."""
+
 
 class Questions:
     """Questions to one store. Options are checked at the call, and the work begins with the first event.
@@ -49,9 +52,8 @@ class Questions:
         self._parts = parts
         layout, documents, kv = parts.store
         self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.passages, parts.names.owner)
-        self._mini_notice = MiniNotice(parts.card.name)
-        self._unchecked_notice = UncheckedNotice(parts.card.name, parts.store.layout.root)
         self._generation = -1
+        self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # not yet, that is
 
     def retrieve(
         self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Prefetch | None = None
@@ -100,7 +102,8 @@ class Questions:
         passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
         tools = tool_use(options, self._parts.card.tokenizer)
         shown = self._shown(options)
-        conversation = Conversation(messages, shown._replace(tools=tools.shown if tools else ()))
+        shown = shown._replace(tools=tools.shown if tools else ())
+        conversation = Conversation(self._parts.card.tokenizer, messages, shown)
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         if context not in get_args(Context):
@@ -111,16 +114,11 @@ class Questions:
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
-        tokenizer, reader = self._parts.card.tokenizer, self._parts.reader
-        drops = options.get("drop_turns", True)
+        reader, drops = self._parts.reader, options.get("drop_turns", True)
         if context == "last" and passages is None and k is None:
             self.drop_deleted()
             (whole, given), dropped = reader.prompts.shortened(
-                conversation,
-                lambda read: read.as_written(tokenizer, system),
-                self._written_tokens,
-                reading,
-                drops=drops,
+                conversation, lambda read: read.as_written(system), self._written_tokens, reading, drops=drops
             )
             written, inline, reading = self._with_found(whole, given, conversation.given_text, reading)
             return self._read(lambda _: (written, dropped), lambda: inline, reading)
@@ -136,7 +134,7 @@ class Questions:
         def ends(passages: int) -> tuple[PromptEnds, int]:
             return reader.prompts.shortened(
                 conversation,
-                lambda read: read.around_passages(tokenizer, reader.prompts.format, system, first=first),
+                lambda read: read.around_passages(reader.prompts.format, system, first=first),
                 _ends_tokens,
                 reading,
                 passages,
@@ -278,7 +276,8 @@ class Questions:
     ) -> Iterator[Event]:
         """ends_of: the prompt's ends with room for so many tokens of passages, and turns left out for it"""
         parts = self._parts
-        with _timed(reading) as clock:
+
+        def prepare(clock: Clock) -> Asked:
             ends, dropped = ends_of(0)
             parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
             hits = find_passages(find(), parts.store.documents, parts.whole)
@@ -286,8 +285,9 @@ class Questions:
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(ends) > parts.reader.prompts.room_before_answer(reading):
                 ends, dropped = ends_of(passages)
-            reading = replace(reading, dropped_turns=dropped)
-            yield from self._answers(ends, hits, reading, clock)
+            return ends, hits, replace(reading, dropped_turns=dropped), clock, None
+
+        return self._answers(prepare, reading.ahead)
 
     def _read_kept(
         self,
@@ -301,7 +301,8 @@ class Questions:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         if reading.choice.gives_way and not reading.method.keeps_context_with(parts.card):
             reading = reading.exactly(f"{reading.method.name} cannot keep the context of earlier turns")
-        with _timed(reading) as clock:
+
+        def prepare(clock: Clock) -> Asked:
             reader.prompts.check_keeps(reading)
             self.drop_deleted()
             talk = ConversationContext(conversation, parts.turns, tokenizer, options.get("filter"), system)
@@ -311,7 +312,7 @@ class Questions:
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
                 hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
-                return *talk.read(read.in_pieces(tokenizer, form, system), given), hits
+                return *talk.read(read.in_pieces(form, system), given), hits
 
             fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, reading, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()
@@ -320,21 +321,29 @@ class Questions:
                 hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
                 if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(reading):
                     (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
-            reading = replace(reading, dropped_turns=dropped)
             clock.retrieve_s = time.perf_counter() - clock.started
             ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
-            yield from self._answers(ends, new, reading, clock, Kept(earlier, talk.remember))
+            return ends, new, replace(reading, dropped_turns=dropped), clock, Kept(earlier, talk.remember)
 
-    def _answers(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
-    ) -> Iterator[Event]:
-        """The engine's events, with what is to be said once."""
-        self._mini_notice.look(hits)
-        with closing(self._parts.reader.stream(ends, hits, reading, clock, kept)) as events:
-            for event in events:
-                if isinstance(event, Sources) and event.hits:
-                    self._unchecked_notice.look(reading.choice, event.method)
-                yield event
+        return self._answers(prepare, reading.ahead)
+
+    def _answers(self, prepare: Callable[[Clock], Asked], ahead: Prefetch | None) -> Iterator[Event]:
+        """The engine's events, with what is to be said once. prepare: makes the prompt, once the clock runs"""
+        model, root = self._parts.card.name, self._parts.store.layout.root
+        try:
+            asked = prepare(Clock(time.perf_counter()))
+            if self._warns_of_mini and is_other_text(asked[1]):
+                self._warns_of_mini = False
+                log.warning(MINI_NOTICE, model)
+            with closing(self._parts.reader.stream(*asked)) as events:
+                for event in events:
+                    if self._warns_of_unchecked and isinstance(event, Sources) and event.hits:
+                        self._warns_of_unchecked = not warn_if_unchecked(model, root, asked[2].choice, event.method)
+                    yield event
+        finally:
+            if ahead is not None:
+                ahead.close()
+            end_team()
 
 
 def _ends_tokens(ends: PromptEnds) -> int:
@@ -346,17 +355,6 @@ def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
     earlier, suffix_ids, hits = read
     texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
     return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)
-
-
-@contextmanager
-def _timed(reading: RequestOptions) -> Iterator[Clock]:
-    """A question's clock. Behind it the early reads are over, and the calling thread has no team."""
-    try:
-        yield Clock(time.perf_counter())
-    finally:
-        if reading.ahead is not None:
-            reading.ahead.close()
-        end_team()
 
 
 # Whole answers from streams of events, one at a time or many side by side.
@@ -397,28 +395,11 @@ log = logging.getLogger(__name__)
 # The bundled tokenizer knows the registry's words and few others. Over its passages it takes 0.19 to 0.24 tokens a
 # character, over encyclopedias, questions and program documentation 0.40 to 0.90.
 MOST_TOKENS_PER_CHARACTER = 0.32
-
-
-class MiniNotice:
-    """Says once that a bundled model is asked about something else than the registry that it was made for."""
-
-    def __init__(self, model: str) -> None:
-        """model: the name that the language model was loaded by"""
-        self.model = model
-        self._is_due = model in BUNDLED
-
-    def look(self, hits: Sequence[Hit]) -> None:
-        """hits: the passages of a question."""
-        if not self._is_due or not is_other_text(hits):
-            return
-        self._is_due = False
-        log.warning(
-            "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other "
-            "text: do not expect answers. Make a store with a model of the hub, such as "
-            "HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB of memory in bfloat16), Qwen/Qwen3-0.6B (1.2 GB) or "
-            "meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., or --model",
-            self.model,
-        )
+MINI_NOTICE = (
+    "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other text: do "
+    "not expect answers. Make a store with a model of the hub, such as HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB of "
+    "memory in bfloat16), Qwen/Qwen3-0.6B (1.2 GB) or meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., or --model"
+)
 
 
 def is_other_text(hits: Sequence[Hit]) -> bool:

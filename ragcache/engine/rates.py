@@ -45,16 +45,16 @@ GRACE_S = 0.25
 CHANGED = 1.5
 
 
+@dataclass
 class Smoothed:
     """An exponentially weighted average of measurements, all positive; a single outlier counts little.
 
     value: the estimate, or the guess it begins with; samples: measurements so far
     """
 
-    def __init__(self, guess: float) -> None:
-        self.value = guess
-        self.samples = 0
-        self._outlier = 0  # the side on which the last measurement was one
+    value: float
+    samples: int = 0
+    _outlier: int = 0  # the side on which the last measurement was one
 
     def add(self, measured: float) -> None:
         """The first measurement takes the guess's place."""

@@ -107,11 +107,6 @@ class Request:
         thinking, reading = self.reading.thinking, self.reading
         return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=reading.continues)
 
-    @property
-    def begun_ids(self) -> Sequence[int]:
-        """The last token of what the answer goes on with, which says how its text begins; () where it begins anew."""
-        return self.prompt.suffix_ids[-1:] if self.reading.continues else ()
-
     @cached_property
     def context_key(self) -> Hashable | None:
         """Key of everything before the suffix; None where other questions cannot share it."""

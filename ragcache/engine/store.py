@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ragcache.engine.info import Info, UsageLog, info
 from ragcache.engine.options import StoreConfig, check_names
-from ragcache.engine.pin import pin, unpin
 from ragcache.engine.rates import RateFigures
 from ragcache.engine.store_config import Store, open_store
-from ragcache.errors import ConfigError, StoreClosedError
+from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError, StoreClosedError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk, StoredDocument
 
 if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
     from ragcache.engine.doctor import DoctorReport
+    from ragcache.ingest.encoder import ModelEncoder
     from ragcache.retrieval.embedder import Vectors
     from ragcache.retrieval.retriever import Retriever
 
@@ -97,16 +98,58 @@ class Library:
 
     def pin(self, ids: Iterable[str] | str) -> list[str]:
         """Let no tier give up the KV of these documents or chunks, nor time drop it, until `unpin` or `delete`. Returns
-        the handles.
+        the handles. `RagCache.pin` computes what is not there yet.
 
-        Raises NoSuchDocumentError, PinError (a tier would have no room left), MissingBlockError (there is no KV yet),
-        StoreReadOnlyError.
+        Raises NoSuchDocumentError, PinError (a tier would have no room left), MissingBlockError (there is no KV yet, or
+        no tier has room for it), StoreReadOnlyError.
         """
-        return pin(self.store.documents, self.store.kv, None, [ids] if isinstance(ids, str) else ids)
+        chunks, encoder, kv = self._chunks_of_all(ids), self._encoder, self.store.kv
+        pending = next((chunk.id for chunk in chunks if chunk.handle is None), None)
+        if encoder is None and pending is not None:
+            raise MissingBlockError(
+                f"chunk {pending!r} has no KV yet; open the store with its models to compute and pin it"
+            )
+        keys = [str(chunk.handle) for chunk in chunks] if encoder is None else encoder.keys(chunks)
+        # Pinned is wanted, however often it was retrieved.
+        missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
+        if missing and encoder is not None:
+            from ragcache.engine.loader import BlockLoader
+            from ragcache.engine.rates import ALWAYS
+
+            with closing(BlockLoader(kv, policy=ALWAYS)) as loader:
+                loader.load(encoder, self.store.documents, missing)
+            kv.flush(keys)
+            if absent := [key for key in keys if key not in kv]:
+                raise PinError(
+                    f"the tiers have no room for {len(keys)} blocks at once ({len(absent)} are gone already)"
+                )
+        kv.pin(keys)
+        return list(dict.fromkeys(keys))
 
     def unpin(self, ids: Iterable[str] | str) -> list[str]:
         """End `pin`; returns the handles that were pinned. Raises NoSuchDocumentError, StoreReadOnlyError."""
-        return unpin(self.store.documents, self.store.kv, None, [ids] if isinstance(ids, str) else ids)
+        chunks, encoder = self._chunks_of_all(ids), self._encoder
+        named = {chunk.handle for chunk in chunks if chunk.handle is not None}
+        pinned = sorted((named if encoder is None else named.union(encoder.keys(chunks))) & self.store.kv.pinned)
+        self.store.kv.unpin(pinned)
+        return pinned
+
+    @property
+    def _encoder(self) -> ModelEncoder | None:
+        """Computes blocks; None where no model runs in this process."""
+        return None
+
+    def _chunks_of_all(self, ids: Iterable[str] | str) -> list[Chunk]:
+        """All chunks of these documents, and these chunks. Raises NoSuchDocumentError for an id that is neither's."""
+        found: list[Chunk] = []
+        for id in dict.fromkeys([ids] if isinstance(ids, str) else ids):
+            chunks = self.chunks_of(id) or self.chunks([id])
+            if not chunks and self.document(id) is None:
+                raise NoSuchDocumentError(
+                    f"{id!r}: neither a document nor a chunk has this id; `ragcache list` shows them"
+                )
+            found += chunks
+        return found
 
     # Care
 
@@ -149,18 +192,16 @@ class Library:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
+@dataclass(frozen=True)
 class AbsentEmbedder:
     """Stands in for the embedder of a store opened without it: the index can be changed, nothing is embedded."""
 
-    def __init__(self, name: str, dimension: int) -> None:
-        self.name = name
-        self.dimension = dimension
+    name: str
+    dimension: int
 
     @classmethod
     def of(cls, documents: DocumentStore) -> Self | None:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -69,22 +70,23 @@ class StoredKV(NamedTuple):
         return torch.cat(keys, 1), torch.cat(values, 1)
 
 
+@dataclass(eq=False, repr=False)
 class StoredPrefixes:
     """Reads and writes them. Thread-safe; `close` it before the store.
 
     What a changed document may be quoted in goes with it (law 10): names hold the documents' generation, and
     `collect_garbage` deletes what is of an earlier one.
+
+    _blocks, _list: those of no document
     """
 
-    def __init__(
-        self, tree: PrefixCache, documents: DocumentStore, loader: BlockLoader, blocks: KVStore, listed: PassageList
-    ) -> None:
-        """blocks, listed: those of no document"""
-        self._tree = tree
-        self._documents = documents
-        self._loader = loader
-        self._blocks = blocks
-        self._list = listed
+    _tree: PrefixCache
+    _documents: DocumentStore
+    _loader: BlockLoader
+    _blocks: KVStore
+    _list: PassageList
+
+    def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-prefix", initializer=work_alone)
         self._room = threading.BoundedSemaphore(_MOST_WAITING)
         self._complaints = WarnOnce(log)
@@ -138,7 +140,7 @@ class StoredPrefixes:
     def _write(self, namespace: str, ids: Sequence[int], generation: int) -> None:
         self._writing = True
         try:
-            with self._tree.hold(namespace, ids) as held:
+            with self._tree.match(namespace, ids, counted=False) as held:
                 self._write_rest(namespace, ids[: held.num_tokens], generation, held)
             self._complaints.worked()
         except Exception as error:  # it costs a later question time

@@ -253,27 +253,22 @@ def _warn_if_unsafe(verdict: Verdict | None, method: FusionMethod) -> None:
         )
 
 
-class UncheckedNotice:
-    """Says once that the answers of a model that nobody checked rest on reused KV."""
+def warn_if_unchecked(model: str, root: Path, choice: Choice, method: str) -> bool:
+    """Whether it had to be said that the answers of a model that nobody checked rest on reused KV.
 
-    def __init__(self, model: str, root: Path) -> None:
-        self._model = model
-        self._root = root
-        self._is_due = True
-
-    def look(self, choice: Choice, method: str) -> None:
-        """method: that reads a question with passages"""
-        if not (self._is_due and choice.is_unchecked and get_method(method).reuses_blocks):
-            return
-        self._is_due = False
-        log.warning(
-            "%s was not trained for reuse, and nobody checked how %r answers over this store: expect worse answers "
-            "than full prefill's. Check it with `ragcache check --store %s`, or read exactly with method='full'. This "
-            "is said once",
-            self._model,
-            method,
-            self._root,
-        )
+    method: that reads a question with passages
+    """
+    if not choice.is_unchecked or not get_method(method).reuses_blocks:
+        return False
+    log.warning(
+        "%s was not trained for reuse, and nobody checked how %r answers over this store: expect worse answers than "
+        "full prefill's. Check it with `ragcache check --store %s`, or read exactly with method='full'. This is said "
+        "once",
+        model,
+        method,
+        root,
+    )
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

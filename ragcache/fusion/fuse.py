@@ -17,7 +17,6 @@ from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.prefix_cache import Exact, ExactBlock
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
@@ -27,30 +26,27 @@ from ragcache.prompt import Part, Passages, Prompt, Text
 
 
 @dataclass(frozen=True, eq=False)
-class Fused:
+class Fused(Prefilled):
     """A prompt that has been read.
 
-    prompt:      as it was given; layout: where all its tokens stand, those that the method added among them
-    next_logits: float32 [vocab_size], for the first token of the answer
-    cache:       what decoding goes on from
-    timings:     seconds by phase
-    computed_tokens: tokens that the model ran in each layer, encoding of missing blocks left out
-    kept_tokens:     tokens that each layer holds, of each KV head where some were evicted
+    prompt:  as it was given; layout: where all its tokens stand, those that the method added among them
+    timings: seconds by phase
+    computed_tokens: as `Prefilled` has them, encoding of missing blocks left out
+    kept_tokens:     likewise, of each KV head where some were evicted
     encoded_tokens:  tokens of blocks that had to be made for this call
-    next_position:   position of the answer's first token
-    reserved_ids:    ids of such tokens, which no answer may hold
+    reserved_ids:    ids of tokens that the method added, which no answer may hold
     """
 
     prompt: Prompt | Sequence[Part]
     layout: Layout
-    next_logits: Tensor
-    cache: FusedCache
     timings: PhaseTimes
-    computed_tokens: tuple[int, ...]
-    kept_tokens: tuple[int, ...]
     encoded_tokens: int
-    next_position: int
     reserved_ids: frozenset[int] = frozenset()
+
+    @property
+    def next_logits(self) -> Tensor:
+        """float32 [vocab_size], for the first token of the answer"""
+        return self.logits
 
     @property
     def prompt_tokens(self) -> int:
@@ -137,14 +133,20 @@ def fuse(
     chosen = get_method(method, **options)
     check_method(lm, chosen)
     parts = _parts(lm, chosen, prompt, evict)
-    added, chunks = chosen.added_to(lm, parts), _chunks(parts)
+    chunks = [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
+    added = chosen.added_to(lm, parts)
     recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
     layout = chosen.layout(lm, parts, recipe)
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
-    exact = _exact(lm, layout, prefix_block, len(prefix_ids), exact)
-    _check_prefix(chosen, prompt, exact, len(prefix_ids))
-    _check_exact(layout, exact, 1 if evict is None else suffix_tokens)
+    if prefix_block is not None and layout.separate:
+        if exact is not None:
+            raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
+        _check_block(lm, "the prefix", prefix_block, len(prefix_ids))
+        exact = ExactBlock(prefix_block, lm.rope, lm.shape)
+    if exact is not None:
+        must_run = 1 if evict is None else suffix_tokens
+        _check_exact(chosen, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None, must_run)
     _check_base(chosen, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
     job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
@@ -154,23 +156,24 @@ def fuse(
             f"text stands between two passages, and {lm.name} has recurrent layers, whose blocks are joined "
             "side by side alone; choose full, or put it before, behind or into a passage"
         )
-    done = _prefill(chosen, job, evict, len(prefix_ids), suffix_tokens)
+    if evict is None:
+        done = chosen.prefill(job)
+    else:
+        passages = sum(len(piece.ids) for piece in layout.passages)
+        behind = layout.num_tokens - len(prefix_ids) - passages
+        ballot = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
+        with observing(ballot):
+            done = chosen.prefill(job)
+        with job.running():
+            done = replace(done, kept_tokens=ballot.evict(done.cache, reserve_tokens))
     return Fused(
+        **vars(done),
         prompt=prompt,
         layout=layout,
-        next_logits=done.logits,
-        cache=done.cache,
         timings=job.times,
-        computed_tokens=done.computed_tokens,
-        kept_tokens=done.kept_tokens,
         encoded_tokens=encoded,
-        next_position=done.next_position,
         reserved_ids=added.reserved,
     )
-
-
-def _chunks(parts: Sequence[Part]) -> list[Sequence[int]]:
-    return [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
 
 
 def _used_recipe(
@@ -181,26 +184,14 @@ def _used_recipe(
     added: Additions | None,
 ) -> Recipe:
     """The recipe asked for, or what the blocks say, or the method's own. Raises StaleBlockError where these differ."""
-    stated = _recipe_of(blocks or ())
+    found = list(dict.fromkeys(block.recipe for block in blocks or () if block.recipe is not None))
+    if len(found) > 1:
+        raise StaleBlockError(f"blocks of recipe {found[0]} and of {found[1]} were given; encode them alike")
+    stated = found[0] if found else None
     used = _recipe(lm, method, recipe if recipe is not None else stated, added)
     if stated not in (None, used):
         raise StaleBlockError(f"blocks of recipe {stated} were given for {used}; encode them alike")
     return used
-
-
-def _prefill(
-    method: FusionMethod, job: Job, evict: SnapKV | int | None, prefix_tokens: int, suffix_tokens: int
-) -> Prefilled:
-    if evict is None:
-        return method.prefill(job)
-    passages = sum(len(piece.ids) for piece in job.layout.passages)
-    behind = job.layout.num_tokens - prefix_tokens - passages
-    ballot = SnapKVObserver(SnapKV.of(evict), prefix_tokens, behind, suffix_tokens)
-    with observing(ballot):
-        done = method.prefill(job)
-    with job.running():
-        kept = ballot.evict(done.cache, job.reserve_tokens)
-    return replace(done, kept_tokens=kept)
 
 
 def _parts(
@@ -227,37 +218,18 @@ def _parts(
     return prompt
 
 
-def _exact(
-    lm: LanguageModel, layout: Layout, block: KVBlock | None, prefix_tokens: int, exact: Exact | None
-) -> Exact | None:
-    """The caller's KV of the prefix. Raises ConfigError for both kinds of it, StaleBlockError for another prefix's."""
-    if block is None or not layout.separate:
-        return exact
-    if exact is not None:
-        raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
-    _check_block(lm, "the prefix", block, prefix_tokens)
-    return ExactBlock(block, lm.rope, lm.shape)
+def _check_exact(method: FusionMethod, layout: Layout, exact: Exact, prefix_tokens: int | None, must_run: int) -> None:
+    """Raises ConfigError for KV that the method cannot go on from.
 
-
-def _check_prefix(
-    method: FusionMethod, prompt: Prompt | Sequence[Part], exact: Exact | None, prefix_tokens: int
-) -> None:
-    """Raises ConfigError for exact KV of a Prompt that the method cannot go on from."""
-    if exact is None or not isinstance(prompt, Prompt):
-        return
-    if method.reuses_blocks and exact.num_tokens != prefix_tokens:
+    prefix_tokens: of a Prompt; must_run: tokens at the end; all of the suffix where its rows vote on what is evicted
+    """
+    if prefix_tokens is not None and method.reuses_blocks and exact.num_tokens != prefix_tokens:
         raise ConfigError(
             f"method {method.name!r} reads blocks and goes on from exact KV of the prefix's {prefix_tokens} tokens "
             f"alone; that of {exact.num_tokens} was given"
         )
-    if not method.reuses_blocks and not method.takes_exact:
+    if prefix_tokens is not None and not method.reuses_blocks and not method.takes_exact:
         raise ConfigError(f"method {method.name!r} runs every token; leave `exact` out")
-
-
-def _check_exact(layout: Layout, exact: Exact | None, must_run: int) -> None:
-    """must_run: tokens at the end; all of the suffix where its rows vote on what is evicted."""
-    if exact is None:
-        return
     most = layout.num_tokens - must_run
     if not 0 <= exact.num_tokens <= most:
         what = "the suffix" if must_run > 1 else "the last token"
@@ -315,9 +287,10 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     wanted = chosen if added is None else replace(chosen, markers=added.markers, anchors=added.anchors)
     if not wanted.keeps_all and not method.takes_sparse:
         other = "or encode them with kept=1" if wanted.anchors is None else "or 'full', which reads text"
+        movers = ", ".join(name for name, kind in METHODS.items() if kind.reuses_blocks and kind().takes_sparse)
         raise ConfigError(
             f"method {method.name!r} runs passages' tokens again or chooses among them, and needs blocks that hold all "
-            f"of them, not recipe {wanted}; use one that only moves blocks ({_movers()}), {other}"
+            f"of them, not recipe {wanted}; use one that only moves blocks ({movers}), {other}"
         )
     if added is None:
         return chosen
@@ -339,18 +312,6 @@ def check_method(lm: ModelCard, method: FusionMethod) -> None:
             f"method {method.name!r} cannot read with {lm.name}, which has recurrent layers: their states pass over "
             f"whole passages, in order; choose one of {joining}"
         )
-
-
-def _movers() -> str:
-    return ", ".join(name for name, kind in METHODS.items() if kind.reuses_blocks and kind().takes_sparse)
-
-
-def _recipe_of(blocks: Sequence[KVBlock]) -> Recipe | None:
-    """The recipe stated by the blocks; None where none is. Raises StaleBlockError when they differ from each other."""
-    found = list(dict.fromkeys(block.recipe for block in blocks if block.recipe is not None))
-    if len(found) > 1:
-        raise StaleBlockError(f"blocks of recipe {found[0]} and of {found[1]} were given; encode them alike")
-    return found[0] if found else None
 
 
 def _with_blocks(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ragcache.errors import ConfigError
@@ -156,11 +155,6 @@ class Layout:
     def end(self) -> int:
         """Position behind all tokens: that of the answer's first one."""
         return max((piece.end for piece in self.pieces), default=0)
-
-    @property
-    def is_global(self) -> bool:
-        """Whether every token stands at its place in the prompt."""
-        return all(before.end == piece.start for before, piece in pairwise(self.pieces))
 
     @property
     def passages(self) -> list[Segment]:

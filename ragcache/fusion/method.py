@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_out
-from ragcache.fusion.placement import Placement, Placer
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
+from ragcache.kv.state import compose
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
 from ragcache.runtime import torch
@@ -106,10 +108,10 @@ class Job:
         return 0 if first is None else first.num_tokens
 
     @property
-    def placements(self) -> list[Placement]:
-        """Blocks, each with its place."""
+    def placements(self) -> list[tuple[KVBlock, int]]:
+        """Blocks, each with the position of its first token."""
         pieces = self.layout.placed(self.known)
-        return [Placement(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
+        return [(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     def read(self, adjust: Adjust | None = None) -> Prefilled:
         """Place all blocks and run the text. adjust: changes attention scores; see FusedCache."""
@@ -122,20 +124,7 @@ class Job:
 
     def place(self) -> Place:
         """Places everything that is at hand: the first tokens, then the blocks."""
-        placer = Placer(self.lm, self.placements)
-
-        def place(cache: FusedCache, layer: int) -> None:
-            self.place_exact(cache, layer)
-            placer.place(cache, layer)
-
-        return place
-
-    def place_exact(self, cache: FusedCache, layer: int) -> None:
-        """Place the first tokens, of which there may be none."""
-        from ragcache.kv.prefix_cache import place_exact
-
-        if self.exact is not None:
-            place_exact(cache, layer, self.exact)
+        return Placer(self.lm, self.placements, self.exact).place
 
     def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
         """An empty cache.
@@ -190,6 +179,85 @@ class Job:
             yield
         finally:
             self.times.prefill_s += time.perf_counter() - started - (self.times.place_s - placed)
+
+
+class Placer:
+    """Rotates and copies one layer of every block into a cache, one behind the other, from whatever device they are on.
+
+    placements: blocks, each with the position to which its first key is rotated; its other keys follow consecutively
+    exact:      KV of the first tokens, which is placed before them
+
+    An encoded block decodes straight into its place: nobody ever holds it decoded.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, placements: Sequence[tuple[KVBlock, int]], exact: Exact | None = None
+    ) -> None:
+        from ragcache.kv.rope import AnglesAt
+
+        self._lm = lm
+        self._exact = exact
+        self._angles_at = partial(AnglesAt, lm.rope)
+        placements = [pair for pair in placements if pair[0].num_tokens]
+        self._blocks = [block for block, _ in placements]
+        self._starts = [start for _, start in placements]
+        held = [block.held_by_layer for block in self._blocks]
+        self._lengths = [list(layer) for layer in zip(*held, strict=True)]
+        self._sparse = any(min(own) < block.num_tokens for own, block in zip(held, self._blocks, strict=True))
+        ranges = [(start, start + block.num_tokens) for block, start in placements]
+        parts = [torch.arange(start, end, device=lm.device) for start, end in ranges]
+        self.positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=lm.device)
+        joined = all(end == start for (_, end), (start, _) in pairwise(ranges))
+        first = ranges[0][0] if ranges and joined else self.positions
+        self._angles = self._angles_at(first, self.positions.shape[0])
+        # One layer's keys side by side: they stay in the processor's cache from the copy to the rotation.
+        widths = (layer.num_kv_heads * layer.key_dim for layer in lm.shape.layers)
+        widest = max((width * sum(own) for width, own in zip(widths, self._lengths, strict=False)), default=0)
+        self._kernel = None
+        if self._blocks:
+            from ragcache.fusion.place_check import place_kernel
+
+            self._kernel = place_kernel(lm, self._blocks)
+        width = widest if self._kernel is None else 0
+        self._scratch = torch.empty(width, dtype=lm.dtype, device=lm.device)
+        if lm.pool.lane is not None:  # now, by the current stream: others read the tables that this fills
+            for layer in range(len(self._lengths)):
+                self._angles.of(layer)
+
+    def place(self, cache: FusedCache, layer: int) -> None:
+        if self._exact is not None:
+            from ragcache.kv.prefix_cache import place_exact
+
+            place_exact(cache, layer, self._exact)
+        if not self._blocks:
+            return
+        if (rank := layer - len(self._lengths)) >= 0:  # a recurrent layer's state is taken through all blocks, in order
+            maps, width = [block.states[rank] for block in self._blocks], self._lm.shape.states[rank].conv[1]
+            cache.states[rank] = compose(cache.states[rank], maps, width, self._lm.device)
+            return
+        positions, angles, lengths = self.positions, self._angles, self._lengths[layer]
+        if self._sparse:
+            positions = self._positions_by_head(layer)
+            angles = self._angles_at(positions)
+        keys, values = cache.reserve(layer, positions)
+        if self._kernel is not None:
+            self._kernel.place(layer, angles.of(layer), keys[0], values[0])
+            return
+        scratch = self._scratch[: keys.numel()].view(keys.shape[1:])
+        for block, place in zip(self._blocks, torch.split(scratch, lengths, dim=1), strict=True):
+            block.copy_keys(layer, place)
+        self._lm.rope.turn(scratch[None], angles.of(layer), keys)
+        for block, place in zip(self._blocks, torch.split(values[0], lengths, dim=1), strict=True):
+            block.copy_values(layer, place)
+
+    def _positions_by_head(self, layer: int) -> Tensor:
+        """int64 [num_kv_heads, tokens that a head holds of all blocks]"""
+        heads, parts = self._lm.shape.layers[layer].num_kv_heads, []
+        for block, start, count in zip(self._blocks, self._starts, self._lengths[layer], strict=True):
+            places = block.places(layer)
+            own = torch.arange(count).expand(heads, -1) if places is None else places
+            parts.append(own.to(self._lm.device) + start)
+        return torch.cat(parts, dim=1)
 
 
 @dataclass(frozen=True)
@@ -256,7 +324,8 @@ class FusionMethod:
         """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that
         loads blocks can read with this method. None: the model has to run for it to choose, or it changes attention, as
         it may be where `prefill` is overridden; or passages overlap."""
-        return [] if type(self).prefill is FusionMethod.prefill and layout.is_global else None
+        is_global = all(before.end == piece.start for before, piece in pairwise(layout.pieces))
+        return [] if type(self).prefill is FusionMethod.prefill and is_global else None
 
     def additions(self, lm: ModelCard) -> Additions:
         """Tokens that the method puts between the prompt's own. Of itself it puts none, and reads blocks with what a

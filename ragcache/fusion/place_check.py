@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from ragcache.codecs import get_codec
 from ragcache.errors import first_line
 from ragcache.kv.block import KVBlock, empty_block
-from ragcache.kv.lane import Lane
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ def _is_right(lm: LanguageModel) -> bool:
         return False
     try:
         if lm.device.type == "cuda":
+            from ragcache.kv.buffers import Lane
+
             lm.pool.lane = Lane(lm.device)
         for codec in ("raw", "int8", "fp8"):
             _compare(lm, codec, angles)

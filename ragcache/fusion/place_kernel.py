@@ -8,6 +8,7 @@ does, this does within the rounding of one float32 operation; a model whose firs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -110,11 +111,11 @@ class _Launch(NamedTuple):
     value_sizes: Sequence[int]
 
 
+@dataclass(eq=False, repr=False)
 class PlaceKernel:
     """Places some blocks, one behind the other. Launches a layer: one, or one more where some blocks are encoded."""
 
-    def __init__(self, launches: Sequence[_Launch]) -> None:
-        self._launches = launches
+    _launches: Sequence[_Launch]
 
     @classmethod
     def of(cls, blocks: Sequence[KVBlock], device: torch.device) -> PlaceKernel | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
@@ -16,6 +17,9 @@ from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Part = Literal["keys", "values"]
 
 
 class Stored(NamedTuple):
@@ -46,7 +50,7 @@ class KVBlock:
     Raises DamagedBlockError when the shapes do not agree.
 
     Who needs one layer at a time asks for it by `layer_keys` and `copy_keys` (and the same of values): a block whose
-    numbers are not at hand as they are, such as an encoded one, then makes that layer alone.
+    numbers are not at hand as they are, such as an encoded one, then makes that layer alone (`_layer`, `_copy`).
     """
 
     keys: Tensor
@@ -113,17 +117,23 @@ class KVBlock:
 
     def layer_keys(self, layer: int) -> Tensor:
         """One layer's keys, [num_kv_heads, held, head_dim], held as `held_by_layer`; not to be written to."""
-        return self.keys[layer]
+        return self._layer("keys", layer)
 
     def layer_values(self, layer: int) -> Tensor:
-        return self.values[layer]
+        return self._layer("values", layer)
 
     def copy_keys(self, layer: int, out: Tensor) -> None:
         """Write one layer's keys to `out`, [num_kv_heads, held, head_dim], of any device and float dtype."""
-        out.copy_(self.keys[layer], non_blocking=True)
+        self._copy("keys", layer, out)
 
     def copy_values(self, layer: int, out: Tensor) -> None:
-        out.copy_(self.values[layer], non_blocking=True)
+        self._copy("values", layer, out)
+
+    def _layer(self, part: Part, layer: int) -> Tensor:
+        return (self.keys if part == "keys" else self.values)[layer]
+
+    def _copy(self, part: Part, layer: int, out: Tensor) -> None:
+        out.copy_(self._layer(part, layer), non_blocking=True)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         """The same block over other tensors of the same content: `change` copies or moves each that is held."""
@@ -131,7 +141,9 @@ class KVBlock:
 
     def made_by(self, recipe: Recipe) -> KVBlock:
         """The same block, which says how it was encoded."""
-        return replace(self, recipe=recipe)
+        found = copy.copy(self)
+        object.__setattr__(found, "recipe", recipe)  # the field is frozen
+        return found
 
     def equal(self, other: KVBlock) -> bool:
         """Bit for bit."""
@@ -210,27 +222,16 @@ class MixedBlock(KVBlock):
         part, index = self._places[layer]
         return part.places(index)
 
-    def layer_keys(self, layer: int) -> Tensor:
-        part, index = self._places[layer]
-        return part.layer_keys(index)
+    def _layer(self, part: Part, layer: int) -> Tensor:
+        own, index = self._places[layer]
+        return own._layer(part, index)
 
-    def layer_values(self, layer: int) -> Tensor:
-        part, index = self._places[layer]
-        return part.layer_values(index)
-
-    def copy_keys(self, layer: int, out: Tensor) -> None:
-        part, index = self._places[layer]
-        part.copy_keys(index, out)
-
-    def copy_values(self, layer: int, out: Tensor) -> None:
-        part, index = self._places[layer]
-        part.copy_values(index, out)
+    def _copy(self, part: Part, layer: int, out: Tensor) -> None:
+        own, index = self._places[layer]
+        own._copy(part, index, out)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return MixedBlock([part.map(change) for part in self.parts], self.part_of, self.recipe)
-
-    def made_by(self, recipe: Recipe) -> KVBlock:
-        return MixedBlock(self.parts, self.part_of, recipe)
 
 
 def part_of_block(block: KVBlock, start: int, stop: int) -> KVBlock:
@@ -284,9 +285,6 @@ class HybridBlock(MixedBlock):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return HybridBlock(self.kv.map(change), [one.map(change) for one in self.states], self.recipe)
-
-    def made_by(self, recipe: Recipe) -> KVBlock:
-        return HybridBlock(self.kv, self.states, recipe)
 
     def equal(self, other: KVBlock) -> bool:
         pairs = zip(self.states, other.states, strict=False)
@@ -346,10 +344,6 @@ class SparseBlock(KVBlock):
         return self._num_tokens
 
     @property
-    def held_by_layer(self) -> tuple[int, ...]:
-        return self.held.held_by_layer
-
-    @property
     def num_bytes(self) -> int:
         return self.held.num_bytes + self.bits.nbytes
 
@@ -369,23 +363,14 @@ class SparseBlock(KVBlock):
     def places(self, layer: int) -> Tensor | None:
         return None if self.key_shape[2] == self.num_tokens else self._by_layer[layer]
 
-    def layer_keys(self, layer: int) -> Tensor:
-        return self.held.layer_keys(layer)
+    def _layer(self, part: Part, layer: int) -> Tensor:
+        return self.held._layer(part, layer)
 
-    def layer_values(self, layer: int) -> Tensor:
-        return self.held.layer_values(layer)
-
-    def copy_keys(self, layer: int, out: Tensor) -> None:
-        self.held.copy_keys(layer, out)
-
-    def copy_values(self, layer: int, out: Tensor) -> None:
-        self.held.copy_values(layer, out)
+    def _copy(self, part: Part, layer: int, out: Tensor) -> None:
+        self.held._copy(part, layer, out)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         return SparseBlock(self.held.map(change), change(self.bits), self.num_tokens, self.recipe)
-
-    def made_by(self, recipe: Recipe) -> KVBlock:
-        return SparseBlock(self.held, self.bits, self.num_tokens, recipe)
 
 
 def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:

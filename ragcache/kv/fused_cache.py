@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ragcache.errors import ConfigError
-from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, SharedContext
+from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, Lane, SharedContext, Wait
 from ragcache.kv.cache_shape import CacheShape
-from ragcache.kv.lane import Lane, Wait
 from ragcache.kv.state import State
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
@@ -121,7 +120,8 @@ class FusedCache(Cache):  # type: ignore[misc]
                 "method that drops no token of them"
             )
         states = self.states if max(self.lengths) == num_tokens else self._placed_states
-        if states is self._placed_states and states and self._context_tokens != num_tokens:
+        placed = max(self.lengths) - max(self._ran)  # tokens that stood here before any ran
+        if states is self._placed_states and states and placed != num_tokens:
             raise ConfigError(
                 "a recurrent layer's state cannot be cut: only all tokens, or all that were placed, can be shared; "
                 "read the passages by reposition, which places them"
@@ -133,11 +133,6 @@ class FusedCache(Cache):  # type: ignore[misc]
     @property
     def shape(self) -> CacheShape:
         return self._pool.shape
-
-    @property
-    def _context_tokens(self) -> int:
-        """Tokens that stood here before any ran."""
-        return max(self.lengths) - max(self._ran)
 
     @property
     def capacity(self) -> int:
@@ -162,7 +157,8 @@ class FusedCache(Cache):  # type: ignore[misc]
         count = positions.shape[-1]
         start = self.lengths[layer] - self._base_tokens
         end = start + count
-        self._grow(end)
+        if end > self.capacity:
+            self._move_to(self._pool.take(max(end, self.capacity + self.capacity // 2)))
         buffers = self._buffers
         if positions.dim() == 1:
             buffers.positions[layer][start:end] = positions
@@ -282,15 +278,16 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._ensure(layer_idx)
         slots = self._slots if self._slots is None or isinstance(self._slots, Tensor) else self._slots[layer_idx]
         if slots is None:
-            positions = (
-                self._running(self._new_positions) if self._new_positions is not None else self._next(num_tokens)
-            )
+            if (positions := self._new_positions) is None:
+                positions = torch.arange(self.lengths[0], self.lengths[0] + num_tokens, device=self.shape.device)
+            elif self._rows is not None:
+                positions = positions[self._rows]
             keys, values = self.reserve(layer_idx, positions)
             keys.copy_(key_states)
             values.copy_(value_states)
         else:
             self._own()
-            slots = self._running(slots)
+            slots = slots if self._rows is None else slots[self._rows]
             self._replace(self._buffers.keys[layer_idx], slots, key_states)
             self._replace(self._buffers.values[layer_idx], slots, value_states)
         return in_order(layer_idx, self.own_state(layer_idx))
@@ -301,9 +298,6 @@ class FusedCache(Cache):  # type: ignore[misc]
             new = self.merge(held.index_select(2, slots), new)
         held.index_copy_(2, slots, new)
 
-    def _running(self, by_token: Tensor) -> Tensor:
-        return by_token if self._rows is None else by_token[self._rows]
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.lengths[layer_idx]
 
@@ -312,10 +306,6 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._ensure(layer)
         end = self.lengths[layer] - self._base_tokens
         return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
-
-    def _next(self, count: int) -> Tensor:
-        start = self.lengths[0]
-        return torch.arange(start, start + count, device=self._pool.shape.device)
 
     def _ensure(self, layer: int) -> None:
         if self.fill is not None and not self._filled[layer]:
@@ -355,11 +345,6 @@ class FusedCache(Cache):  # type: ignore[misc]
         if used + num_tokens > self.capacity:
             self._move_to(self._pool.take(used + num_tokens))
         return self.capacity - used
-
-    def _grow(self, needed: int) -> None:
-        if needed <= self.capacity:
-            return
-        self._move_to(self._pool.take(max(needed, self.capacity + self.capacity // 2)))
 
     def _move_to(self, new: KVBuffers) -> None:
         for wait in self._arriving.values():

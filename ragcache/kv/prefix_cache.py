@@ -11,11 +11,11 @@ same token read in another way has other KV. Sequences of different namespaces n
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -51,18 +51,20 @@ class PrefixStats:
     lent_bytes: int
 
 
+@dataclass(eq=False, repr=False)
 class PrefixMatch:
     """The KV of the first `num_tokens` elements of a sequence, which stays until it is released. Use it as a context.
 
     Deleting what it was computed over takes it out of the tree at once; its bytes count until the release.
     """
 
-    def __init__(self, tree: PrefixCache, node: Node | None, slices: list[Slice], ends: list[tuple[int, End]]) -> None:
-        self._tree = tree
-        self._node = node
-        self._slices = slices
-        self._ends = ends
-        self.num_tokens = sum(one.num_tokens for one in slices)
+    _tree: PrefixCache
+    _node: Node | None
+    _slices: list[Slice]
+    _ends: list[tuple[int, End]]
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(one.stop - one.start for one in self._slices)
         self.cut(self.num_tokens)
 
     def cut(self, num_tokens: int) -> None:
@@ -78,14 +80,11 @@ class PrefixMatch:
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
         """Write one layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim]: of all tokens, or of as
         many as there is room for from `first` on."""
-        end, most = 0, min(keys.shape[1], self.num_tokens - first)
-        for page, start, stop in rest_of(self._slices, first) if first else self._slices:
-            count = min(stop - start, most - end)
-            if count <= 0:
-                return
-            keys[:, end : end + count].copy_(page.held.layer_keys(layer)[:, start : start + count])
-            values[:, end : end + count].copy_(page.held.layer_values(layer)[:, start : start + count])
-            end += count
+        end = 0
+        for page, start, stop in cut(self._slices, first, min(first + keys.shape[1], self.num_tokens)):
+            here, end = slice(end, end + stop - start), end + stop - start
+            keys[:, here].copy_(page.held.layer_keys(layer)[:, start:stop])
+            values[:, here].copy_(page.held.layer_values(layer)[:, start:stop])
 
     def block(self, start: int, stop: int) -> KVBlock:
         """Rotated keys, and values, of tokens [start, stop), in host memory."""
@@ -101,9 +100,7 @@ class PrefixMatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.release()
 
 
@@ -136,19 +133,18 @@ class PrefixCache:
         # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, within it.
         self._lock = threading.RLock()
 
-    def match(self, namespace: str, elements: Sequence[int] | Elements) -> PrefixMatch:
-        """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens."""
+    def match(self, namespace: str, elements: Sequence[int] | Elements, *, counted: bool = True) -> PrefixMatch:
+        """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens.
+
+        counted: False for who keeps it elsewhere: not counted among what was asked
+        """
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
             lease = self._lease(namespace, wanted)
-            self._counts["asked"] += len(wanted)
-            self._counts["matched"] += lease.num_tokens
+            if counted:
+                self._counts["asked"] += len(wanted)
+                self._counts["matched"] += lease.num_tokens
             return lease
-
-    def hold(self, namespace: str, elements: Sequence[int] | Elements) -> PrefixMatch:
-        """`match` for who keeps it elsewhere: not counted among what was asked."""
-        with self._lock:
-            return self._lease(namespace, np.asarray(elements, dtype=np.int64))
 
     def count(self, namespace: str, elements: Sequence[int] | Elements) -> int:
         """Tokens that `match` would find; changes nothing."""
@@ -182,18 +178,18 @@ class PrefixCache:
             end = End(tuple(states)) if states and missing else None
             sizes = self._reserve(missing, end)
             if self.shape.states and not sizes:
-                self._release_locked(known)
+                known.release()
                 return start
         try:
             pages = self._copied(sizes, start, read)
         except BaseException:
             with self._lock:
                 self._used_bytes -= sum(sizes) * self.token_bytes + (0 if end is None else end.num_bytes)
-                self._release_locked(known)
+                known.release()
             raise
         with self._lock:
             held = self._attach(namespace, wanted[: start + sum(sizes)], start, pages, owned, end)
-            self._release_locked(known)
+            known.release()
         return held
 
     def drop(self, owners: Collection[int]) -> int:
@@ -269,7 +265,7 @@ class PrefixCache:
         path = list(self._walk(namespace, wanted))
         slices: list[Slice] = []
         for node, shared in path:
-            slices += first_tokens(node.slices, shared)
+            slices += cut(node.slices, 0, shared)
         ends = _ends(path)
         held: list[Page | End] = [*(one.page for one in slices), *(end for _, end in ends)]
         for page in held:
@@ -283,13 +279,10 @@ class PrefixCache:
 
     def _release(self, lease: PrefixMatch) -> None:
         with self._lock:
-            self._release_locked(lease)
-
-    def _release_locked(self, lease: PrefixMatch) -> None:
-        if lease._node is not None:
-            lease._node.leases -= 1
-        self._let_go(lease._slices, *(end for _, end in lease._ends))
-        lease._node, lease._slices, lease._ends = None, [], []
+            if lease._node is not None:
+                lease._node.leases -= 1
+            self._let_go(lease._slices, *(end for _, end in lease._ends))
+            lease._node, lease._slices, lease._ends = None, [], []
 
     def _let_go(self, slices: Sequence[Slice], *ends: End | None) -> None:
         for one in [*(one.page for one in slices), *ends]:
@@ -320,7 +313,7 @@ class PrefixCache:
             victim = next((node for node in self._order if not node.children and not node.leases), None)
             if victim is None:
                 return
-            lost = len(victim.elements) if self.shape.states else victim.slices[-1].num_tokens
+            lost = len(victim.elements) if self.shape.states else victim.slices[-1].stop - victim.slices[-1].start
             self._truncate(victim, len(victim.elements) - lost)
             self._counts["evicted"] += lost
 
@@ -337,7 +330,7 @@ class PrefixCache:
                 del node.parent.children[int(node.elements[0])]
             self._forget(node)
             return
-        kept = first_tokens(node.slices, keep)
+        kept = cut(node.slices, 0, keep)
         for one in kept:
             one.page.uses += 1
         self._let_go(node.slices, node.end)
@@ -387,7 +380,7 @@ class PrefixCache:
             above = self._split(*path[-1]) if path else root
             new = Node(
                 elements=wanted[at:].copy(),
-                slices=rest_of(slices, at - start),
+                slices=cut(slices, at - start),
                 owned=reaching(owned, at, len(wanted)),
                 parent=above,
             )
@@ -395,7 +388,9 @@ class PrefixCache:
                 one.page.uses += 1
             above.children[int(wanted[at])] = new
             self._order[new] = None
-            self._touch(above)
+            while above.parent is not None:
+                self._order.move_to_end(above)
+                above = above.parent
             self._counts["tokens"] += len(new.elements)
             at = len(wanted)
             path = [(new, len(new.elements))]
@@ -407,11 +402,6 @@ class PrefixCache:
         self._let_go(slices, end)
         return at
 
-    def _touch(self, node: Node | None) -> None:
-        while node is not None and node.parent is not None:
-            self._order.move_to_end(node)
-            node = node.parent
-
     def _split(self, node: Node, at: int) -> Node:
         """The node whose edge ends behind `at` elements of this one: itself, or a new one above it. Nothing is copied.
 
@@ -420,8 +410,8 @@ class PrefixCache:
         if at == len(node.elements):
             return node
         parent = node.parent
-        above = Node(node.elements[:at].copy(), first_tokens(node.slices, at), clip(node.owned, 0, at), parent)
-        below = rest_of(node.slices, at)
+        above = Node(node.elements[:at].copy(), cut(node.slices, 0, at), clip(node.owned, 0, at), parent)
+        below = cut(node.slices, at)
         for one in (*above.slices, *below):
             one.page.uses += 1
         self._let_go(node.slices)
@@ -482,10 +472,6 @@ class Slice(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
 
 @dataclass(eq=False)
 class Node:
@@ -522,24 +508,14 @@ def common_length(one: Elements | NDArray[np.int32], other: Elements | NDArray[n
     return int(differing[0]) if len(differing) else length
 
 
-def first_tokens(slices: Sequence[Slice], count: int) -> list[Slice]:
-    """The first `count` tokens."""
-    found = []
+def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Slice]:
+    """Their tokens [first, last)."""
+    found, at = [], 0
     for page, start, stop in slices:
-        if count <= 0:
-            break
-        found.append(Slice(page, start, min(stop, start + count)))
-        count -= stop - start
-    return found
-
-
-def rest_of(slices: Sequence[Slice], skip: int) -> list[Slice]:
-    """All but the first `skip` tokens."""
-    found = []
-    for page, start, stop in slices:
-        if skip < stop - start:
-            found.append(Slice(page, start + max(0, skip), stop))
-        skip -= stop - start
+        begin, end = max(start, start + first - at), min(stop, start + last - at)
+        if begin < end:
+            found.append(Slice(page, begin, end))
+        at += stop - start
     return found
 
 

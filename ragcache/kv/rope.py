@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -64,24 +65,19 @@ class Rope:
     def device(self) -> torch.device:
         return next(buffer.device for module in self.modules for buffer in module.buffers())
 
-    def kind(self, layer: int) -> tuple[Source | None, int]:
-        """Layers of one kind have the same angles."""
-        return self.sources[layer], self.key_dims[layer]
-
     def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> Angles | None:
         """Angles at int64 positions, [num_tokens] or [num_kv_heads, num_tokens], or at `count` places from an int on;
         None for a layer that does not rotate."""
         source = self.sources[layer]
         if source is None:
             return None
-        kind = (source, self.key_dims[layer])
+        where: Tensor | slice
         if isinstance(positions, int):
-            table = self._table(kind, positions + count)
-            return Angles(
-                table.cos[positions : positions + count], table.sin[positions : positions + count], table.half
-            )
-        table = self._table(kind, int(positions.max()) + 1 if positions.numel() else 1)
-        return Angles(table.cos[positions], table.sin[positions], table.half)
+            where, end = slice(positions, positions + count), positions + count
+        else:
+            where, end = positions, int(positions.max()) + 1 if positions.numel() else 1
+        table = self._table((source, self.key_dims[layer]), end)
+        return Angles(table.cos[where], table.sin[where], table.half)
 
     def rotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor | None = None) -> Tensor:
         """Rotate keys to positions: any (int64 [num_tokens]), or consecutive ones from an int on.
@@ -144,23 +140,23 @@ class Rope:
         return Angles(cos, sin, half)
 
 
+@dataclass(eq=False)
 class AnglesAt:
     """Angles at the same positions in every layer, looked up once for layers of one kind.
 
     positions, count: as for `Rope.angles`
     """
 
-    def __init__(self, rope: Rope, positions: Tensor | int, count: int = 0) -> None:
-        self._rope = rope
-        self._positions = positions
-        self._count = count
-        self._known: dict[tuple[Source | None, int], Angles | None] = {}
+    rope: Rope
+    positions: Tensor | int
+    count: int = 0
+    _known: dict[tuple[Source | None, int], Angles | None] = field(default_factory=dict)
 
     def of(self, layer: int) -> Angles | None:
         """None for a layer that does not rotate."""
-        kind = self._rope.kind(layer)
+        kind = self.rope.sources[layer], self.rope.key_dims[layer]  # layers of one kind have the same angles
         if kind not in self._known:
-            self._known[kind] = self._rope.angles(layer, self._positions, self._count)
+            self._known[kind] = self.rope.angles(layer, self.positions, self.count)
         return self._known[kind]
 
 

@@ -17,7 +17,7 @@ The current pass travels in a ContextVar: one model serves several threads at on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
@@ -45,6 +45,7 @@ from ragcache.models.attention_kernels import (
     visible,
 )
 from ragcache.models.latent import ABSORBED, LATENT, Expanded, absorbed_of, expand, form_of
+from ragcache.runtime import during
 
 NAME = "ragcache"
 RANK = "ragcache_rank"
@@ -197,14 +198,9 @@ CURRENT: ContextVar[EncodePass | FusedPass | JointPass | None] = ContextVar("rag
 OBSERVER: ContextVar[Callable[[Attended], None] | None] = ContextVar("ragcache_observer", default=None)
 
 
-@contextmanager
-def observing(observer: Callable[[Attended], None]) -> Iterator[None]:
+def observing(observer: Callable[[Attended], None]) -> AbstractContextManager[None]:
     """Within, `observer` is called in every layer of every fused pass."""
-    token = OBSERVER.set(observer)
-    try:
-        yield
-    finally:
-        OBSERVER.reset(token)
+    return during(OBSERVER, observer)
 
 
 def register() -> None:

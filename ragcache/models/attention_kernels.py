@@ -115,23 +115,13 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring
 
     causal: as many keys as rows, the later ones last; False: every row sees every key
     """
-    batch, num_heads, num_rows, width = query.shape
-    num_kv_heads = key.shape[1]
     if has_kernel(key, value, scoring):
         attended = _attend_causally if causal else _attend_folded
         return PartialAttention(*(one.float() for one in attended(query, key, value, scoring.scaling)))
-    scores = torch.matmul(query.reshape(batch, num_kv_heads, -1, width) * scoring.scaling, key.transpose(2, 3)).float()
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    if causal:
-        order = torch.arange(num_rows, device=key.device)
-        scores = scores.view(batch, num_heads, num_rows, -1) + additive(visible(order, order, None), scores.dtype)
-        scores = scores.view(batch, num_kv_heads, -1, num_rows)
+    scores = _scores(query, key, None, causal, scoring)
     lse = scores.logsumexp(-1)
-    out = torch.matmul((scores - lse[..., None]).exp().to(value.dtype), value)
-    return PartialAttention(
-        out.float().reshape(batch, num_heads, num_rows, -1), lse.reshape(batch, num_heads, num_rows)
-    )
+    out = torch.matmul((scores - lse[..., None]).exp().to(value.dtype).flatten(2, 3), value)
+    return PartialAttention(out.float().reshape(*query.shape[:3], -1), lse.flatten(1, 2))
 
 
 def _attend_folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -195,14 +185,23 @@ def attend_explicitly(
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring) -> Tensor:
-    """Softmax(cap(q k^T * scaling)): float32 [batch, num_kv_heads, groups, num_tokens, length], with the query heads
-    of one KV head folded into its rows, so that no head repeats."""
+    """Softmax(cap(q k^T * scaling)): float32 [batch, num_kv_heads, groups, num_tokens, length]."""
+    scores = _scores(query, key, mask, causal, scoring)
+    if scoring.adjust is not None:
+        scores = scoring.adjust(scores)
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    column = scoring.sinks.float().view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring) -> Tensor:
+    """cap(q k^T * scaling), masked: float32 [batch, num_kv_heads, groups, num_tokens, length], with the query heads of
+    one KV head folded into its rows, so that no head repeats."""
     batch, num_heads, num_tokens, width = query.shape
-    num_kv_heads = key.shape[1]
-    groups = num_heads // num_kv_heads
-    folded = query.reshape(batch, num_kv_heads, groups * num_tokens, width)
+    folded = query.reshape(batch, key.shape[1], -1, width)
     scores = torch.matmul(folded * scoring.scaling, key.transpose(2, 3)).float()
-    scores = scores.view(batch, num_kv_heads, groups, num_tokens, -1)
+    scores = scores.view(batch, key.shape[1], num_heads // key.shape[1], num_tokens, -1)
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if causal:
@@ -210,12 +209,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: b
         mask = additive(visible(positions, positions, None), scores.dtype)
     if mask is not None:
         scores += mask if mask.dim() == 2 else mask[:, None]
-    if scoring.adjust is not None:
-        scores = scoring.adjust(scores)
-    if scoring.sinks is None:
-        return scores.softmax(-1)
-    column = scoring.sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return scores
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 from ragcache.kv.fused_cache import CacheMark, FusedCache
 from ragcache.models.attention import CURRENT, FusedPass, JointPass
+from ragcache.runtime import during
 
 
 @dataclass(eq=False)
@@ -105,8 +106,7 @@ def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> lis
     ids = torch.cat([piece.ids for piece in pieces])
     positions = torch.cat([one.positions for one in passes])
     alone = len(pieces) == 1
-    token = CURRENT.set(passes[0] if alone else JointPass(passes, lengths))
-    try:
+    with during(CURRENT, passes[0] if alone else JointPass(passes, lengths)):
         out = model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -114,6 +114,4 @@ def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> lis
             use_cache=True,
             logits_to_keep=torch.tensor(lengths, device=ids.device).cumsum(0) - 1,
         )
-    finally:
-        CURRENT.reset(token)
     return list(out.logits[0].float().unbind(0))

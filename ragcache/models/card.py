@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 
+@dataclass(eq=False, repr=False)
 class ModelCard:
     """A language model's configuration, tokenizer and name in block keys: enough to lay out prompts and name blocks.
 
@@ -24,24 +26,16 @@ class ModelCard:
     is_recurrent:  some layers keep a state in place of keys and values
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        generation_config: GenerationConfig | None,
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        fingerprint: str,
-        name: str,
-        reuse: TrainedTokens | None = None,
-    ) -> None:
-        self.config = config
-        self.generation_config = generation_config
-        self._tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.fingerprint = fingerprint
-        self.name = name
-        self.reuse = reuse
-        text = config.get_text_config(decoder=True)
+    config: PreTrainedConfig
+    generation_config: GenerationConfig | None
+    _tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    fingerprint: str
+    name: str
+    reuse: TrainedTokens | None = None
+
+    def __post_init__(self) -> None:
+        text = self.config.get_text_config(decoder=True)
         self.num_layers = int(text.num_hidden_layers)
         self.is_recurrent = any(map(keeps_state, getattr(text, "layer_types", None) or ()))
         self.max_positions, self._ends = longest_alike(text)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ragcache.errors import CancelledError, TimedOutError
+from ragcache.runtime import during
 
 # A wait looks up so often whether its caller has given up; never more often than the latter.
 POLL_S = 0.05
@@ -63,11 +63,6 @@ NO_LIMIT = Limit()
 LIMIT: ContextVar[Limit] = ContextVar("ragcache_limit", default=NO_LIMIT)
 
 
-@contextmanager
-def limited(limit: Limit) -> Iterator[None]:
+def limited(limit: Limit) -> AbstractContextManager[None]:
     """Within, runs of the model that wait for their turn obey `limit`. Not to be held across a generator's yield."""
-    token = LIMIT.set(limit)
-    try:
-        yield
-    finally:
-        LIMIT.reset(token)
+    return during(LIMIT, limit)

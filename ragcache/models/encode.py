@@ -16,6 +16,7 @@ from ragcache.kv.rope import Rope
 from ragcache.kv.state import State
 from ragcache.models.attention import CURRENT, EncodePass, FusedPass
 from ragcache.models.layerwise import BeforeLayer, walking
+from ragcache.runtime import during
 
 
 class AbandonedSignal(Exception):  # noqa: N818 - it ends a pass early; it is no error
@@ -113,9 +114,5 @@ def run_decoder(
     before_layer: BeforeLayer | None = None,
 ) -> Any:
     """The model without its head: encoding needs no logits."""
-    token = CURRENT.set(current)
-    try:
-        with walking(before_layer):
-            return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    finally:
-        CURRENT.reset(token)
+    with during(CURRENT, current), walking(before_layer):
+        return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)

@@ -51,19 +51,14 @@ def resolve(name: str | Path) -> str:
     holds one GGUF file and no other model that file. Anything else stays as it is."""
     path = Path(name)
     if path.is_dir():
-        return str(_lone_gguf(path) or name)
+        files = list(path.glob(f"*{GGUF}"))
+        others = any((path / other).is_file() for other in (CONFIG, ADAPTER, "adapter_config.json"))
+        return str(files[0] if len(files) == 1 and not others else name)
     if (bundled := BUNDLED.get(str(name))) is not None:
         return str(Path(__file__).parent.parent / bundled)
     if (source := NAMED.get(str(name))) is not None:
         return str(cached(str(name)) or source.hub)
     return str(name)
-
-
-def _lone_gguf(directory: Path) -> Path | None:
-    if any((directory / name).is_file() for name in (CONFIG, ADAPTER, "adapter_config.json")):
-        return None
-    files = list(directory.glob(f"*{GGUF}"))
-    return files[0] if len(files) == 1 else None
 
 
 # Named models that were fetched.
@@ -125,7 +120,8 @@ def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
         if why is None:
             return
         reason += f", nor a model of that name in the hub's cache or on the hub ({type(why).__name__})"
-    nearest = get_close_matches(name, [*known, *NAMED, *_on_disk(), *_beside(name)], n=1)
+    beside = [str(config.parent) for config in Path(name).parent.glob(f"*/{CONFIG}")]
+    nearest = get_close_matches(name, [*known, *NAMED, *_on_disk(), *beside], n=1)
     meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ModelNotFoundError(f"cannot load a model under {name!r}: {reason}{meant}") from why
 
@@ -152,12 +148,6 @@ def _on_disk() -> Iterator[str]:
 
     for folder in Path(constants.HF_HUB_CACHE).glob("models--*"):
         yield folder.name.removeprefix("models--").replace("--", "/")
-
-
-def _beside(name: str) -> Iterator[str]:
-    """Model directories where this one was looked for."""
-    for config in Path(name).parent.glob(f"*/{CONFIG}"):
-        yield str(config.parent)
 
 
 # How much memory there is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.runtime import team_ends
+from ragcache.runtime import during, team_ends
 
 # Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
 # 2,048 for the 135M shape on two cores. A GPU wants more.
@@ -68,7 +69,7 @@ class LanguageModel(ModelCard):
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
         on_cpu = shape.device.type == "cpu"
         self.scheduler = Scheduler(
-            lambda pieces: run_pieces(model, pieces),
+            partial(run_pieces, model),
             CPU_PASS_TOKENS if on_cpu else GPU_PASS_TOKENS,
             CPU_ALONE_TOKENS if on_cpu else GPU_ALONE_TOKENS,
         )
@@ -254,19 +255,15 @@ class LanguageModel(ModelCard):
         num_logits: int | None,
     ) -> Tensor:
         run.cache.begin(run.positions, slots)
-        token = CURRENT.set(FusedPass(run.cache, run.positions, run.ordered))
-        try:
-            with walking(before_layer):
-                out = self.model(
-                    input_ids=run.ids[None],
-                    position_ids=run.positions[None],
-                    past_key_values=run.cache,
-                    use_cache=True,
-                    # By index: of a slice of rows torch makes a batched product, which copies the head's weights.
-                    logits_to_keep=torch.arange(-(num_logits or 1), 0, device=self.device),
-                )
-        finally:
-            CURRENT.reset(token)
+        with during(CURRENT, FusedPass(run.cache, run.positions, run.ordered)), walking(before_layer):
+            out = self.model(
+                input_ids=run.ids[None],
+                position_ids=run.positions[None],
+                past_key_values=run.cache,
+                use_cache=True,
+                # By index: of a slice of rows torch makes a batched product, which copies the head's weights.
+                logits_to_keep=torch.arange(-(num_logits or 1), 0, device=self.device),
+            )
         logits: Tensor = out.logits[0].float()
         return logits[-1] if num_logits is None else logits
 

@@ -8,8 +8,8 @@ transformers does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ragcache.errors import ConfigError
 from ragcache.models.attention import CURRENT, FusedPass, Projected, ProjectedSignal
 from ragcache.models.latent import expand
+from ragcache.runtime import during
 
 BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_input")
 
@@ -109,18 +110,12 @@ def hook_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> N
         layer.register_forward_pre_hook(partial(_before, index, names, module), with_kwargs=True)
 
 
-@contextmanager
-def walking(before_layer: BeforeLayer | None) -> Iterator[None]:
+def walking(before_layer: BeforeLayer | None) -> AbstractContextManager[None]:
     """Within, the current fused pass asks `before_layer` in front of every layer."""
     current = CURRENT.get()
     if before_layer is None or not isinstance(current, FusedPass):
-        yield
-        return
-    token = WALK.set(_Walk(before_layer, current))
-    try:
-        yield
-    finally:
-        WALK.reset(token)
+        return nullcontext()
+    return during(WALK, _Walk(before_layer, current))
 
 
 def _before(

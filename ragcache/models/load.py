@@ -33,6 +33,7 @@ from ragcache.errors import (
     check_type,
     first_line,
 )
+from ragcache.files import file_digest
 from ragcache.kv.block_key import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter, Lora
 from ragcache.models.attention import NAME, register
@@ -42,7 +43,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.pull import obtain
-from ragcache.models.support import Inspected, describe_config, inspect, refuse_by_config
+from ragcache.models.support import describe_config, inspect, refuse_by_config, unsupported
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import team_ends
 
@@ -95,7 +96,8 @@ def load_lm(
     check_type("model", name, (str, Path), WAY_OUT)
     base, adapter, lora, config, own_tokenizer, reuse = _find(name)
     place = find_device(device)
-    model = _load_weights(base, config, _dtype(dtype or _usual(base), config, place, str(name)), place)
+    usual = "float32" if base in map(resolve, BUNDLED) else AUTO  # the bundled models are in bfloat16 to be small
+    model = _load_weights(base, config, _dtype(dtype or usual, config, place, str(name)), place)
     if adapter is not None:
         adapter.check_base(checkpoint_digest(base))
         model = adapter.apply(model)
@@ -119,27 +121,21 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
 def _learn(
     model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: TrainedTokens | None, packed: bool | None
 ) -> LanguageModel:
-    _refuse_changing(model, name)
-    found: Inspected | None = getattr(model, INSPECTED, None)
-    if found is None:  # once: it hooks the model's modules
-        found = inspect(model, name)
-        setattr(model, INSPECTED, found)
-    mark = fingerprint(model, tokenizer)
-    pack(model, packed)
-    lm = LanguageModel(model, tokenizer, found.rope, found.shape, mark, name, reuse)
-    if reuse is not None:
-        reuse.check(lm.vocab_size, tokenizer, name)
-    return lm
-
-
-def _refuse_changing(model: PreTrainedModel, name: str) -> None:
-    """Raises UnsupportedModelError for weights that reading changes."""
     stated = getattr(model.config, "quantization_config", None)
     if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
         raise UnsupportedModelError(
             f"{name} is not supported: bitsandbytes' weights on a CPU change when they are read; use a GGUF file, "
             "torchao's weights or a GPU"
         )
+    if not hasattr(model, INSPECTED):  # once: it hooks the model's modules
+        setattr(model, INSPECTED, inspect(model, name))
+    rope, shape = getattr(model, INSPECTED)
+    mark = fingerprint(model, tokenizer)
+    pack(model, packed)
+    lm = LanguageModel(model, tokenizer, rope, shape, mark, name, reuse)
+    if reuse is not None:
+        reuse.check(lm.vocab_size, tokenizer, name)
+    return lm
 
 
 def load_card(name: str | Path, fingerprint: str) -> ModelCard:
@@ -211,11 +207,6 @@ def base_of(name: str | Path) -> str:
     return where if lora is None else resolve(lora.base)
 
 
-def _usual(base: str) -> str:
-    """The bundled models are saved in bfloat16 to be small."""
-    return "float32" if base in map(resolve, BUNDLED) else "auto"
-
-
 def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device, name: str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -279,11 +270,9 @@ def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devi
         )
     except UNREADABLE as error:
         if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
-            reason = "transformers has no causal language model of this kind"
-            raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
+            raise unsupported(config, where, "transformers has no causal language model of this kind") from error
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
-            reason = "it does not use transformers' attention interface"
-            raise UnsupportedModelError(f"{where} ({config.model_type}) is not supported: {reason}") from error
+            raise unsupported(config, where, "it does not use transformers' attention interface") from error
         if "ignore_mismatched_sizes" in str(error):
             raise _other_weights(where, config, "some have other shapes") from error
         raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {first_line(error)}") from error
@@ -364,7 +353,6 @@ def _jsonable(value: Any) -> Any:
 
 
 FILES = ("*.safetensors", "*.bin", "config.json")
-CHUNK_BYTES = 16 << 20
 
 
 def checkpoint_digest(name: str) -> str | None:
@@ -380,16 +368,16 @@ def checkpoint_digest(name: str) -> str | None:
     if directory is None:
         return None
     if file:
-        return _file_digest(directory / file["gguf_file"]).hex()
+        return file_digest(directory / file["gguf_file"]).hex()
     if Lora.find(directory) is not None:  # its weights are in no file
         return None
     if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that
-        rows = _file_digest(directory / ROWS_FILE).hex()
+        rows = file_digest(directory / ROWS_FILE).hex()
         return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), rows])
     whole = hashlib.sha256()
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
         whole.update(path.name.encode())
-        whole.update(_file_digest(path))
+        whole.update(file_digest(path))
     return whole.hexdigest()
 
 
@@ -412,11 +400,3 @@ def find_directory(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except Exception:  # the hub's client raises its own errors, httpx's and the system's: all say that it is not here
         return None
-
-
-def _file_digest(path: Path) -> bytes:
-    found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(CHUNK_BYTES):
-            found.update(part)
-    return bytes(found.digest())

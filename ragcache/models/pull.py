@@ -20,16 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import xxhash
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ragcache.errors import (
-    ConfigError,
-    ModelNotFoundError,
-    first_line,
-    translate_os_errors,
-)
+from ragcache.errors import ConfigError, ModelNotFoundError, first_line, translate_os_errors
+from ragcache.files import file_digest
 from ragcache.models.hub import (
     BUNDLED,
     MANIFEST,
@@ -170,7 +165,8 @@ def _make(place: Path, source: Source, say: Say) -> None:
         say(f"Converting {file.name} ...")
         convert(file, aside)
         shutil.rmtree(file.parent)
-        _write_manifest(aside)
+        files = {path.name: (path.stat().st_size, file_digest(path).hex()) for path in sorted(aside.iterdir())}
+        (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
         if place.exists():
             place.rename(old)
         aside.rename(place)
@@ -243,25 +239,9 @@ def convert(gguf: Path, into: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, **file).save_pretrained(into)
 
 
-# A converted directory's own list of its files.
-
-
-def _write_manifest(place: Path) -> None:
-    files = {path.name: (path.stat().st_size, _digest(path)) for path in sorted(place.iterdir())}
-    (place / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
-
-
 def _is_sound(place: Path) -> bool:
     """`is_whole`, and every byte is as it was written."""
     if not is_whole(place):
         return False
     files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    return all(_digest(place / name) == digest for name, (_, digest) in files.items())
-
-
-def _digest(path: Path) -> str:
-    found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(16 * CHUNK_BYTES):
-            found.update(part)
-    return found.hexdigest()
+    return all(file_digest(place / name).hex() == digest for name, (_, digest) in files.items())

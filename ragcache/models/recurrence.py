@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ragcache.kv.cache_shape import StateShape
 from ragcache.kv.state import State, StateMap
-from ragcache.models.attention import CURRENT, RANK, EncodePass, FusedPass, JointPass
+from ragcache.models.attention import CURRENT, RANK, EncodePass, JointPass
 
 _LEAST = 1e-3  # of a state's size: a basis as large as the state keeps the digits of P
 
@@ -93,7 +93,10 @@ class Mixer:
         members = current.members if isinstance(current, JointPass) else [current]
         lengths = list(current.lengths) if isinstance(current, JointPass) else [hidden.shape[1]]
         rows = torch.split(hidden, lengths, dim=1)
-        outs = [self._go_on(one, part, given) for one, part in zip(members, rows, strict=True)]
+        outs = []
+        for one, part in zip(members, rows, strict=True):
+            out, one.cache.states[self.rank] = self.step(part, one.cache.state(self.rank), given)
+            outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def step(self, hidden: Tensor, entering: State | None, given: Mapping[str, Any]) -> tuple[Tensor, State]:
@@ -102,10 +105,6 @@ class Mixer:
         name = "cache_params" if "cache_params" in self._names else "past_key_values"
         own = {"attention_mask": None} if "attention_mask" in self._names else {}
         return self._plain(**{**given, **own, "hidden_states": hidden, name: cache}), cache.state
-
-    def _go_on(self, current: FusedPass, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
-        out, current.cache.states[self.rank] = self.step(hidden, current.cache.state(self.rank), given)
-        return out
 
     def _encode(self, current: EncodePass, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
         before = current.states[self.rank] if current.states else None

@@ -152,7 +152,9 @@ class Penalties:
 
     def apply(self, logits: Tensor) -> Tensor:
         """logits: float32 [vocab_size]"""
-        counts, by = self._counted(logits), self._sampling
+        if self._counts is None:
+            self._counts = torch.zeros_like(logits)
+        counts, by = self._counts, self._sampling
         logits = logits.index_add(0, self._biased, self._biases)
         if by.repetition_penalty != 1:
             said = (counts > 0).index_fill(0, self._prompt, True)
@@ -164,11 +166,6 @@ class Penalties:
         """Count this token as said."""
         if self._counts is not None:
             self._counts[token] += 1
-
-    def _counted(self, logits: Tensor) -> Tensor:
-        if self._counts is None:
-            self._counts = torch.zeros_like(logits)
-        return self._counts
 
 
 class Sampler:
@@ -213,7 +210,10 @@ class Sampler:
             self._generator.seed()
 
     def __call__(self, logits: Tensor) -> int:
-        token = self._choose(self._allowed(logits))
+        allowed = logits if self._penalties is None else self._penalties.apply(logits)
+        if self._never.numel():
+            allowed = allowed.index_fill(0, self._never, float("-inf"))
+        token = self._choose(allowed if self._constraint is None else self._constraint.allow(allowed))
         if self._constraint is not None:
             self._constraint.accept(token)
         if self._penalties is not None:
@@ -221,13 +221,6 @@ class Sampler:
         if self._scores is not None and self._logprobs is not None:
             self._scores.append(token_scores(logits, token, self._logprobs))
         return token
-
-    def _allowed(self, logits: Tensor) -> Tensor:
-        if self._penalties is not None:
-            logits = self._penalties.apply(logits)
-        if self._never.numel():
-            logits = logits.index_fill(0, self._never, float("-inf"))
-        return logits if self._constraint is None else self._constraint.allow(logits)
 
     def _choose(self, logits: Tensor) -> int:
         if self._greedy:

@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -56,24 +57,24 @@ class PassStats:
     members: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """The queue of one model and the thread that works it off. Thread-safe.
 
-    forward:      runs pieces in one pass and returns each one's last logits
+    _forward:     runs pieces in one pass and returns each one's last logits
     pass_tokens:  most tokens of a pass while others wait, next tokens of decoded sequences aside; a run that cannot be
                   cut may exceed it
     alone_tokens: most tokens of a pass while nobody else is there
     sharing:      False gives every run a pass of its own
     """
 
-    def __init__(
-        self, forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]], pass_tokens: int, alone_tokens: int
-    ) -> None:
-        self.pass_tokens = pass_tokens
-        self.alone_tokens = alone_tokens
-        self.sharing = True
+    _forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]]
+    pass_tokens: int
+    alone_tokens: int
+    sharing: bool = True
+
+    def __post_init__(self) -> None:
         self.home = Home("this model was loaded", "load it")
-        self._forward = forward
         # Re-entrant: the garbage collector may close an abandoned stream within the scheduler's own code.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: list[QueuedRequest] = []
@@ -115,12 +116,11 @@ class Scheduler:
         if run.cache.fill is not None and self._is_busy():
             with working_alone():  # beside the others' pass, not in it: a slow disk must not stop them
                 run.cache.place()
-        if alone is not None:
-            alone = _in_context(alone)
+        if alone is not None:  # with what the calling thread's context variables are now (observers)
+            alone = partial(contextvars.copy_context().run, alone)
         request = QueuedRequest(run, alone, limit=LIMIT.get())
         self._submit(request)
-        self._await(request)
-        return request.result()
+        return self._await(request)
 
     def decode(self, decoding: DecodingSequence, logits: Tensor) -> Generator[int, None, None]:
         """Yield the ids of an answer until one of its `eos_ids` (not yielded) or the position `last`.
@@ -156,7 +156,8 @@ class Scheduler:
                 raise token
             if not isinstance(token, QueuedRequest):
                 return token
-            decoding.widen()
+            if decoding.more is not None:
+                decoding.granted = decoding.position - 1 + decoding.more()
             with self._changed:
                 self._decoding.add(decoding)
             self._submit(token)
@@ -181,25 +182,22 @@ class Scheduler:
                 self._thread.start()
             self._changed.notify_all()
 
-    def _await(self, request: QueuedRequest) -> None:
-        """Wait until it is finished. Raises what its limit raises while no pass holds it."""
+    def _await(self, request: QueuedRequest) -> Tensor:
+        """Its logits, once it is finished. Raises what its limit raises while no pass holds it."""
         limit = request.limit
         try:
-            while not request.finished.wait(limit.poll_s()):
+            while not wait([request.finished], limit.poll_s()).done:
                 with self._changed:
                     if request in self._waiting:
                         limit.check()
         except BaseException:
-            self._withdraw(request)
+            with self._changed:  # a pass that holds it is waited for: it works on the caller's cache
+                while request in self._running:
+                    self._changed.wait()
+                if request in self._waiting:
+                    self._waiting.remove(request)
             raise
-
-    def _withdraw(self, request: QueuedRequest) -> None:
-        """Give up. A pass that holds it is waited for: it works on the caller's cache."""
-        with self._changed:
-            while request in self._running:
-                self._changed.wait()
-            if request in self._waiting:
-                self._waiting.remove(request)
+        return request.finished.result()
 
     def _is_busy(self) -> bool:
         with self._changed:
@@ -216,8 +214,17 @@ class Scheduler:
         """Run one pass. What it held is let go of before the thread waits: an idle model keeps nobody's cache."""
         members = self._take()
         try:
-            if members:
-                self._execute(members)
+            if members and (alone := members[0].request.alone) is not None:
+                self._finish(members[0].request, alone())
+            elif members:
+                rows = self._forward([member.piece for member in members])
+                for member, logits in zip(members, rows, strict=True):
+                    self._advance(member, logits)
+        except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
+            if len(members) == 1:
+                self._finish(members[0].request, error=error)
+            else:
+                self._one_by_one(members)
         finally:
             self._end(members)
 
@@ -238,7 +245,12 @@ class Scheduler:
     def _take(self) -> list[ScheduledRequest]:
         """Take what runs in the next pass out of the queue."""
         with self._changed:
-            self._drop_given_up()
+            for request in list(self._waiting):  # their callers may be busy elsewhere and not look for long
+                try:
+                    request.limit.check()
+                except Exception as error:
+                    self._waiting.remove(request)
+                    self._finish(request, error=error)
             if not self._waiting:
                 return []
             shares = self._shares(self._waiting[0])
@@ -247,17 +259,8 @@ class Scheduler:
             for request in self._running:
                 request.run.cache.hold()
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
-            shares = [(request, count) for request, count in shares if not request.is_abandoned]
+            shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
-
-    def _drop_given_up(self) -> None:
-        """End what gave up while it waited: its caller may be busy elsewhere and not look at its limit for long."""
-        for request in list(self._waiting):
-            try:
-                request.limit.check()
-            except Exception as error:
-                self._waiting.remove(request)
-                self._finish(request, error=error)
 
     def _shares(self, first: QueuedRequest) -> list[tuple[QueuedRequest, int]]:
         """Runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
@@ -271,7 +274,7 @@ class Scheduler:
         kept = room // FIRST_SHARE if run.ordered and run.left > room else run.left
         room -= kept
         shares = []
-        for one in sorted(others, key=lambda one: one.is_prompt + (one.run.left > self.pass_tokens)):
+        for one in sorted(others, key=lambda one: (one.run.left > 1) + (one.run.left > self.pass_tokens)):
             count = self._share(one.run, room)
             if count:
                 shares.append((one, count))
@@ -287,21 +290,6 @@ class Scheduler:
         if run.left == 1 or run.left <= room:
             return run.left
         return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
-
-    def _execute(self, members: Sequence[ScheduledRequest]) -> None:
-        first = members[0].request
-        try:
-            if first.alone is not None:
-                self._finish(first, first.alone())
-            else:
-                rows = self._forward([member.piece for member in members])
-                for member, logits in zip(members, rows, strict=True):
-                    self._advance(member, logits)
-        except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
-            if len(members) == 1:
-                self._finish(first, error=error)
-            else:
-                self._one_by_one(members)
 
     def _one_by_one(self, members: Sequence[ScheduledRequest]) -> None:
         """After a shared pass failed: only what fails by itself has failed."""
@@ -319,10 +307,12 @@ class Scheduler:
             self._finish(member.request, logits)
 
     def _finish(self, request: QueuedRequest, logits: Tensor | None = None, error: BaseException | None = None) -> None:
-        request.logits, request.error = logits, error
         decoding = request.sequence
         if decoding is None or decoding.over:
-            request.finished.set()
+            if logits is None:
+                request.finished.set_exception(error)
+            else:
+                request.finished.set_result(logits)
         elif logits is None:
             decoding.end(error)
         else:
@@ -347,18 +337,12 @@ class Scheduler:
                 counts = dict(self._stats.members)
                 counts[len(members)] = counts.get(len(members), 0) + 1
                 self._stats = PassStats(self._stats.passes + 1, self._stats.tokens + tokens, counts)
-            unfinished = [one for one in self._running if one.sequence is None and not one.finished.is_set()]
+            unfinished = [one for one in self._running if one.sequence is None and not one.finished.done()]
             self._waiting += unfinished
             for request in self._running:
                 request.run.cache.let_go()
             self._running = []
             self._changed.notify_all()
-
-
-def _in_context(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same function, run with what the calling thread's context variables are now (observers)."""
-    context = contextvars.copy_context()
-    return lambda: context.run(function)
 
 
 # Requests that wait for the model and run in its passes: the tokens of callers, and the sequences that are decoded.
@@ -370,31 +354,14 @@ class QueuedRequest:
 
     alone:    runs them in a pass of its own; None for a run that may share one
     sequence: what they are the next token of; None where a caller waits for the logits
-    finished: is set once there is a result, which is `logits` or `error`
+    finished: has its logits, or what it failed with, once it has run
     """
 
     run: ForwardRequest
     alone: Callable[[], Tensor] | None = None
     sequence: DecodingSequence | None = None
     limit: Limit = NO_LIMIT
-    finished: threading.Event = field(default_factory=threading.Event)
-    logits: Tensor | None = None
-    error: BaseException | None = None
-
-    @property
-    def is_prompt(self) -> bool:
-        return self.run.left > 1
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.sequence is not None and self.sequence.over
-
-    def result(self) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        if self.logits is None:
-            raise RuntimeError("a run ended without logits")
-        return self.logits
+    finished: Future[Tensor] = field(default_factory=Future)
 
 
 class ScheduledRequest(NamedTuple):
@@ -449,10 +416,6 @@ class DecodingSequence:
             return following
         self.tokens.put(following)  # the reader submits it, when it has found room
         return None
-
-    def widen(self) -> None:
-        """Find room for the next tokens. Raises what `more` raises."""
-        self.granted = None if self.more is None else self.position - 1 + self.more()
 
     def end(self, error: BaseException | None) -> None:
         self.over = True

@@ -13,8 +13,10 @@ is 0.4 to 0.8 away from its own float32 there. That noise says nothing about mov
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -26,7 +28,6 @@ from ragcache.errors import UnsupportedModelError
 from ragcache.kv.buffers import BufferPool
 from ragcache.kv.cache_shape import (
     CacheShape,
-    LayerKind,
     LayerShape,
     StateShape,
     keeps_kv,
@@ -36,12 +37,11 @@ from ragcache.kv.cache_shape import (
 )
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pairs
-from ragcache.models.attention import RANK, EncodePass, FusedPass, hook_latent, hook_rotary
+from ragcache.models.attention import RANK, EncodePass, FusedPass, hook_latent, hook_rotary, layer_of
 from ragcache.models.card import longest_alike
 from ragcache.models.encode import encode_batch, run_decoder
 from ragcache.models.latent import LATENT, expand
 from ragcache.models.layerwise import hook_layers
-from ragcache.models.pass_watch import Call, KeptCache, Watch
 from ragcache.models.recurrence import Mixer, hook_mixers
 
 STATE_OBSTACLES = {
@@ -54,34 +54,20 @@ _PROBE_TOKENS = 5
 
 def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
     """Raises UnsupportedModelError for obstacles that the configuration states, before any weights are read."""
-    what = f"{name} ({config.model_type})"
     if getattr(config, "is_encoder_decoder", False):
-        reason = "it is an encoder-decoder model; ragcache needs a causal language model"
-        raise UnsupportedModelError(f"{what} is not supported: {reason}")
+        raise unsupported(config, name, "it is an encoder-decoder model; ragcache needs a causal language model")
     text = config.get_text_config(decoder=True)
-    refuse_unbuilt(what, _layer_kinds(text))
-    if moves := STATE_OBSTACLES.get(text.model_type) or _position_reason(text):
-        raise UnsupportedModelError(f"{what} is not supported: {moves}")
+    types = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
+    refuse_unbuilt(f"{name} ({config.model_type})", {kind: layer_kind(kind) for kind in types})
+    obstacle = STATE_OBSTACLES.get(text.model_type)
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+        obstacle = obstacle or "ALiBi adds a bias by distance to the scores; there is no rotation to move"
+    if obstacle:
+        raise unsupported(config, name, obstacle)
 
 
-def _layer_kinds(config: PreTrainedConfig) -> dict[str, LayerKind]:
-    """Kinds of the layers, by the name of their type."""
-    types = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    return {kind: layer_kind(kind) for kind in types}
-
-
-def _position_reason(config: PreTrainedConfig) -> str | None:
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
-        return "ALiBi adds a bias by distance to the scores; there is no rotation to move"
-    return None
-
-
-@dataclass(frozen=True)
-class Inspected:
-    """Findings of the probes about a model."""
-
-    rope: Rope
-    shape: CacheShape
+def unsupported(config: PreTrainedConfig, name: str, reason: object) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name} ({config.model_type}) is not supported: {reason}")
 
 
 class _Plain(NamedTuple):
@@ -98,74 +84,74 @@ class _Plain(NamedTuple):
     watch: Watch
 
 
-@torch.inference_mode()
-def inspect(model: PreTrainedModel, name: str) -> Inspected:
+def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, CacheShape]:
     """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
+    try:
+        return _inspect(model)
+    except UnsupportedModelError as reason:
+        raise unsupported(model.config, name, reason) from reason.__cause__
+
+
+# From here to the watched pass, an UnsupportedModelError says the reason alone.
+
+
+@torch.inference_mode()
+def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
     mixers = hook_mixers(model)
     if not mixers and not _rotary_modules(model):
-        raise _unsupported(
-            model, name, "it has no rotary module: learned, ALiBi or absent positions cannot be moved, nor can states"
+        raise UnsupportedModelError(
+            "it has no rotary module: learned, ALiBi or absent positions cannot be moved, nor can states"
         )
-    plain = _run_probe(model, name)
+    plain = _run_probe(model)
     if "logits_to_keep" not in signature(model.forward).parameters:
-        raise _unsupported(model, name, "it gives out logits of every token, not of those that are asked for alone")
+        raise UnsupportedModelError("it gives out logits of every token, not of those that are asked for alone")
     calls, layers = plain.watch.calls, sorted(plain.seen)
-    expected = _num_kept(model, mixers)
+    kinds = _layer_types(model) or []
+    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
+    expected = len(kept) if mixers and kinds else int(text_config(model).num_hidden_layers)
     if layers != list(range(expected)):
-        raise _unsupported(model, name, f"only {len(layers)} of {expected} layers keep keys and values")
+        raise UnsupportedModelError(f"only {len(layers)} of {expected} layers keep keys and values")
     if not mixers and set(plain.watch.left) != set(layers):  # LongCat
-        raise _unsupported(
-            model, name, "its decoder layers hold several attentions each: no token can stand aside in one"
-        )
-    _check_windows(model, name, plain.windows)
+        raise UnsupportedModelError("its decoder layers hold several attentions each: no token can stand aside in one")
+    # A window that reaches attention only inside a ready-made mask would be lost here.
+    sliding = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention"]
+    if hidden := [layer for layer in sliding if plain.windows.get(layer) is None]:
+        raise UnsupportedModelError(f"sliding layer {hidden[0]} does not say how far it sees")
     modules = {layer: call.module for layer, call in calls.items()}
-    sources = [_rotates(model, name, calls[layer], plain.sources[layer], layer) for layer in layers]
+    sources = [_rotates(model, calls[layer], plain.sources[layer], layer) for layer in layers]
     if not (any(sources) or mixers):
-        raise _unsupported(model, name, "no layer rotates its keys: its positions are not rotary")
-    apply = _rotation_function(model, name, modules[0]) if any(sources) else _unmoved
+        raise UnsupportedModelError("no layer rotates its keys: its positions are not rotary")
+    apply = _rotation_function(modules[0]) if any(sources) else lambda query, key, _cos, _sin: (query, key)
     latent = frozenset(n for n, module in modules.items() if hasattr(module, LATENT))
-    shape = _shape(model, name, plain.seen, latent)
+    shape = _shape(plain.seen, latent)
     for layer in latent:
         hook_latent(modules[layer], shape.layers[layer].key_dim, shape.layers[layer].value_dim)
     if mixers:
         numbers = [int(modules[layer].layer_idx) for layer in layers]  # type: ignore[arg-type]
-        shape = replace(shape, states=_learn_states(model, name, mixers), numbers=tuple(numbers))
+        shape = replace(shape, states=_learn_states(model, mixers), numbers=tuple(numbers))
     else:
         hook_layers(model, modules)
     widths = [layer.key_dim for layer in shape.layers]
     rope = Rope(sources, apply, widths, longest_alike(text_config(model))[0])
     for rotary in rope.modules:
         hook_rotary(rotary)
-    _verify(model, name, rope, shape, plain)
+    _verify(model, rope, shape, plain)
     if not mixers:  # whoever runs some of the tokens alone has no state between them
-        _verify_narrowing(model, name, shape, plain)
-    return Inspected(rope, shape)
+        _verify_narrowing(model, shape, plain)
+    return rope, shape
 
 
-def _num_kept(model: PreTrainedModel, mixers: Sequence[Mixer]) -> int:
-    """Layers that are to keep keys and values."""
-    kinds = _layer_types(model)
-    if not mixers or kinds is None:
-        return int(text_config(model).num_hidden_layers)
-    return sum(map(keeps_kv, kinds))
-
-
-def _learn_states(model: PreTrainedModel, name: str, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
+def _learn_states(model: PreTrainedModel, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
     expected = sum(map(keeps_state, _layer_types(model) or ()))
     if expected != len(mixers):
-        raise _unsupported(model, name, f"{len(mixers)} of {expected} recurrent layers have a short convolution")
+        raise UnsupportedModelError(f"{len(mixers)} of {expected} recurrent layers have a short convolution")
     shapes = []
     for mixer in mixers:
         found = mixer.learn()
         if isinstance(found, str):
-            raise _unsupported(model, name, f"recurrent layer {mixer.number} {found}")
+            raise UnsupportedModelError(f"recurrent layer {mixer.number} {found}")
         shapes.append(found)
     return tuple(shapes)
-
-
-def _unmoved(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotation of a model without positions."""
-    return query, key
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -176,10 +162,6 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 def _layer_types(model: PreTrainedModel) -> list[str] | None:
     kinds: list[str] | None = getattr(text_config(model), "layer_types", None)
     return kinds
-
-
-def _unsupported(model: PreTrainedModel, name: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name} ({model.config.model_type}) is not supported: {reason}")
 
 
 def _rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -200,7 +182,7 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.tensor([ids], device=model.device), torch.arange(_PROBE_TOKENS, device=model.device)[None]
 
 
-def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
+def _run_probe(model: PreTrainedModel) -> _Plain:
     probe, plain, watch = KeptCache(), EncodePass(None), Watch()
     ids, positions = _probe_ids(model)
     given: dict[int, nn.Module] = {}  # rotary modules by the identity of what they gave
@@ -218,7 +200,7 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
         dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()})
         mixed = f"; its weights mix {' and '.join(dtypes)}: bring it to one dtype, such as by model.float()"
         reason = f"it does not run on transformers' cache interface ({error}){mixed if len(dtypes) > 1 else ''}"
-        raise _unsupported(model, name, reason) from error
+        raise UnsupportedModelError(reason) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -226,14 +208,14 @@ def _run_probe(model: PreTrainedModel, name: str) -> _Plain:
     if ranked:  # by place, as attention counts
         probe.seen = {rank: probe.seen[number] for rank, number in enumerate(sorted(probe.seen))}
     if not probe.seen or set(watch.calls) != set(probe.seen):
-        raise _unsupported(model, name, "its layers do not hand keys and values to transformers' cache")
+        raise UnsupportedModelError("its layers do not hand keys and values to transformers' cache")
     if set(plain.windows) != set(probe.seen):
-        raise _unsupported(model, name, "its layers do not call transformers' attention interface")
+        raise UnsupportedModelError("its layers do not call transformers' attention interface")
     sources: dict[int, Source | None] = {}
     for layer, call in watch.calls.items():  # DiffLlama halves values behind its cache, JetMoE repeats heads
         received, (keys, values) = plain.received[layer], expand(call.module, _in_order(call.module, probe.seen[layer]))
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
-            raise _unsupported(model, name, f"layer {layer} attends to other keys or values than its cache gives it")
+            raise UnsupportedModelError(f"layer {layer} attends to other keys or values than its cache gives it")
         alone = called.pop() if len(called := set(given.values())) == 1 else None
         rotary = given.get(id(call.given.get("position_embeddings")), alone)
         kinds = None if ranked else _layer_types(model)  # types are of all layers, and ranks of some
@@ -248,21 +230,12 @@ def _in_order(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return (pair[1], pair[0]) if hasattr(module, LATENT) else pair
 
 
-def _check_windows(model: PreTrainedModel, name: str, windows: dict[int, int | None]) -> None:
-    """A window that reaches attention only inside a ready-made mask would be lost here."""
-    kinds = _layer_types(model) or ()
-    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
-    hidden = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention" and windows.get(layer) is None]
-    if hidden:
-        raise _unsupported(model, name, f"sliding layer {hidden[0]} does not say how far it sees")
-
-
-def _rotation_function(model: PreTrainedModel, name: str, module: nn.Module) -> Apply:
+def _rotation_function(module: nn.Module) -> Apply:
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if apply is None and hasattr(sys.modules[type(module).__module__], "apply_rotary_emb"):  # of complex angles
         return turn_pairs
     if apply is None:
-        raise _unsupported(model, name, "its modelling file has no apply_rotary_pos_emb")
+        raise UnsupportedModelError("its modelling file has no apply_rotary_pos_emb")
     if list(signature(apply).parameters)[1] == "cos":  # one tensor a call (Gemma 4)
         return _with_partial(lambda query, key, cos, sin: (apply(query, cos, sin), apply(key, cos, sin)))
     return _with_partial(apply)
@@ -287,7 +260,7 @@ def _with_partial(apply: Apply) -> Apply:
     return rotate
 
 
-def _rotates(model: PreTrainedModel, name: str, call: Call, source: Source | None, layer: int) -> Source | None:
+def _rotates(model: PreTrainedModel, call: Call, source: Source | None, layer: int) -> Source | None:
     """Call a layer's attention as it was called, all its tokens at one position: its keys differ where it rotates."""
     if source is None:
         return None
@@ -302,22 +275,20 @@ def _rotates(model: PreTrainedModel, name: str, call: Call, source: Source | Non
             call.module(**{**given, "position_embeddings": angles, cache_name: probe})
             keys.append(_in_order(call.module, next(iter(probe.seen.values())))[0])
         except Exception as error:  # see _run_probe
-            raise _unsupported(model, name, f"layer {layer}'s attention has another signature ({error})") from error
+            raise UnsupportedModelError(f"layer {layer}'s attention has another signature ({error})") from error
     return None if torch.equal(keys[0], keys[1]) else source
 
 
-def _shape(
-    model: PreTrainedModel, name: str, seen: dict[int, tuple[Tensor, Tensor]], latent: frozenset[int]
-) -> CacheShape:
+def _shape(seen: dict[int, tuple[Tensor, Tensor]], latent: frozenset[int]) -> CacheShape:
     shapes = []
     for layer, (keys, values) in sorted(seen.items()):
         if keys.shape[1] != values.shape[1]:
-            raise _unsupported(model, name, f"keys and values of layer {layer} have different numbers of heads")
+            raise UnsupportedModelError(f"keys and values of layer {layer} have different numbers of heads")
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
     return CacheShape(tuple(shapes), seen[0][0].dtype, seen[0][0].device, latent)
 
 
-def _verify(model: PreTrainedModel, name: str, rope: Rope, shape: CacheShape, plain: _Plain) -> None:
+def _verify(model: PreTrainedModel, rope: Rope, shape: CacheShape, plain: _Plain) -> None:
     """Encode the probe's tokens by every recipe, as they are always encoded, and compare with the plain pass.
 
     A model is causal, so that the beginning of a row is what it is in a longer row: a shorter chunk stands in each
@@ -325,14 +296,13 @@ def _verify(model: PreTrainedModel, name: str, rope: Rope, shape: CacheShape, pl
     of a key decides who attends to whom.
     """
     ids = _probe_ids(model)[0][0].tolist()
-    _verify_recipe(model, name, rope, shape, plain, [ids, ids[:3]])
+    _verify_recipe(model, rope, shape, plain, [ids, ids[:3]])
     prefix = [(keys[:, :, :2], values[:, :, :2]) for _, (keys, values) in sorted(plain.seen.items())]
-    _verify_recipe(model, name, rope, shape, plain, [ids[2:], ids[2:4]], prefix)
+    _verify_recipe(model, rope, shape, plain, [ids[2:], ids[2:4]], prefix)
 
 
 def _verify_recipe(
     model: PreTrainedModel,
-    name: str,
     rope: Rope,
     shape: CacheShape,
     plain: _Plain,
@@ -347,7 +317,7 @@ def _verify_recipe(
             blocks = encode_batch(model, rope, shape, chunks, prefix)
     except Exception as error:  # see _run_probe
         what = "behind a prefix" if prefix else "alone"
-        raise _unsupported(model, name, f"its chunks cannot be read {what} ({error})") from error
+        raise UnsupportedModelError(f"its chunks cannot be read {what} ({error})") from error
     for row, block in enumerate(blocks):
         places, own = slice(start, start + block.num_tokens), slice(0, block.num_tokens)
         for layer, (keys, values) in plain.seen.items():
@@ -359,10 +329,10 @@ def _verify_recipe(
                 reason = f"layer {layer}'s attention does not give the model's own output"
             else:
                 continue
-            raise _unsupported(model, name, f"{reason} (recipe {recipe})")
+            raise UnsupportedModelError(f"{reason} (recipe {recipe})")
 
 
-def _verify_narrowing(model: PreTrainedModel, name: str, shape: CacheShape, plain: _Plain) -> None:
+def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) -> None:
     """Run the last tokens over the others' keys, with two that stand aside, as recompute methods run what they choose.
 
     A family whose layers take more by token than what is narrowed fails here.
@@ -385,11 +355,11 @@ def _verify_narrowing(model: PreTrainedModel, name: str, shape: CacheShape, plai
             current = FusedPass(cache, positions[0], True)
             run_decoder(model, ids, positions, cache, current, lambda point: None if point.layer else last)
     except Exception as error:  # see _run_probe
-        raise _unsupported(model, name, f"its layers cannot run some of the tokens alone ({error})") from error
+        raise UnsupportedModelError(f"its layers cannot run some of the tokens alone ({error})") from error
     for layer, (keys, values) in plain.seen.items():
         own, left = cache.layer_state(layer), plain.watch.left[layer][..., held:, :]
         if not (_same(own[0][0], keys[0]) and _same(own[1][0], values[0]) and _same_mostly(watch.left[layer], left)):
-            raise _unsupported(model, name, f"layer {layer} runs some of the tokens alone to something else")
+            raise UnsupportedModelError(f"layer {layer} runs some of the tokens alone to something else")
 
 
 def _same(ours: Tensor, theirs: Tensor) -> bool:
@@ -420,3 +390,86 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     """The configuration as JSON values, without what does not change a key: file names and library versions."""
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
     return {key: value for key, value in config.to_dict().items() if key not in ignored}
+
+
+# A pass that is watched: what every layer takes in, what it hands to its cache, and what it gives out.
+
+
+class KeptCache(Cache):  # type: ignore[misc]
+    """Keeps what each layer hands to its cache."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.seen[layer_idx] = (key_states.clone(), value_states.clone())
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class Call(NamedTuple):
+    """An attention module and the arguments that its layer called it with, by name."""
+
+    module: nn.Module
+    given: dict[str, object]
+
+
+@dataclass(eq=False)
+class Watch:
+    """Inputs and outputs of one pass, by layer.
+
+    calls:    calls of the attention modules
+    entered:  input of the layer, [batch, num_tokens, hidden_size]
+    attended: output of its attention; left: output of the layer
+    """
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    attended: dict[int, Tensor] = field(default_factory=dict)
+    left: dict[int, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, model: PreTrainedModel, plain: Watch | None = None, at: slice = slice(0)) -> Iterator[None]:
+        """Within, passes of `model` are kept.
+
+        plain: an earlier pass; every layer gets the inputs that it had there, of the tokens `at`, in place of its own
+        """
+        parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+        handles = []
+        for module in model.modules():
+            if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal"):
+                layer = layer_of(module)
+                parent = parents[id(module)]
+                given = None if plain is None or layer not in plain.entered else plain.entered[layer][..., at, :]
+                handles += [
+                    parent.register_forward_pre_hook(partial(self._enter, layer, given), with_kwargs=True),
+                    parent.register_forward_hook(partial(self._leave, self.left, layer)),
+                    module.register_forward_pre_hook(partial(self._call, layer), with_kwargs=True),
+                    module.register_forward_hook(partial(self._leave, self.attended, layer)),
+                ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, layer: int, given: Tensor | None, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        own = args[0] if args else kwargs["hidden_states"]
+        self.entered[layer] = own.clone()
+        if given is None:
+            return None
+        given = given.expand(own.shape).clone()
+        return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
+
+    def _call(self, layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        named = dict(zip(signature(module.forward).parameters, args, strict=False))
+        self.calls[layer] = Call(module, {**named, **kwargs})
+
+    @staticmethod
+    def _leave(outputs: dict[int, Tensor], layer: int, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[layer] = (output[0] if isinstance(output, tuple) else output).clone()

@@ -38,10 +38,6 @@ class Thinking:
         """What a chat template writes that has its model think; some write the end alone, to drop earlier thoughts."""
         return (self.open, self.close) if "/" in self.close else (self.open,)
 
-    def ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Ids of one of these, as the model writes it."""
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def markers(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
         """Special tokens that are found by their text, and so are no part of any other."""
         written = self.open + self.close + self.answer
@@ -144,8 +140,9 @@ class ThoughtLimit:
         is_open: bool,
         form: Form | None,
     ) -> None:
+        texts = (thinking.open, thinking.close, thinking.close + thinking.answer)  # as the model writes them
         self._open, self._close, self._end = (
-            thinking.ids(tokenizer, text) for text in (thinking.open, thinking.close, thinking.close + thinking.answer)
+            list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts
         )
         self._form = form
         self._budget = budget

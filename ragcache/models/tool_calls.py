@@ -8,7 +8,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -287,6 +287,7 @@ ID_CHARACTERS = 9  # letters and digits: Mistral's templates take no other ids
 Parsed = str | Thought | ToolCall
 
 
+@dataclass(eq=False, repr=False)
 class ToolParser:
     """Splits an answer, as it arrives, into text, thoughts and calls.
 
@@ -297,21 +298,16 @@ class ToolParser:
     opened: what opens the thoughts that the prompt has begun
     """
 
-    def __init__(
-        self,
-        format: ToolFormat,
-        most: int | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        opened: str = "",
-    ) -> None:
-        self._format = format
-        self._parser = ResponseParser(format.response_template(), prefix=START + opened if opened else "")
+    _format: ToolFormat
+    _most: int | None = None
+    _tools: Sequence[Mapping[str, Any]] = ()
+    opened: InitVar[str] = ""
+
+    def __post_init__(self, opened: str) -> None:
+        self._parser = ResponseParser(self._format.response_template(), prefix=START + opened if opened else "")
         self.is_thinking = bool(opened)
         self._begins = bool(opened)  # nothing but white space was written since a region opened or closed
-        self._space = ""
-        self._most = most
-        self._tools = tools
-        self._calls = 0
+        self._space, self._calls = "", 0
 
     @property
     def is_full(self) -> bool:
@@ -358,20 +354,17 @@ class ToolParser:
     def _called(self, text: str, *, marked: bool) -> Sequence[Parsed]:
         if not marked and self._format.bare is not None and not self._format.bare.match(text):
             return self._said(text)
-        calls = read_calls(self._format, text, self._tools)
+        format = self._format
+        try:
+            found = format.read(text)
+            calls = [ToolCall(new_id(), *(typed(one, self._tools) if format.untyped else one)) for one in found]
+        except UNREADABLE as error:
+            name = format.name or _name_in(text)
+            calls = [ToolCall(new_id(), name, text.strip(), f"the call cannot be read: {error}")]
         calls = calls if self._most is None else calls[: self._most - self._calls]
         self._calls += len(calls)
         self._space = ""
         return calls
-
-
-def read_calls(format: ToolFormat, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
-    """The calls of a text; one with an error, and all of the text, where it cannot be read."""
-    try:
-        found = format.read(text)
-        return [ToolCall(new_id(), *(typed(one, tools) if format.untyped else one)) for one in found]
-    except UNREADABLE as error:
-        return [ToolCall(new_id(), format.name or _name_in(text), text.strip(), f"the call cannot be read: {error}")]
 
 
 def _name_in(text: str) -> str:

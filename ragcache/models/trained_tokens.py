@@ -89,20 +89,19 @@ class TrainedTokens:
             raise _bad(f"method {self.method!r} is unknown; it is one of {', '.join(_FIELDS)}")
         if self.recipe not in RECIPE_NAMES:
             raise _bad(f"recipe {self.recipe!r} is unknown; it is one of {', '.join(RECIPE_NAMES)}")
-        self._check_numbers()
-        self._check_anchors()
-        if self.method == "link":
-            self._check_link()
-        if self.method == "markers":
-            self._check_markers()
-        if (self.header_tokens or self.trailer_tokens) and self.first_packet_id is None:
-            raise _bad("header_tokens or trailer_tokens without first_packet_id; a packet states all three")
-
-    def _check_numbers(self) -> None:
         for name in (*_FIELDS["link"], "doc_start_id", "doc_end_id"):
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 0):
                 raise _bad(f"{name} is {value!r}; it is a whole number of at least 0")
+        self._check_anchors()
+        if self.method == "link":
+            self._check_link()
+        if self.method == "markers" and (self.doc_start_id is None or self.doc_end_id is None):
+            raise _bad("method 'markers' needs doc_start_id and doc_end_id")
+        if self.method == "markers" and self.positions not in POSITIONS:
+            raise _bad(f"positions is {self.positions!r}; it is one of {', '.join(POSITIONS)}")
+        if (self.header_tokens or self.trailer_tokens) and self.first_packet_id is None:
+            raise _bad("header_tokens or trailer_tokens without first_packet_id; a packet states all three")
 
     def _check_anchors(self) -> None:
         stated = (self.first_anchor_id is not None, bool(self.anchor_tokens), bool(self.anchor_segment))
@@ -128,12 +127,6 @@ class TrainedTokens:
                 "kv_start_id, kv_end_id, the link ids and those of a packet or anchors overlap; every added token has "
                 "an id of its own"
             )
-
-    def _check_markers(self) -> None:
-        if self.doc_start_id is None or self.doc_end_id is None:
-            raise _bad("method 'markers' needs doc_start_id and doc_end_id")
-        if self.positions not in POSITIONS:
-            raise _bad(f"positions is {self.positions!r}; it is one of {', '.join(POSITIONS)}")
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> TrainedTokens | None:

@@ -15,6 +15,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -22,14 +23,21 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least, check_text
+from ragcache.errors import (
+    ConfigError,
+    EmbedderError,
+    EmbedderMismatchError,
+    RerankerError,
+    check_least,
+    check_text,
+)
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
 from ragcache.runtime import Home, team_ends
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import CrossEncoder, SentenceTransformer
     from tokenizers import Tokenizer
 
 
@@ -124,7 +132,11 @@ class SentenceEmbedder:
         self.dimension = int(dimension)
         self._lock = PriorityLock()
         self.max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
-        self.dimensions = _dimensions(model, self.dimension)
+        # Lengths that vectors may be cut to, as the model's configuration states them (by the names that vLLM reads).
+        config = getattr(getattr(model, "transformers_model", None), "config", None)
+        some = range(1, self.dimension + 1) if getattr(config, "is_matryoshka", False) else (self.dimension,)
+        stated = getattr(config, "matryoshka_dimensions", None)
+        self.dimensions: Sequence[int] = sorted({*stated, self.dimension}) if stated else some
         self._tokenizer = _tokenizer(model)
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
@@ -208,8 +220,10 @@ def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
         return _load(label, lambda: _mean_pooled(CONTRIEVER_ID, device), (label, device))
     path = Path(name).expanduser()
     if path.is_dir():
-        origin = str(path.resolve()), device
-        return _load(_directory_name(path), lambda: _sentence_transformer(path, device), origin)
+        # By folder name and a digest of configuration and weights: a moved model is the same, a retrained one is not.
+        files = sorted(file for file in path.rglob("*") if file.suffix in {".json", ".safetensors", ".bin", ".txt"})
+        label = f"{path.resolve().name}@{_sha256(file for file in files if file.is_file())[:12]}"
+        return _load(label, lambda: _sentence_transformer(path, device), (str(path.resolve()), device))
     return _load(label, lambda: _sentence_transformer(label, device), (label, device))
 
 
@@ -282,12 +296,6 @@ def _minilm_from_hub() -> Path:
         ) from error
 
 
-def _directory_name(path: Path) -> str:
-    """Folder name and a digest of configuration and weights: a moved model is the same, a retrained one is not."""
-    files = sorted(file for file in path.rglob("*") if file.suffix in {".json", ".safetensors", ".bin", ".txt"})
-    return f"{path.resolve().name}@{_sha256(file for file in files if file.is_file())[:12]}"
-
-
 def _sha256(files: Iterable[Path]) -> str:
     total = hashlib.sha256()
     for file in files:
@@ -315,14 +323,6 @@ def _lengths(tokenizer: Tokenizer | None, texts: list[str]) -> list[int]:
     if tokenizer is None:
         return [1 + len(text) // 4 for text in texts]
     return [len(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
-
-
-def _dimensions(model: SentenceTransformer, whole: int) -> Sequence[int]:
-    """Lengths that vectors may be cut to, as the model's configuration states them (by the names that vLLM reads)."""
-    config = getattr(getattr(model, "transformers_model", None), "config", None)
-    if stated := getattr(config, "matryoshka_dimensions", None):
-        return sorted({*stated, whole})
-    return range(1, whole + 1) if getattr(config, "is_matryoshka", False) else (whole,)
 
 
 # A lock that questions get before everything else.
@@ -364,3 +364,83 @@ class PriorityLock:
             with self._changed:
                 self._held = False
                 self._changed.notify_all()
+
+
+# Rerankers: models that read a question together with a passage, and say how well it answers.
+#
+# A name is a directory or hub id of a cross-encoder with one score, such as cross-encoder/ms-marco-MiniLM-L6-v2, loaded
+# by sentence-transformers as its own configuration says.
+
+
+# Pairs in one forward pass; between passes a caller that gave up is noticed.
+PAIRS = 8
+
+
+class Reranker(Protocol):
+    """A model that orders passages. Methods may be called from several threads."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+        ...
+
+    def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Scores of the texts, higher for a better answer: float32 [len(texts)]."""
+        ...
+
+
+@dataclass(eq=False, repr=False)
+class CrossEncoderReranker:
+    """A Reranker over sentence-transformers' CrossEncoder. Scores are logits: a sigmoid would make ties of them."""
+
+    name: str
+    _model: CrossEncoder
+    _lock: PriorityLock = field(default_factory=PriorityLock)
+
+    def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Raises CancelledError and TimedOutError within `limits.limited`, between batches."""
+        # No model reads further than that, and the tokenizer would.
+        pairs = [(question[:LONG_TEXT], text[:LONG_TEXT]) for text in texts]
+        found = [np.empty(0, np.float32)]
+        for start in range(0, len(pairs), PAIRS):
+            LIMIT.get().check()
+            found.append(self._score(pairs[start : start + PAIRS]))
+        return np.concatenate(found)
+
+    def _score(self, pairs: list[tuple[str, str]]) -> NDArray[np.float32]:
+        from torch.nn import Identity
+
+        with self._lock.hold(QUESTION), team_ends():
+            logits = self._model.predict(
+                pairs,
+                batch_size=PAIRS,
+                show_progress_bar=False,
+                activation_fn=Identity(),
+                convert_to_numpy=True,
+            )
+        return np.asarray(logits, dtype=np.float32)
+
+
+def load_reranker(name: str | Path, device: str = AUTO) -> Reranker:
+    """The cross-encoder of this directory or hub id.
+
+    Raises RerankerError when the model is absent, damaged or no cross-encoder with one score.
+    """
+    from sentence_transformers import CrossEncoder
+
+    try:
+        model = CrossEncoder(
+            str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name),
+            device=str(find_device(device)),
+        )
+    except Exception as error:  # sentence-transformers and the hub raise any kind
+        raise RerankerError(
+            f"the reranker {str(name)!r} cannot be loaded ({type(error).__name__}: {error}); give the directory of a "
+            "cross-encoder, or a hub id that this machine can reach"
+        ) from error
+    kinds = getattr(model.config, "architectures", None) or [""]
+    if kinds[0].endswith("Model"):  # transformers would give it a last layer of random numbers
+        raise RerankerError(f"{name}: this is a {kinds[0]}, which has no score for a pair; give a cross-encoder")
+    if model.num_labels != 1:
+        raise RerankerError(f"{name}: this model gives {model.num_labels} labels to a pair; give one with one score")
+    return CrossEncoderReranker(str(name), model.eval())

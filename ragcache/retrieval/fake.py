@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+@dataclass(eq=False)
 class BagOfWords:
     """Every word is a fixed random direction, a text the normalised sum of its words.
 
@@ -17,9 +19,8 @@ class BagOfWords:
     on ragcache.
     """
 
-    def __init__(self, name: str = "bag-of-words", dimension: int = 24) -> None:
-        self.name = name
-        self.dimension = dimension
+    name: str = "bag-of-words"
+    dimension: int = 24
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> NDArray[np.float32]:
         return np.array([self.embed_query(text) for text in texts], np.float32).reshape(len(texts), self.dimension)

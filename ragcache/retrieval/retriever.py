@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +15,8 @@ import numpy as np
 from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
 from ragcache.plugins import Registry
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder import Embedder, Reranker
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
-from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
 from ragcache.store.directory import StoreLayout
@@ -46,6 +46,7 @@ class Hit(NamedTuple):
     handle: str | None
 
 
+@dataclass(eq=False, repr=False)
 class Retriever:
     """Searches the chunks of a document store. Thread-safe.
 
@@ -53,22 +54,22 @@ class Retriever:
     store's generation. The embedding model's name and dimension are recorded in the store at first use.
     """
 
-    def __init__(
-        self, documents: DocumentStore, index: SearchIndex, embedder: Embedder, reranker: Reranker | None = None
-    ) -> None:
+    documents: DocumentStore
+    index: SearchIndex
+    embedder: Embedder
+    reranker: Reranker | None = None
+
+    def __post_init__(self) -> None:
         """Raises EmbedderMismatchError when the store was made with another embedder, ConfigError when the index
         was."""
+        index, embedder = self.index, self.embedder
         if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
             raise ConfigError(
                 f"the index was made by {index.embedder!r} ({index.dimension} dimensions), not by {embedder.name!r} "
                 f"({embedder.dimension}); open it with Retriever.open, which rebuilds it"
             )
-        documents.bind("embedder", embedder.name)
-        documents.bind("embedding_dim", embedder.dimension)
-        self.documents = documents
-        self.index = index
-        self.embedder = embedder
-        self.reranker = reranker
+        self.documents.bind("embedder", embedder.name)
+        self.documents.bind("embedding_dim", embedder.dimension)
         self._refreshing = threading.Lock()
 
     @classmethod

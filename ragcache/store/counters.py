@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragcache.kv.block import KVBlock
@@ -46,30 +46,20 @@ class KVStats:
     pinned: int = 0
 
 
-class Counted(NamedTuple):
-    """hits:    blocks served, by the name of the tier that had them
+@dataclass(eq=False, repr=False)
+class AccessCounts:
+    """Counts accesses since the store was opened, and writes each to the trace where there is one. Thread-safe.
+
+    hits:    blocks served, by the name of the tier that had them
     misses:  keys asked for that no tier served
     damaged: blocks found damaged
     """
 
-    hits: Counter[str]
-    misses: int
-    damaged: int
-
-
-class AccessCounts:
-    """Counts accesses since the store was opened, and writes each to the trace where there is one. Thread-safe."""
-
-    def __init__(self, trace: TraceWriter | None) -> None:
-        self._hits: Counter[str] = Counter()
-        self._misses = 0
-        self._damaged = 0
-        self._trace = trace
-        self._lock = threading.Lock()
-
-    def snapshot(self) -> Counted:
-        with self._lock:
-            return Counted(Counter(self._hits), self._misses, self._damaged)
+    _trace: TraceWriter | None
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: int = 0
+    damaged: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def asked(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
         """One request wanted these, and got what was found at once."""
@@ -95,7 +85,7 @@ class AccessCounts:
 
     def found_damaged(self) -> None:
         with self._lock:
-            self._damaged += 1
+            self.damaged += 1
 
     def close(self) -> None:
         if self._trace is not None:
@@ -104,9 +94,9 @@ class AccessCounts:
     def _count(self, loaded: Loaded | None) -> None:
         with self._lock:
             if loaded is None:
-                self._misses += 1
+                self.misses += 1
             else:
-                self._hits[loaded.tier] += 1
+                self.hits[loaded.tier] += 1
 
 
 # Warn of a trouble once, not for every block that meets it.

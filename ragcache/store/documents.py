@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -43,6 +44,7 @@ _IN_LIMIT = 1000  # values in one IN list
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False, repr=False)
 class DocumentStore:
     """The store's memory of what was ingested, on SQLite or PostgreSQL.
 
@@ -55,8 +57,7 @@ class DocumentStore:
     deletion, it is only done again.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    database: Database
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
@@ -66,12 +67,8 @@ class DocumentStore:
         """
         return cls(Database(url, read_only=read_only, busy_timeout_s=busy_timeout_s))
 
-    @property
-    def database(self) -> Database:
-        return self._db
-
     def close(self) -> None:
-        self._db.close()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +80,7 @@ class DocumentStore:
 
     def properties(self) -> dict[str, object]:
         """Every bound property, and schema_version."""
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return read_properties(connection)
 
     def bind(self, name: str, value: object) -> None:
@@ -93,10 +90,10 @@ class DocumentStore:
         read-only and nothing is bound yet, nothing is recorded.
         """
         bound = self.properties()
-        if name in bound or self._db.read_only:
-            refuse_other(bound.get(name, value), name, value, self._db.where)
+        if name in bound or self.database.read_only:
+            refuse_other(bound.get(name, value), name, value, self.database.where)
             return
-        with self._db.write() as connection:
+        with self.database.write() as connection:
             advance(connection, "generation", 0)
             self._bind(connection, name, value)
 
@@ -107,7 +104,7 @@ class DocumentStore:
     def hold_over_all(self, handle: str, generation: int) -> bool:
         """`hold` what was made over all documents of this generation, until one of them changes: the handle is garbage
         then. False where one has changed already."""
-        with self._db.write() as connection:
+        with self.database.write() as connection:
             if advance(connection, "generation", 0) != generation:
                 return False
             self._bind(connection, HELD_OVER_ALL + handle, True)
@@ -135,7 +132,7 @@ class DocumentStore:
         """
         check_document(document, new_chunks)
         try:
-            with self._db.write() as connection:
+            with self.database.write() as connection:
                 advance(connection, "generation")
                 return self._replace(connection, document, new_chunks, time.time())
         except IntegrityError as error:
@@ -151,7 +148,7 @@ class DocumentStore:
         """
         check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file or ""), [])
         try:
-            with self._db.write() as connection:
+            with self.database.write() as connection:
                 advance(connection, "generation")
                 return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids)
         except IntegrityError as error:
@@ -162,9 +159,10 @@ class DocumentStore:
     def delete_documents(self, ids: Iterable[str]) -> list[str]:
         """Delete documents with their chunks; returns the ids that were there, in the order given."""
         wanted = list(dict.fromkeys(ids))
-        with self._db.write() as connection:
+        with self.database.write() as connection:
             advance(connection, "generation", 0)
-            found = {id for part in _parts(wanted) for id in connection.scalars(rows.select_ids_among(part))}
+            there = (select(documents.c.id).where(documents.c.id.in_(part)) for part in _parts(wanted))
+            found = {id for query in there for id in connection.scalars(query)}
             for part in _parts([id for id in wanted if id in found]):
                 discard_chunks(connection, part)
                 connection.execute(delete(documents).where(documents.c.id.in_(part)))
@@ -179,27 +177,27 @@ class DocumentStore:
 
     def set_handles(self, handles: Mapping[str, str | None]) -> None:
         """`set_handle` for several chunks, in one transaction. Raises NoSuchDocumentError; then nothing changed."""
-        with self._db.write() as connection:
+        with self.database.write() as connection:
             advance(connection, "generation", 0)
             for chunk_id, handle in handles.items():
                 to_garbage(connection, chunks.c.id == chunk_id)
                 values = {"handle": handle} if handle is None else {"handle": handle, "uses_left": 0}
                 changed = connection.execute(update(chunks).where(chunks.c.id == chunk_id).values(values))
                 if not changed.rowcount:
-                    raise NoSuchDocumentError(f"{self._db.where}: no chunk {chunk_id!r}; it may have been deleted")
+                    raise NoSuchDocumentError(f"{self.database.where}: no chunk {chunk_id!r}; it may have been deleted")
             rescue(connection)
 
     def count_use(self, chunk_id: str) -> None:
         """A chunk whose KV is not kept yet was retrieved (kv="hot"); an unknown chunk is ignored."""
         counted = update(chunks).where(chunks.c.id == chunk_id, chunks.c.uses_left > 0)
-        with self._db.write() as connection:
+        with self.database.write() as connection:
             advance(connection, "generation", 0)
             connection.execute(counted.values(uses_left=chunks.c.uses_left - 1))
 
     # Documents and chunks
 
     def document(self, id: str) -> StoredDocument | None:
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             row = connection.execute(rows.select_documents().where(documents.c.id == id)).mappings().one_or_none()
         return None if row is None else rows.document(row)
 
@@ -210,7 +208,7 @@ class DocumentStore:
         query = rows.select_documents().order_by(documents.c.id).limit(limit).offset(offset)
         if where:
             query = query.where(self._passing(where))
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return [rows.document(row) for row in connection.execute(query).mappings()]
 
     def count(self, where: Filter | None = None) -> int:
@@ -218,19 +216,14 @@ class DocumentStore:
         query = select(func.count()).select_from(documents)
         if where:
             query = query.where(self._passing(where))
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return int(connection.scalar(query) or 0)
 
     def versions(self) -> dict[str, StoredVersion]:
         """Versions by document id: they tell unchanged input from changed."""
         columns = (documents.c[name] for name in ("id", *StoredVersion._fields))
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return {row.id: StoredVersion(*row[1:]) for row in connection.execute(select(*columns))}
-
-    def chunk(self, id: str) -> Chunk | None:
-        with self._db.read() as connection:
-            row = connection.execute(rows.select_chunks().where(chunks.c.id == id)).mappings().one_or_none()
-        return None if row is None else rows.chunk(row)
 
     def chunks(self, ids: Iterable[str]) -> list[Chunk]:
         """The chunks of these ids, in their order. An id that is not there is left out."""
@@ -244,7 +237,7 @@ class DocumentStore:
     def chunks_of(self, document_id: str) -> list[Chunk]:
         """A document's chunks in order; none for an unknown document."""
         query = rows.select_chunks().where(chunks.c.document_id == document_id).order_by(chunks.c.ordinal)
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return [rows.chunk(row) for row in connection.execute(query).mappings()]
 
     def chunks_by_vector_ids(self, ids: Iterable[int]) -> list[Chunk]:
@@ -254,7 +247,7 @@ class DocumentStore:
     def handles_by_vector_ids(self, ids: Sequence[int]) -> list[str]:
         """The handles of these chunks' blocks, in their order; chunks without one, or gone, are left out."""
         query = select(chunks.c.vector_id, chunks.c.handle).where(chunks.c.vector_id.in_(ids))
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             found = {row.vector_id: row.handle for row in connection.execute(query)}
         return [handle for id in ids if (handle := found.get(id)) is not None]
 
@@ -263,19 +256,19 @@ class DocumentStore:
 
         The first search of a store indexes its texts. Raises FilterError, StoreReadOnlyError where that is not allowed.
         """
-        return text_search.search(self._db, question, limit, where)
+        return text_search.search(self.database, question, limit, where)
 
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
         """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
-        with self._db.read() as connection:
-            return set(connection.scalars(rows.select_vector_ids(where, self._db.dialect)))
+        with self.database.read() as connection:
+            return set(connection.scalars(rows.select_vector_ids(where, self.database.dialect)))
 
     def unknown_fields(self, where: Filter) -> tuple[list[str], list[str]]:
         """Fields of the filter that no chunk's metadata has, and all the fields that there are; both sorted."""
-        with self._db.read() as connection:
-            known = set(connection.scalars(field_names(chunks.c.metadata, self._db.dialect)))
+        with self.database.read() as connection:
+            known = set(connection.scalars(field_names(chunks.c.metadata, self.database.dialect)))
         return sorted(fields_of(where) - known - set(OWN_FIELDS)), sorted(known)
 
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
@@ -308,9 +301,11 @@ class DocumentStore:
     def _above(self, after: int, batch_size: int, column: Column[Any]) -> Iterator[Sequence[RowMapping]]:
         """Vector id and a column of the chunks whose vector id is above `after`, in batches; see `all_vectors`."""
         last, rest = after, True
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             while rest:
-                found = connection.execute(rows.select_above(last, batch_size, column)).mappings().all()
+                query = select(chunks.c.vector_id, column).where(chunks.c.vector_id > last)
+                query = query.order_by(chunks.c.vector_id).limit(batch_size)
+                found = connection.execute(query).mappings().all()
                 rest = len(found) == batch_size
                 if found:
                     last = found[-1]["vector_id"]
@@ -318,21 +313,21 @@ class DocumentStore:
 
     def generation(self) -> int:
         """Rises with every commit that changed documents; the same number means the same documents."""
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return current(connection, "generation")
 
     # Handles
 
     def handles(self) -> set[str]:
         """Every handle that a chunk refers to, or that is held."""
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             found = connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct())
             return {*found, *held_handles(connection)}
 
     def referenced(self, handles: Iterable[str]) -> set[str]:
         """The handles among these that a chunk refers to, or that are held."""
         wanted = set(handles)
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return (wanted & held_handles(connection)) | {
                 handle
                 for part in _parts(list(wanted))
@@ -341,22 +336,22 @@ class DocumentStore:
 
     def garbage(self) -> set[str]:
         """Handles that were dropped and whose KV bytes may still exist."""
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return set(connection.scalars(select(garbage.c.handle)))
 
     def collectable(self) -> set[str]:
         """Garbage that no chunk refers to: its KV bytes are to be deleted, with no ingestion beside (writer lock)."""
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             return set(connection.scalars(select(garbage.c.handle).where(~is_referenced())))
 
     def clear_garbage(self, handles: Iterable[str]) -> None:
         """Forget handles whose KV bytes are deleted; others are ignored."""
-        with self._db.write() as connection:
+        with self.database.write() as connection:
             for part in _parts(list(handles)):
                 connection.execute(delete(garbage).where(garbage.c.handle.in_(part)))
 
     def counts(self) -> Counts:
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             num_documents = connection.scalar(select(func.count()).select_from(documents))
             query = select(func.count(), func.coalesce(func.sum(chunks.c.num_tokens), 0)).select_from(chunks)
             num_chunks, num_tokens = connection.execute(query).one()
@@ -364,13 +359,13 @@ class DocumentStore:
 
     def _passing(self, where: Filter) -> Any:
         own = {"source": documents.c.source, "document_id": documents.c.id}
-        return compile_filter(where, documents.c.metadata, self._db.dialect, own)
+        return compile_filter(where, documents.c.metadata, self.database.dialect, own)
 
     def _chunks_by(self, column: Column[Any], wanted: Sequence[Any]) -> list[Chunk]:
         if not wanted:  # every question over retrieved passages comes by here with nothing to look up
             return []
         found: dict[Any, Chunk] = {}
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             for part in _parts(wanted):
                 query = rows.select_chunks().where(column.in_(part))
                 found.update((row[column.name], rows.chunk(row)) for row in connection.execute(query).mappings())
@@ -378,21 +373,21 @@ class DocumentStore:
 
     def _embeddings(self, column: Column[Any], wanted: Sequence[Any]) -> list[RowMapping]:
         query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding)
-        with self._db.read() as connection:
+        with self.database.read() as connection:
             parts = (connection.execute(query.where(column.in_(part))).mappings() for part in _parts(wanted))
             return [row for part in parts for row in part]
 
     def _bind(self, connection: Connection, name: str, value: object) -> None:
         bound = read_properties(connection)
         if name in bound:
-            refuse_other(bound[name], name, value, self._db.where)
+            refuse_other(bound[name], name, value, self.database.where)
         else:
-            record_property(connection, name, value)
+            connection.execute(insert(properties), {"name": name, "value": json.dumps(value)})
 
     def _replace(
         self, connection: Connection, document: NewDocument, new_chunks: Sequence[NewChunk], now: float
     ) -> list[int]:
-        values = rows.document_values(document, now)
+        values = {**vars(document), "updated_at": now}
         discard_chunks(connection, [document.id])
         if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
@@ -411,7 +406,7 @@ class DocumentStore:
     def _move(self, connection: Connection, id: str, new: dict[str, Any], chunk_ids: Sequence[str]) -> list[int]:
         old = connection.execute(select(documents).where(documents.c.id == id)).mappings().one_or_none()
         if old is None:
-            raise NoSuchDocumentError(f"{self._db.where}: no document {id!r}; it may have been deleted")
+            raise NoSuchDocumentError(f"{self.database.where}: no document {id!r}; it may have been deleted")
         if new["id"] == id:
             connection.execute(update(documents).where(documents.c.id == id).values(new))
             return []
@@ -459,11 +454,6 @@ def read_properties(connection: Connection) -> dict[str, object]:
 def held_handles(connection: Connection) -> set[str]:
     """Handles that are referenced though no chunk has them."""
     return {name.partition(":")[2] for name in read_properties(connection) if name.startswith((HELD, HELD_OVER_ALL))}
-
-
-def record_property(connection: Connection, name: str, value: object) -> None:
-    """Bind a property that is not bound yet. `value` is JSON."""
-    connection.execute(insert(properties), {"name": name, "value": json.dumps(value)})
 
 
 def refuse_other(bound: object, name: str, value: object, where: str) -> None:

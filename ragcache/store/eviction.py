@@ -171,7 +171,8 @@ class CountMinSketch:
                     row[cell] += 1
         self._seen += 1
         if self._seen >= self._sample:
-            self._halve()
+            self._rows = [array("B", (count >> 1 for count in row)) for row in self._rows]
+            self._seen //= 2
 
     def estimate(self, key: str) -> int:
         one, two, three, four = self._cells(key)
@@ -182,10 +183,6 @@ class CountMinSketch:
         digest = xxhash.xxh3_128_intdigest(key.encode())
         mask = self._mask
         return digest & mask, (digest >> 32) & mask, (digest >> 64) & mask, (digest >> 96) & mask
-
-    def _halve(self) -> None:
-        self._rows = [array("B", (count >> 1 for count in row)) for row in self._rows]
-        self._seen //= 2
 
 
 class TinyLFU(EvictionPolicy):

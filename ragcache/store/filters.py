@@ -21,8 +21,8 @@ import json
 import math
 import operator
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Column, Text, and_, case, cast, exists, false, func, literal, not_, or_, select, true
@@ -49,34 +49,15 @@ _OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$contains", "$gl
 _GLOB_PARTS = re.compile(r"\*|\?|\[[*?\[]\]|[^*?]", re.DOTALL)
 
 
-class _Terms(ABC):
-    """How one database says a thing about one field of a JSON column. No term is ever NULL."""
-
-    def __init__(self, column: ColumnElement[Any]) -> None:
-        self.column = column
-
-    @abstractmethod
-    def present(self, field: str) -> Condition: ...
-
-    @abstractmethod
-    def among(self, field: str, values: Sequence[Scalar]) -> Condition: ...
-
-    @abstractmethod
-    def ordered(self, field: str, compare: Compare, value: str | float) -> Condition: ...
-
-    @abstractmethod
-    def contains(self, field: str, value: Scalar) -> Condition: ...
-
-    @abstractmethod
-    def glob(self, field: str, pattern: str) -> Condition: ...
-
-    @abstractmethod
-    def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
-        """Whether a text column, not null, matches the glob."""
+# How each database says a thing about one field of a JSON column (the last, about a text column that is not null). No
+# term is ever NULL.
 
 
-class _SQLiteTerms(_Terms):
+@dataclass(frozen=True)
+class _SQLiteTerms:
     """SQLite's terms, over json_each, whose keys need no quoting: a JSON path cannot name a key with a quote in it."""
+
+    column: ColumnElement[Any]
 
     def present(self, field: str) -> Condition:
         return self._entry(field, lambda entry: true())
@@ -119,8 +100,11 @@ class _SQLiteTerms(_Terms):
         )
 
 
-class _PostgresTerms(_Terms):
+@dataclass(frozen=True)
+class _PostgresTerms:
     """PostgreSQL's terms, over jsonb: equality keeps types apart, order mixes them, hence the check of the type."""
+
+    column: ColumnElement[Any]
 
     def present(self, field: str) -> Condition:
         return self._value(field).is_not(None)
@@ -159,6 +143,7 @@ class _PostgresTerms(_Terms):
         return func.jsonb_typeof(self._value(field))
 
 
+_Terms = _SQLiteTerms | _PostgresTerms
 _TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _PostgresTerms}
 
 
@@ -189,11 +174,11 @@ def fields_of(where: Filter) -> set[str]:
     return found
 
 
+@dataclass
 class _Compiler:
-    def __init__(self, terms: _Terms, own: Own) -> None:
-        self._terms = terms
-        self._own = own
-        self._conditions = 0
+    _terms: _Terms
+    _own: Own
+    _conditions: int = 0
 
     def filter(self, where: object, depth: int) -> Condition:
         if not isinstance(where, Mapping):
@@ -240,7 +225,12 @@ class _Compiler:
         if name == "$glob":
             return self._glob(field, operand)
         if isinstance(name, str) and name in _ORDER:
-            return self._ordered(field, _ORDER[name], _orderable(field, name, operand))
+            compare, value = _ORDER[name], _scalar(field, operand)
+            if value is None or isinstance(value, bool):
+                raise FilterError(f"{field!r}: {name} compares numbers or strings, not {value!r}")
+            condition = self._terms.ordered(field, compare, value)
+            is_text = isinstance(value, str)  # as the own columns are
+            return self._or_own(field, condition, lambda own: compare(own, value)) if is_text else condition
         raise FilterError(f"{field!r}: operator {name!r} is unknown; choose from {', '.join(_OPERATORS)}")
 
     def _exists(self, field: str, operand: object) -> Condition:
@@ -249,27 +239,20 @@ class _Compiler:
         present = true() if field in self._own else self._terms.present(field)
         return present if operand else not_(present)
 
-    def _among(self, field: str, values: Sequence[Scalar]) -> Condition:
-        condition = self._terms.among(field, values)
-        if field not in self._own:
-            return condition
-        return or_(condition, self._own[field].in_([value for value in values if isinstance(value, str)]))
+    def _or_own(self, field: str, condition: Condition, own: Callable[[ColumnElement[Any]], Any]) -> Condition:
+        """Whether the field passes, or the column that is named like it does."""
+        return or_(condition, own(self._own[field])) if field in self._own else condition
 
-    def _ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
-        condition = self._terms.ordered(field, compare, value)
-        if field not in self._own or not isinstance(value, str):
-            return condition
-        return or_(condition, compare(self._own[field], value))
+    def _among(self, field: str, values: Sequence[Scalar]) -> Condition:
+        texts = [value for value in values if isinstance(value, str)]
+        return self._or_own(field, self._terms.among(field, values), lambda column: column.in_(texts))
 
     def _glob(self, field: str, pattern: object) -> Condition:
         if not isinstance(pattern, str) or text_problem(pattern) or len(pattern) > MAX_GLOB:
             raise FilterError(
                 f"{field!r}: $glob takes a pattern of at most {MAX_GLOB} characters, not {pattern!r:.200}"
             )
-        condition = self._terms.glob(field, pattern)
-        if field not in self._own:
-            return condition
-        return or_(condition, self._terms.matches(self._own[field], pattern))
+        return self._or_own(field, self._terms.glob(field, pattern), lambda own: self._terms.matches(own, pattern))
 
 
 def _scalar(field: str, value: object) -> Scalar:
@@ -288,10 +271,3 @@ def _scalars(field: str, name: object, value: object) -> list[Scalar]:
     if not isinstance(value, list | tuple | set | frozenset) or len(value) > 10 * MAX_CONDITIONS:
         raise FilterError(f"{field!r}: {name} takes a list of at most {10 * MAX_CONDITIONS} values, not {value!r:.200}")
     return [_scalar(field, item) for item in value]
-
-
-def _orderable(field: str, name: str, value: object) -> str | float:
-    scalar = _scalar(field, value)
-    if scalar is None or isinstance(scalar, bool):
-        raise FilterError(f"{field!r}: {name} compares numbers or strings, not {value!r}")
-    return scalar

@@ -37,9 +37,13 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
     directory; StoreNotFoundError where the database that has them cannot be reached; and what Database raises.
     """
     named = layout.documents_in()
-    where = layout.database.name if url is None or _is_inside(layout, url) else address(url)
-    if url is None:
-        _refuse_absent(layout, named)
+    inside = url is None or Path(address(url)).resolve() == layout.database.resolve()
+    where = layout.database.name if url is None or inside else address(url)
+    if url is None and named is not None and named.where != layout.database.name:
+        raise DatabaseMismatchError(f"{layout.root}: its documents are in {named.where}; {WAY_OUT}")
+    lacks = url is None and named is None and not layout.database.exists()
+    if lacks and (layout.index.exists() or layout.some_blocks(1)):
+        raise DatabaseMismatchError(f"{layout.root}: its documents are in a database elsewhere; {WAY_OUT}")
     try:
         database = Database(url or layout.database, read_only=read_only, create=named is None)
     except (StoreNotFoundError, SchemaVersionError, DatabaseMismatchError) as error:
@@ -51,7 +55,10 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
         if named is None:
             _take_unnamed(layout, documents, where)
         else:
-            _check_named(layout, documents, named, where)
+            if database_id(documents) != named.id:
+                raise _mismatch(layout, named.where, where)
+            if named.where != where and not read_only:
+                _note(layout, NamedDatabase(where, named.id))  # it has moved
     except BaseException:
         documents.close()
         raise
@@ -75,22 +82,6 @@ def refuse_unproven(layout: StoreLayout) -> None:
             f"{layout.root}: {_unknown(layout)}; nothing was changed. If another database has them, {WAY_OUT}; if an "
             "ingestion broke off before its first document, run it again"
         )
-
-
-def _refuse_absent(layout: StoreLayout, named: NamedDatabase | None) -> None:
-    """For an opening that names no database."""
-    if named is not None and named.where != layout.database.name:
-        raise DatabaseMismatchError(f"{layout.root}: its documents are in {named.where}; {WAY_OUT}")
-    filled = layout.index.exists() or layout.some_blocks(1)
-    if named is None and filled and not layout.database.exists():
-        raise DatabaseMismatchError(f"{layout.root}: its documents are in a database elsewhere; {WAY_OUT}")
-
-
-def _check_named(layout: StoreLayout, documents: DocumentStore, named: NamedDatabase, where: str) -> None:
-    if database_id(documents) != named.id:
-        raise _mismatch(layout, named.where, where)
-    if named.where != where and not documents.database.read_only:
-        _note(layout, NamedDatabase(where, named.id))  # it has moved
 
 
 def _take_unnamed(layout: StoreLayout, documents: DocumentStore, where: str) -> None:
@@ -138,10 +129,6 @@ def _mismatch(layout: StoreLayout, named: str, where: str) -> DatabaseMismatchEr
 
 def _unknown(layout: StoreLayout) -> str:
     return f"has KV of documents that are not in its {layout.database.name}"
-
-
-def _is_inside(layout: StoreLayout, url: str) -> bool:
-    return Path(address(url)).resolve() == layout.database.resolve()
 
 
 def _has_documents(layout: StoreLayout) -> bool:

@@ -68,7 +68,9 @@ class PassageList:
             query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids) VALUES (?, ?, ?)"
             added = [database.execute(query, row) for row in rows]
             if any(one.rowcount == 1 and (one.lastrowid or 0) % _PURGE_EVERY == 0 for one in added):
-                self._purge(database)
+                there = database.execute("SELECT handle FROM passages").fetchall()
+                gone = [row for row in there if row[0] not in self._blocks]
+                database.executemany("DELETE FROM passages WHERE handle = ?", gone)
 
         self._run(add, create=True)
 
@@ -188,11 +190,6 @@ class PassageList:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
-
-    def _purge(self, database: sqlite3.Connection) -> None:
-        listed = database.execute("SELECT handle FROM passages").fetchall()
-        gone = [row for row in listed if row[0] not in self._blocks]
-        database.executemany("DELETE FROM passages WHERE handle = ?", gone)
 
 
 def _unname(database: sqlite3.Connection, collection: str, where: str, rows: Iterable[tuple[str, ...]]) -> set[str]:

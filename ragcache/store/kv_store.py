@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from ragcache.codecs import Bases, Codec, get_codec
-from ragcache.codecs.basis import basis_name
+from ragcache.codecs.base import basis_name
 from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch, work_alone
@@ -102,7 +102,7 @@ class KVStore:
         self._complaints = WarnOnce(log)
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
         self._key_locks = KeyLocks()
-        self._demotion = Demotion(self._durable, self._key_locks, read_only=read_only, referenced=referenced)
+        self._demotion = Demotion(self._durable, self._key_locks, read_only, referenced)
         self._tiers = TierStack(self._durable, self._demotion)
         self._tiers.push(MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__))
         helpers = partial(ThreadPoolExecutor, initializer=work_alone)
@@ -371,13 +371,12 @@ class KVStore:
     def stats(self) -> KVStats:
         """Count, walking through the durable tier: for people and monitoring, not for every question."""
         usage = {tier.name: tier.usage() for tier in self._tiers}
-        served = self._counts.snapshot()
         return KVStats(
             blocks=usage[self._durable.name].blocks,
             bytes_by_tier={name: use.num_bytes for name, use in usage.items()},
-            hits_by_tier={name: served.hits[name] for name in usage},
-            misses=served.misses,
-            damaged=served.damaged,
+            hits_by_tier={name: self._counts.hits[name] for name in usage},
+            misses=self._counts.misses,
+            damaged=self._counts.damaged,
             evictions=sum(tier.evictions for tier in self._tiers),
             unwritten_bytes=self._durable.unwritten_bytes,
             pinned=len(self._pins),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,24 +43,24 @@ class _Holding:
     gone: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class ByteLedger:
     """The bytes of one tier under a budget. Not thread-safe, but for what `lease` returns: used under the tier's lock.
 
     used_bytes counts what is held, what is claimed for newcomers, what is leaving until it has left, and what was
     removed and is in use still. It is at most the budget at every moment.
 
-    is_pinned: whether a key never has to go
+    _is_pinned: whether a key never has to go
     """
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy, is_pinned: Callable[[str], bool] = never) -> None:
-        self.budget_bytes = budget_bytes
-        self.used_bytes = 0
-        self.ghost_bytes = 0  # of what was removed and is in use still
-        self.evictions = 0
-        self._policy = policy
-        self._is_pinned = is_pinned
-        self._held: dict[str, _Holding] = {}
-        self._released: deque[_Holding] = deque()
+    budget_bytes: int
+    _policy: EvictionPolicy
+    _is_pinned: Callable[[str], bool] = never
+    used_bytes: int = 0
+    ghost_bytes: int = 0  # of what was removed and is in use still
+    evictions: int = 0
+    _held: dict[str, _Holding] = field(default_factory=dict)
+    _released: deque[_Holding] = field(default_factory=deque)
 
     def __contains__(self, key: object) -> bool:
         return key in self._held

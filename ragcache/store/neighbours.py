@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, delete, func, insert, select, update
@@ -58,6 +59,7 @@ class KnownNeighbours(NamedTuple):
     lowest: float
 
 
+@dataclass(eq=False, repr=False)
 class NeighbourTable:
     """Neighbours by vector id. A chunk none of which are recorded has them to be found.
 
@@ -65,8 +67,7 @@ class NeighbourTable:
     `discard_chunks` takes out of here what named its chunks.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    _db: Database
 
     def of(self, vector_ids: Iterable[int]) -> dict[int, list[int]]:
         """The recorded neighbours of these chunks, nearest first; chunks without any are left out."""

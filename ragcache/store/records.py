@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Column, RowMapping, Select, func, select
+from sqlalchemy import RowMapping, Select, func, select
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.filters import Filter, compile_filter
@@ -179,17 +179,6 @@ def select_chunks() -> Select[Any]:
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
 
-def select_ids_among(ids: Sequence[str]) -> Select[Any]:
-    """Those of these documents' ids that are there."""
-    return select(documents.c.id).where(documents.c.id.in_(ids))
-
-
-def select_above(vector_id: int, limit: int, column: Column[Any]) -> Select[Any]:
-    """Vector ids and one column of the chunks with higher vector ids, by rising id."""
-    query = select(chunks.c.vector_id, column).where(chunks.c.vector_id > vector_id)
-    return query.order_by(chunks.c.vector_id).limit(limit)
-
-
 def token_id_batch(read: Sequence[RowMapping]) -> list[tuple[int, NDArray[np.int32]]]:
     return [(int(row["vector_id"]), np.frombuffer(row["token_ids"], _TOKEN)) for row in read]
 
@@ -206,10 +195,6 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
 
 def chunk(row: RowMapping) -> Chunk:
     return Chunk(**{**row, "token_ids": np.frombuffer(row["token_ids"], _TOKEN).tolist()})
-
-
-def document_values(new: NewDocument, now: float) -> dict[str, Any]:
-    return {**vars(new), "updated_at": now}
 
 
 def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:
@@ -240,29 +225,19 @@ def check_document(document: NewDocument, chunks: Sequence[NewChunk]) -> None:
     """Raises IngestError (text), MetadataError, DuplicateDocumentError (chunk ids) or ConfigError (embeddings)."""
     if not document.id:
         raise IngestError("a document without an id; give it one")
-    for text in (document.id, document.source, document.title, document.content_hash, document.file):
-        _check_text(document.id, text)
-    check_metadata(f"document {document.id!r}", document.metadata)
+    what = f"document {document.id!r}"
+    texts = [document.id, document.source, document.title, document.content_hash, document.file]
+    texts += [text for chunk in chunks for text in (chunk.id, chunk.text, chunk.handle or "")]
+    if problem := next(filter(None, map(text_problem, texts)), None):
+        raise IngestError(f"{what}: its text holds {problem}; remove it before it is stored")
+    check_metadata(what, document.metadata)
     seen: set[str] = set()
     for chunk in chunks:
         if not chunk.id or chunk.id in seen:
-            raise DuplicateDocumentError(f"document {document.id!r}: two chunks with the id {chunk.id!r}")
+            raise DuplicateDocumentError(f"{what}: two chunks with the id {chunk.id!r}")
         seen.add(chunk.id)
-        _check_chunk(document.id, chunk)
+        check_metadata(what, chunk.metadata)
+        if chunk.embedding.ndim != 1 or not len(chunk.embedding) or not np.isfinite(chunk.embedding).all():
+            raise ConfigError(f"chunk {chunk.id!r}: its embedding is not a vector of finite numbers")
     if len({len(chunk.embedding) for chunk in chunks}) > 1:
-        raise ConfigError(f"document {document.id!r}: its embeddings differ in length")
-
-
-def _check_chunk(document_id: str, chunk: NewChunk) -> None:
-    _check_text(document_id, chunk.id)
-    _check_text(document_id, chunk.text)
-    _check_text(document_id, chunk.handle or "")
-    check_metadata(f"document {document_id!r}", chunk.metadata)
-    if chunk.embedding.ndim != 1 or not len(chunk.embedding) or not np.isfinite(chunk.embedding).all():
-        raise ConfigError(f"chunk {chunk.id!r}: its embedding is not a vector of finite numbers")
-
-
-def _check_text(document_id: str, text: str) -> None:
-    problem = text_problem(text)
-    if problem:
-        raise IngestError(f"document {document_id!r}: its text holds {problem}; remove it before it is stored")
+        raise ConfigError(f"{what}: its embeddings differ in length")

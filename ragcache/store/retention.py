@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from filelock import FileLock
@@ -20,6 +21,7 @@ MARKS_PER_LIFE = 16
 _MOST_KNOWN = 1 << 17
 
 
+@dataclass(eq=False, repr=False)
 class Expiry:
     """Last uses of blocks: here by a clock that never jumps, by others as the durable tier says.
 
@@ -30,22 +32,17 @@ class Expiry:
     ttl_s: None: no block is ever over, and none is marked
     """
 
-    def __init__(
-        self,
-        ttl_s: float | None,
-        durable: DurableTier,
-        *,
-        writable: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        if ttl_s is not None and (not ttl_s > 0 or math.isinf(ttl_s)):
-            raise ConfigError(f"a time to live of {ttl_s} s: give more than 0, or None to keep blocks")
-        self.ttl_s = ttl_s
-        self._durable = durable
-        self._writable = writable
-        self._clock = clock
-        self._offset_s = wall() - clock()
+    ttl_s: float | None
+    durable: DurableTier
+    _: KW_ONLY
+    writable: bool = True
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and (not self.ttl_s > 0 or math.isinf(self.ttl_s)):
+            raise ConfigError(f"a time to live of {self.ttl_s} s: give more than 0, or None to keep blocks")
+        self._offset_s = self.wall() - self.clock()
         self._used_at: dict[str, float] = {}
         self._marked_at: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -60,8 +57,10 @@ class Expiry:
             mark = now - self._marked_at.get(key, -math.inf) >= often_s
             if mark:
                 self._marked_at[key] = now
-            if len(self._used_at) > _MOST_KNOWN:
-                self._forget_old(now - often_s)
+            if len(self._used_at) > _MOST_KNOWN:  # the durable tier says as much of old ones
+                for old in [known for known, at in self._used_at.items() if at <= now - often_s]:
+                    del self._used_at[old]
+                    self._marked_at.pop(old, None)
         if mark:
             self._mark(key, now)
 
@@ -72,7 +71,10 @@ class Expiry:
         now = self._now()
         last = self._used_at.get(key)
         if last is None or now - last >= self.ttl_s:
-            last = self._latest(last, self._durable.used_at(key), key, now)
+            marked = self.durable.used_at(key)
+            if marked is not None and marked > now:
+                self._mark(key, marked := now)
+            last = max((at for at in (last, marked) if at is not None), default=None)
         return last is not None and now - last >= self.ttl_s
 
     def forget(self, key: str) -> None:
@@ -80,26 +82,12 @@ class Expiry:
             self._used_at.pop(key, None)
             self._marked_at.pop(key, None)
 
-    def _latest(self, own: float | None, marked: float | None, key: str, now: float) -> float | None:
-        if marked is not None and marked > now:
-            self._mark(key, now)
-            return now
-        known = [at for at in (own, marked) if at is not None]
-        return max(known) if known else None
-
     def _mark(self, key: str, now: float) -> None:
-        if self._writable:
-            self._durable.mark_used(key, now)
-
-    def _forget_old(self, before: float) -> None:
-        """The durable tier says as much."""
-        old = [key for key, at in self._used_at.items() if at <= before]
-        for key in old:
-            del self._used_at[key]
-            self._marked_at.pop(key, None)
+        if self.writable:
+            self.durable.mark_used(key, now)
 
     def _now(self) -> float:
-        return self._clock() + self._offset_s
+        return self.clock() + self._offset_s
 
 
 # Blocks that no tier may give up.
@@ -114,30 +102,26 @@ class Pins:
     def __init__(self, root: Path) -> None:
         self._path = root / ".pins.json"
         self._lock = FileLock(root / ".pins.lock")
-        self._keys: frozenset[str] = frozenset()
+        self.keys: frozenset[str] = frozenset()
         self._version: tuple[int, int] | None = None
         self.reload()
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self.keys
 
     def __len__(self) -> int:
-        return len(self._keys)
-
-    @property
-    def keys(self) -> frozenset[str]:
-        return self._keys
+        return len(self.keys)
 
     def reload(self) -> None:
         """Read the file where it has changed."""
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            self._keys, self._version = frozenset(), None
+            self.keys, self._version = frozenset(), None
             return
         version = (status.st_mtime_ns, status.st_ino)
         if version != self._version:
-            self._keys, self._version = self._read(), version
+            self.keys, self._version = self._read(), version
 
     def add(self, keys: Iterable[str], allowed: Callable[[frozenset[str]], None]) -> None:
         """Pin these too. allowed: told of all pins that there would be; what it raises leaves them as they are.
@@ -156,7 +140,7 @@ class Pins:
     def remove(self, keys: Iterable[str]) -> None:
         """Unpin these; keys that are not pinned are ignored. Raises StoreReadOnlyError, StoreFullError."""
         removed = frozenset(keys)
-        if removed & self._keys:
+        if removed & self.keys:
             self._change(lambda pinned: pinned - removed)
 
     def _change(self, change: Callable[[frozenset[str]], frozenset[str]]) -> None:
@@ -164,8 +148,8 @@ class Pins:
             make_directory(self._path.parent)
             with self._lock:
                 self.reload()
-                changed = change(self._keys)
-                if changed != self._keys:
+                changed = change(self.keys)
+                if changed != self.keys:
                     with atomic_write(self._path) as file:
                         write_all(file, json.dumps({"pinned": sorted(changed)}).encode() + b"\n")
                 self.reload()

@@ -165,7 +165,8 @@ def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
     _refuse_newer(version, where)
     for step in range(version, SCHEMA_VERSION):
         MIGRATIONS[step](connection)
-        _record(connection, step + 1)
+        recorded = update(properties).where(properties.c.name == "schema_version")
+        connection.execute(recorded.values(value=json.dumps(step + 1)))
 
 
 def check(connection: Connection, where: str) -> None:
@@ -206,11 +207,6 @@ def _create(connection: Connection, where: str) -> None:
     connection.execute(insert(counters), [{"name": "generation", "value": 0}, {"name": "vector_id", "value": 0}])
     version = json.dumps(SCHEMA_VERSION)
     connection.execute(insert(properties), {"name": "schema_version", "value": version})
-
-
-def _record(connection: Connection, version: int) -> None:
-    statement = update(properties).where(properties.c.name == "schema_version").values(value=json.dumps(version))
-    connection.execute(statement)
 
 
 # Counters of a document store (see `schema.counters`), and counts of its chunks.

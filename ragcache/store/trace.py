@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ragcache.errors import TraceError
 
@@ -98,7 +98,9 @@ class TraceWriter:
     def _write(self, access: Access) -> None:
         if self._file is None:
             return
-        line = json.dumps(_fields(access)) + "\n"
+        request, handle, num_bytes, num_tokens, tier, at = access
+        sizes = {"bytes": num_bytes, "tokens": num_tokens}
+        line = json.dumps({"at": round(at, 6), "request": request, "handle": handle, **sizes, "tier": tier}) + "\n"
         try:
             os.write(self._file, line.encode())
         except OSError as error:
@@ -116,17 +118,6 @@ def read_trace(path: Path) -> Iterator[Access]:
                     yield _access(path, number, line)
     except OSError as error:
         raise TraceError(path, f"cannot be read ({error})") from error
-
-
-def _fields(access: Access) -> dict[str, Any]:
-    return {
-        "at": round(access.at, 6),
-        "request": access.request,
-        "handle": access.handle,
-        "bytes": access.num_bytes,
-        "tokens": access.num_tokens,
-        "tier": access.tier,
-    }
 
 
 def _access(path: Path, number: int, line: bytes) -> Access:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import Bases
-from ragcache.codecs.basis import basis_name
+from ragcache.codecs.base import basis_name
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.errors import BasisError, ConfigError, DamagedBlockError, PinError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, keep

@@ -32,7 +32,7 @@ def lm(tmp_path_factory):
 
 
 def prompt_ids(tokenizer, *messages) -> list[int]:
-    ends, _ = Conversation(messages).as_written(tokenizer, None)
+    ends, _ = Conversation(tokenizer, messages).as_written(None)
     return [*ends.prefix_ids, *ends.suffix_ids]
 
 

@@ -118,7 +118,7 @@ def left_out(messages, answer):
 def test_groups():
     def old(*roles):
         calls = {"c": called(1)[0], "t": called(1)[1], "s": SYSTEM, "u": user("?"), "a": said("!")}
-        return Conversation([calls[role] for role in roles]).old
+        return Conversation(None, [calls[role] for role in roles]).old
 
     assert old(*"su") == []
     assert old(*"suauau") == [[1, 2], [3, 4]]

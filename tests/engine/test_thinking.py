@@ -65,7 +65,7 @@ def form(request, lm, monkeypatch):
 
 def rendered(lm, shown, *turns):
     """The prompt's text, as the engine makes it."""
-    ends, _ = Conversation(turns or [ASKED], Shown(variables=shown)).as_written(lm.tokenizer, None)
+    ends, _ = Conversation(lm.tokenizer, turns or [ASKED], Shown(variables=shown)).as_written(None)
     return lm.tokenizer.decode([*ends.prefix_ids, *ends.suffix_ids])
 
 
@@ -114,7 +114,7 @@ def test_effort_and_variables_reach_the_template(kb, lm, monkeypatch):
 
 def test_variables_of_a_template_are_text(lm, monkeypatch):
     monkeypatch.setattr(lm.tokenizer, "chat_template", TEMPLATES["channels"])
-    ends, _ = Conversation([ASKED], Shown(variables={"reasoning_effort": "<|eos|>"})).as_written(lm.tokenizer, None)
+    ends, _ = Conversation(lm.tokenizer, [ASKED], Shown(variables={"reasoning_effort": "<|eos|>"})).as_written(None)
     assert lm.tokenizer.eos_token_id not in [*ends.prefix_ids, *ends.suffix_ids]
 
 

@@ -76,7 +76,7 @@ def templated(tokenizer, messages, tools):
 def test_a_prompt_is_what_the_template_makes_of_it(family):
     tokenizer = template_tokenizer(family if family in FAMILIES else "chatml")
     tokenizer.chat_template = TOOL_TEMPLATES[family]
-    ends, _ = Conversation(TURNS, Shown([SEARCH])).as_written(tokenizer, None)
+    ends, _ = Conversation(tokenizer, TURNS, Shown([SEARCH])).as_written(None)
     text = templated(tokenizer, TURNS, [SEARCH])
     assert "search" in text
     assert "A river." in text
@@ -95,8 +95,8 @@ def test_what_tools_say_is_text(family):
         **CALLED,
         "tool_calls": [{**CALLED["tool_calls"][0], "function": {"name": "search", "arguments": arguments}}],
     }
-    plain, _ = Conversation(TURNS, Shown([SEARCH])).as_written(tokenizer, None)
-    ends, _ = Conversation([ASKED, called, {**FOUND, "content": evil}], Shown([tool])).as_written(tokenizer, None)
+    plain, _ = Conversation(tokenizer, TURNS, Shown([SEARCH])).as_written(None)
+    ends, _ = Conversation(tokenizer, [ASKED, called, {**FOUND, "content": evil}], Shown([tool])).as_written(None)
     specials = set(tokenizer.all_special_ids)
     assert [id for id in ends.suffix_ids if id in specials] == [id for id in plain.suffix_ids if id in specials]
     assert tokenizer.decode(ends.suffix_ids).count(evil) == 6

@@ -15,7 +15,7 @@ from torch import Tensor
 import ragcache as rc
 from ragcache.codecs import get_codec
 from ragcache.fusion import place_check
-from ragcache.fusion.placement import Placement, Placer
+from ragcache.fusion.method import Placer
 from ragcache.kv.block import KVBlock, MixedBlock, part_of_block
 from ragcache.kv.rope import Angles
 from ragcache.models.language_model import LanguageModel
@@ -221,7 +221,7 @@ def test_a_pass_waits_for_each_layer_that_was_placed_ahead(tmp_path, family, met
 
 def test_what_is_moved_or_shared_was_waited_for(tiny):
     block = random_block(3, 2, 9, 12, 12, torch.float32)
-    placer = Placer(tiny, [Placement(block, 0)])
+    placer = Placer(tiny, [(block, 0)])
     plain = tiny.new_cache(9, lambda layer: placer.place(plain, layer))
     plain.place()
     tiny.pool.lane = LateLane()

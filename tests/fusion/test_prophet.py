@@ -17,8 +17,7 @@ import ragcache_papers.prophet as prophet
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.method import Job
-from ragcache.fusion.placement import Placer
+from ragcache.fusion.method import Job, Placer
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 CHUNKS = (17, 3, 20, 12)

@@ -1,4 +1,4 @@
-"""Retrievers of others that raise, return strings or nothing, duplicates, nodes without ids, and passages of one token."""
+"""Retrievers of others that raise, return strings or nothing, duplicates, nodes without ids, and single tokens."""
 
 from __future__ import annotations
 

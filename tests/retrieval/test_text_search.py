@@ -226,8 +226,8 @@ def test_an_index_of_words_between_spaces_is_replaced(url):
     """What the version before made: a store goes on, and its first search makes the index anew."""
     with DocumentStore.open(url) as store:
         put(store, "ja", ["会議は大阪で行われます。"])
-        with store._db.write() as connection:
-            for statement in OLD[store._db.dialect]:
+        with store.database.write() as connection:
+            for statement in OLD[store.database.dialect]:
                 connection.execute(text(statement))
         put(store, "more", ["大阪 river"])
         assert texts_of(store, "大阪") == ["大阪 river", "会議は大阪で行われます。"]

@@ -24,8 +24,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.counters import Loaded
 from ragcache.store.eviction import POLICIES
 from ragcache.store.kv_store import KVStore
-from ragcache.store.tiers import memory
-from ragcache.store.tiers import memory as device
+from ragcache.store.tiers import DeviceTier, MemoryTier
 
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
 NUMBERS = st.integers(0, 7)  # block n has n + 1 tokens
@@ -92,8 +91,8 @@ def counting() -> Iterator[dict[str, LiveBytes]]:
     live = {"device": LiveBytes(), "memory": LiveBytes()}
     interval = sys.getswitchinterval()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "_device_copy", live["device"].copy)
-        patch.setattr(memory, "private_copy", live["memory"].copy)
+        for tier in (DeviceTier, MemoryTier):
+            patch.setattr(tier, "_copy", lambda own, tensor: live[own.name].copy(tensor))
         sys.setswitchinterval(1e-5)  # threads meet in more places
         try:
             yield live

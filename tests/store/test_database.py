@@ -141,7 +141,7 @@ def test_a_damaged_database_is_a_store_error(tmp_path: Path) -> None:
 def test_a_writer_waits_then_gives_up(url: str) -> None:
     with DocumentStore.open(url) as store, DocumentStore.open(url, busy_timeout_s=0.2) as impatient:
         put(store, "a")
-        with store._db.write() as connection:
+        with store.database.write() as connection:
             connection.exec_driver_sql("UPDATE ragcache_counters SET value = value")
             started = time.monotonic()
             with pytest.raises(StoreBusyError, match="another process is writing"):
@@ -269,7 +269,7 @@ READ_ONLY = """
 with DocumentStore.open(path) as store:
     put(store, 1)
 store = DocumentStore.open(path)
-store._db._engine.dispose()  # a disk with a file open for writing cannot turn read-only
+store.database._engine.dispose()  # a disk with a file open for writing cannot turn read-only
 subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
 for attempt in (
     lambda: put(store, 2),

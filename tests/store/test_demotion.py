@@ -155,14 +155,14 @@ def test_a_block_of_a_document_that_another_process_deleted_is_not_written(tmp_p
 def test_a_device_without_memory_left_costs_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copy, full = device_tier._device_copy, True
+    copy, full = device_tier.DeviceTier._copy, True
 
-    def fail(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def fail(tier: device_tier.DeviceTier, tensor: torch.Tensor) -> torch.Tensor:
         if full:
             raise torch.OutOfMemoryError("no memory")
-        return copy(tensor, device)
+        return copy(tier, tensor)
 
-    monkeypatch.setattr(device_tier, "_device_copy", fail)
+    monkeypatch.setattr(device_tier.DeviceTier, "_copy", fail)
     with open_store(tmp_path, device_bytes=100 * ONE) as store:
         for number in range(3):
             store.put(make_key(number), make_block(number))

@@ -69,13 +69,13 @@ def test_what_goes_in_comes_out(store: DocumentStore) -> None:
     assert second.num_tokens == 2
     assert (first.source, first.title) == ("dir/file.md", "A title")
     assert [first.vector_id, second.vector_id] == ids
-    assert store.chunk("c1") == second
+    assert store.chunks(["c1"]) == [second]
     assert store.counts() == Counts(1, 2, 4)
 
 
 def test_an_empty_store_has_nothing(store: DocumentStore) -> None:
     assert store.document("x") is None
-    assert store.chunk("x") is None
+    assert store.chunks(["x"]) == []
     assert store.documents() == store.chunks_of("x") == []
     assert store.chunks_by_vector_ids([1, 2]) == list(store.all_vectors()) == []
     assert store.vector_ids() == store.handles() == store.garbage() == store.collectable() == set()
@@ -190,7 +190,7 @@ def test_handles_set_later(store: DocumentStore) -> None:
     assert store.handles() == {"x", "y", "h"}
     assert store.document("a").state == "ready"  # type: ignore[union-attr]
     store.set_handle("a.0", "z")
-    assert (store.garbage(), store.chunk("a.0").handle) == ({"x"}, "z")  # type: ignore[union-attr]
+    assert (store.garbage(), store.chunks(["a.0"])[0].handle) == ({"x"}, "z")
     store.set_handle("a.1", "x")
     assert store.garbage() == {"y"}
     store.set_handle("a.1", None)

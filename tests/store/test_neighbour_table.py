@@ -31,9 +31,7 @@ def put(store: DocumentStore, name: str, handle: str | None = None, uses_left: i
 
 
 def handle_of(store: DocumentStore, name: str) -> str | None:
-    chunk = store.chunk(f"{name}.0")
-    assert chunk is not None
-    return chunk.handle
+    return store.chunks([f"{name}.0"])[0].handle
 
 
 def test_neighbours_come_back_in_their_order(store: DocumentStore, table: NeighbourTable) -> None:

@@ -25,8 +25,7 @@ from ragcache.errors import (
     StoreUnreachableError,
 )
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import Blobs, Connection, open_blobs
-from ragcache.store.remote.blobs import RETRY_AFTER_S
+from ragcache.store.remote import RETRY_AFTER_S, Blobs, Connection, open_blobs
 from ragcache.store.tiers import RemoteTier
 
 KEY = make_key(1)

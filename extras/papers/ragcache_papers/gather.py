@@ -40,8 +40,8 @@ class Gather:
                 "does not, such as reposition, cacheblend or a3"
             )
         placements = job.placements
-        self._blocks = [p.block for p in placements]
-        parts = [torch.arange(p.rotate_from, p.rotate_from + p.block.num_tokens) for p in placements]
+        self._blocks = [block for block, _ in placements]
+        parts = [torch.arange(start, start + block.num_tokens) for block, start in placements]
         self.positions = torch.cat([torch.arange(job.known), *parts]).to(lm.device)
         ends = job.known + torch.tensor([block.num_tokens for block in self._blocks], dtype=torch.int64).cumsum(0)
         self._ends = ends.to(lm.device)
@@ -68,7 +68,10 @@ class Gather:
 
     def place(self, cache: FusedCache, layer: int, slots: Tensor) -> None:
         """Put these tokens into an empty layer. slots: int64, ascending, all of the prefix's among them."""
-        self._job.place_exact(cache, layer)
+        from ragcache.kv.prefix_cache import place_exact
+
+        if self._job.exact is not None:
+            place_exact(cache, layer, self._job.exact)
         slots = slots[self._job.known :]
         keys, values = cache.reserve(layer, self.positions[slots])
         if not slots.numel():

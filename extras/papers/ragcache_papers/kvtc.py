@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.base import Codec, RawCodec
-from ragcache.codecs.basis import Bases
+from ragcache.codecs.base import Bases, Codec, RawCodec
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock

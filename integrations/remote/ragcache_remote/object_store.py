@@ -23,7 +23,7 @@ from ragcache.errors import (
     StoreUnreachableError,
     translate_os_errors,
 )
-from ragcache.store.remote.blobs import CONNECT_S, READ_S, RETRIES, WRITE_S, Blob, Blobs
+from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, WRITE_S, Blob, Blobs
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

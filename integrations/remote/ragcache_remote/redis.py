@@ -15,7 +15,7 @@ from ragcache.errors import (
     StoreReadOnlyError,
     StoreUnreachableError,
 )
-from ragcache.store.remote.blobs import CONNECT_S, READ_S, RETRIES, Blob, Blobs
+from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, Blob, Blobs
 
 # Fields of a hash; each blob has one.
 _DATA, _CHANGED_AT = "data", "at"

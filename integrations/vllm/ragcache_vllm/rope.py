@@ -35,12 +35,12 @@ def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
         model = AutoModelForCausalLM.from_config(_narrowed(config), attn_implementation=NAME).eval()
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"{what}: no small model of its kind could be made ({error})") from error
-    found = inspect(model, name)
-    if found.shape.latent:
+    rope, shape = inspect(model, name)
+    if shape.latent:
         raise UnsupportedModelError(f"{what}: its attention keeps latents, which are not placed into vLLM's pages")
-    for module in found.rope.modules:
+    for module in rope.modules:
         module.to(device)
-    return found.rope
+    return rope
 
 
 def _narrowed(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -2,15 +2,184 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Callable
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from ragcache import plugins
-from ragcache.errors import ConfigError, check_choice
+from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError, check_choice
 from ragcache.plugins import Registry
-from ragcache.store.remote.blobs import Blob as Blob
-from ragcache.store.remote.blobs import Blobs as Blobs
-from ragcache.store.remote.blobs import Connection as Connection
+
+# Seconds of one attempt, and attempts at one call.
+CONNECT_S = 3.0
+READ_S = 10.0
+WRITE_S = 60.0
+RETRIES = 3
+
+
+class Blob(NamedTuple):
+    """changed_at: Unix seconds of the last `put`."""
+
+    name: str
+    num_bytes: int
+    changed_at: float
+
+
+class Blobs(ABC):
+    """Holds blobs by name, a path of letters, digits, dots and hyphens. Safe to call from several threads.
+
+    A blob appears, and is replaced, whole or not at all. The service's client retries what may succeed a moment later,
+    and gives up within seconds. All methods raise StoreUnreachableError, and StoreError where the service refuses.
+
+    where: the URL without credentials
+    """
+
+    where: str
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Hold a blob, in place of one of the same name.
+
+        Raises StoreFullError, StoreReadOnlyError, StoreNotFoundError (no such bucket).
+        """
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """`put`, unless there is a blob of this name: then nothing happens, and False is returned."""
+
+    @abstractmethod
+    def get(self, name: str) -> bytearray | None:
+        """The blob whole, or None."""
+
+    @abstractmethod
+    def look(self, names: Iterable[str]) -> dict[str, Blob]:
+        """What is held under these names; those that are not there are left out."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Forget blobs; absent ones are fine. Raises StoreReadOnlyError."""
+
+    @abstractmethod
+    def walk(self, folder: str) -> Iterator[Blob]:
+        """Blobs whose names begin with "<folder>/", in any order."""
+
+    @property
+    @abstractmethod
+    def gives_up(self) -> bool:
+        """Whether the service may drop a blob unasked, to make room."""
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove what killed writers left half done; returns how many."""
+        return 0
+
+    def close(self) -> None:
+        """Let go of connections."""
+        return
+
+
+# One store's access to a remote, which may be slow, down, or another store's.
+
+
+log = logging.getLogger(__name__)
+RETRY_AFTER_S = 10.0
+MARKER = "ragcache.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(eq=False, repr=False)
+class Connection:
+    """Lets calls through, unless one has failed a moment ago: nobody waits for a dead service twice.
+
+    owner:     id of the store's database. A remote belongs to one database, as what no document there refers to is
+               deleted; the first store to open it leaves the id in a marker
+    read_only: the marker is read, and not made
+    """
+
+    blobs: Blobs
+    owner: str
+    _: KW_ONLY
+    read_only: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.where = self.blobs.where
+        self._lock = threading.Lock()
+        self._is_ours = False
+        self._broken_until = float("-inf")
+
+    @contextmanager
+    def use(self) -> Iterator[Blobs]:
+        """The remote, for one call.
+
+        Raises StoreUnreachableError at once for some seconds after a call has; ConfigError when the remote belongs to
+        another store; SchemaVersionError.
+        """
+        wait_s = self._broken_until - self.clock()
+        if wait_s > 0:
+            raise StoreUnreachableError(
+                f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s"
+            )
+        try:
+            self._check_owner()
+            yield self.blobs
+        except StoreUnreachableError:
+            self._broken_until = self.clock() + RETRY_AFTER_S
+            raise
+
+    def check(self) -> None:
+        """Ask once, so that what has to be mended is said at the start. One that does not answer is only warned of.
+
+        Raises what `use` does, and StoreNotFoundError, StoreReadOnlyError, StoreError where the service refuses.
+        """
+        try:
+            with self.use():
+                pass
+        except StoreUnreachableError as error:
+            log.warning("%s; until it answers, blocks that are not on this machine are computed", error)
+
+    def close(self) -> None:
+        self.blobs.close()
+
+    def _check_owner(self) -> None:
+        if self._is_ours:
+            return
+        with self._lock:
+            if self._is_ours:
+                return
+            mark = json.dumps({"format": FORMAT_VERSION, "owner": self.owner, "made_by": "ragcache"}).encode()
+            found = self.blobs.get(MARKER)
+            if found is None and self.read_only:
+                return
+            if found is None and not self.blobs.create(MARKER, mark):
+                found = self.blobs.get(MARKER)
+            if found is not None:
+                self._refuse_other(found)
+            self._is_ours = True
+
+    def _refuse_other(self, found: bytearray) -> None:
+        try:
+            marker = json.loads(found)
+            version, owner = int(marker["format"]), str(marker["owner"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise SchemaVersionError(f"{self.where}: its {MARKER} is not ragcache's; name another prefix") from error
+        if version > FORMAT_VERSION:
+            raise SchemaVersionError(
+                f"{self.where}: remote format {version}; this version of ragcache reads up to {FORMAT_VERSION}: use "
+                "the version that made it, or a later one"
+            )
+        if owner != self.owner:
+            raise ConfigError(
+                f"{self.where}: holds the blocks of another store, and each would delete what only the other one's "
+                "documents refer to; name another prefix, or share that store's database too (PostgreSQL, --database)"
+            )
+
 
 SCHEMES: Registry[Callable[[str], Blobs]] = Registry(plugins.REMOTES)
 """What opens a URL, by its scheme."""

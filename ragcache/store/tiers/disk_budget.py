@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -44,6 +44,7 @@ class _Books:
     total_bytes: int
 
 
+@dataclass(eq=False, repr=False)
 class DiskBudget:
     """The sizes of all files below a root, temporary ones included, are at most budget_bytes at every moment.
 
@@ -57,24 +58,20 @@ class DiskBudget:
     system gives the bytes back as soon as they are not used any more.
     """
 
-    def __init__(
-        self,
-        files: BlockFiles,
-        budget_bytes: int,
-        policy: EvictionPolicy,
-        is_pinned: Callable[[str], bool] = never,
-    ) -> None:
-        if budget_bytes < 0:
-            raise ConfigError(f"a disk budget of {budget_bytes} bytes: give 0 (keep nothing) or more")
-        self.budget_bytes = budget_bytes
-        self._files = files
-        self._weighs_tokens = policy.weighs_tokens
-        self._ledger = ByteLedger(budget_bytes, policy, is_pinned)
+    _files: BlockFiles
+    budget_bytes: int
+    _policy: EvictionPolicy
+    is_pinned: InitVar[Callable[[str], bool]] = never
+
+    def __post_init__(self, is_pinned: Callable[[str], bool]) -> None:
+        if self.budget_bytes < 0:
+            raise ConfigError(f"a disk budget of {self.budget_bytes} bytes: give 0 (keep nothing) or more")
+        self._ledger = ByteLedger(self.budget_bytes, self._policy, is_pinned)
         self._leaving: set[str] = set()
         self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk
         self._one_thread = threading.Lock()  # threads wait here, as the file lock can only be polled
-        self._file_lock = FileLock(files.root / ".budget.lock", thread_local=False)
-        self._counter = files.root / BOOKS
+        self._file_lock = FileLock(self._files.root / ".budget.lock", thread_local=False)
+        self._counter = self._files.root / BOOKS
         self._indexed = self._counted = False
 
     @property
@@ -116,8 +113,10 @@ class DiskBudget:
             self._ledger.touch(key)
             if key in self._leaving:
                 return None
-            if key not in self._ledger and not self._discover(key):
-                return None
+            if key not in self._ledger:
+                if (size := self._files.size(key)) is None:
+                    return None
+                self._ledger.add(self._entry(key, self._files.path(key), size))  # another process has written it
             return self._ledger.lease(key)
 
     def remove(self, key: str) -> None:
@@ -254,16 +253,9 @@ class DiskBudget:
                 self._ledger.add(self._entry(file.key, file.path, file.num_bytes))
         self._indexed = True
 
-    def _discover(self, key: str) -> bool:
-        """Another process may have written it."""
-        size = self._files.size(key)
-        if size is not None:
-            self._ledger.add(self._entry(key, self._files.path(key), size))
-        return size is not None
-
     def _entry(self, key: str, path: Path, num_bytes: int) -> Entry:
         tokens = 0
-        if self._weighs_tokens:
+        if self._policy.weighs_tokens:
             with suppress(OSError, ValueError):
                 tokens = int(peek_metadata(path).get("num_tokens", "0"))
         return Entry(key, num_bytes, tokens)

@@ -176,12 +176,12 @@ class MemoryTier(BudgetedTier):
         self.page_locked = self.page_locked or device.type == "cuda"
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return private_copy(tensor, page_locked=self.page_locked)
+        return private_copy(tensor, pin_memory=self.page_locked)
 
 
-def private_copy(tensor: Tensor, *, page_locked: bool = False) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=page_locked)
-    return copy.copy_(tensor.detach())
+def private_copy(tensor: Tensor, **where: Any) -> Tensor:
+    """where: options of `torch.empty`"""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, **where).copy_(tensor.detach())
 
 
 # The model's own device under a byte budget.
@@ -216,11 +216,15 @@ class DeviceTier(BudgetedTier):
             self._shrink(error)
             return None
         if held is None and self.budget_bytes < self._whole_budget:
-            self._count_refusal()
+            with self._lock:
+                self._turned_away += 1
+                if self._turned_away >= RETRY_AFTER:
+                    self._turned_away = 0
+                    self._ledger.budget_bytes = self._whole_budget
         return held
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return _device_copy(tensor, self.device)
+        return private_copy(tensor, device=self.device)
 
     def _shrink(self, error: BaseException) -> None:
         with self._lock:
@@ -234,15 +238,3 @@ class DeviceTier(BudgetedTier):
                 "blocks stay in host memory: give --device-memory less",
                 self.device, str(error).partition("\n")[0], self.budget_bytes, self._whole_budget,
             )  # fmt: skip
-
-    def _count_refusal(self) -> None:
-        with self._lock:
-            self._turned_away += 1
-            if self._turned_away >= RETRY_AFTER:
-                self._turned_away = 0
-                self._ledger.budget_bytes = self._whole_budget
-
-
-def _device_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return copy.copy_(tensor.detach())

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache.errors import DamagedBlockError, PinError, StoreError
@@ -22,6 +23,7 @@ class Stored(NamedTuple):
     num_bytes: int
 
 
+@dataclass(eq=False, repr=False)
 class TierStack:
     """Any number of tiers in memory, fastest first, over a durable one and its caches. A block is read from the fastest
     tier that has it and kept in the faster ones from then on; what a tier evicts, `demotion` hands to the next slower
@@ -31,10 +33,9 @@ class TierStack:
     deleted from others: the caller locks the key.
     """
 
-    def __init__(self, durable: DurableTier, demotion: Demotion) -> None:
-        self.durable = durable
-        self.volatile: tuple[BudgetedTier, ...] = ()
-        self._demotion = demotion
+    durable: DurableTier
+    demotion: Demotion
+    volatile: tuple[BudgetedTier, ...] = ()
 
     def __iter__(self) -> Iterator[Tier]:
         return iter((*self.volatile, *self.durable.caches, self.durable))
@@ -42,7 +43,7 @@ class TierStack:
     def push(self, tier: BudgetedTier) -> None:
         """Make this the fastest tier."""
         below = self.volatile[0] if self.volatile else self.durable
-        tier.demote = lambda key, block: self._demotion.demote(tier, below, key, block)
+        tier.demote = lambda key, block: self.demotion.demote(tier, below, key, block)
         self.volatile = (tier, *self.volatile)
 
     def on_device(self, device: torch.device) -> None:
@@ -90,17 +91,17 @@ class TierStack:
     def drop_unwanted(self, *, copies: bool) -> int:
         """Let go of what no chunk refers to: copies on this machine, and in memory what the durable tier does not keep.
         Returns how many blocks left memory. copies: whether those on disk can be removed"""
-        caches = self.durable.caches if copies and self._demotion.knows_references else ()
+        caches = self.durable.caches if copies and self.demotion.referenced is not None else ()
         here = [(tier, key) for tier in caches for key in list(tier.keys())]
         held = [(tier, key) for tier in self.volatile for key in list(tier.keys())]
-        wanted = self._demotion.wanted(key for _, key in (*here, *held))
+        wanted = self.demotion.wanted(key for _, key in (*here, *held))
         for cache, key in here:
             if key not in wanted:
                 cache.delete(key)
         gone = [(tier, key) for tier, key in held if key not in wanted and key not in self.durable]
         for tier, key in gone:
             tier.delete(key)
-            self._demotion.stays(key)
+            self.demotion.stays(key)
         return len(gone)
 
     def refuse_too_many(self, pinned: frozenset[str]) -> None:
@@ -122,6 +123,7 @@ class TierStack:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Demotion:
     """Hands what a tier evicts to the next slower one, and sees that nothing comes to the durable tier which does not
     belong there: a passing block is never written, and one that was written late, when its document had been deleted by
@@ -130,36 +132,32 @@ class Demotion:
     referenced: which of some keys chunks refer to; None: all of them
     """
 
-    def __init__(
-        self,
-        durable: DurableTier,
-        key_locks: KeyLocks,
-        *,
-        read_only: bool,
-        referenced: Callable[[Iterable[str]], set[str]] | None,
-    ) -> None:
-        self._durable = durable
-        self._key_locks = key_locks
-        self._read_only = read_only
-        self._referenced = referenced
+    durable: DurableTier
+    key_locks: KeyLocks
+    read_only: bool
+    referenced: Callable[[Iterable[str]], set[str]] | None
+
+    def __post_init__(self) -> None:
         self._passing: set[str] = set()  # held in memory for a moment, and never to be written
         self._late: set[str] = set()  # written since the last look at what is referenced
         self._complaints = WarnOnce(log)
         self._lock = threading.Lock()
 
-    @property
-    def knows_references(self) -> bool:
-        return self._referenced is not None
-
     def demote(self, above: BudgetedTier, below: Tier, key: str, block: KVBlock) -> None:
         """Hand a block down, unless the slower tier has it or somebody works on the key: reads, makes or deletes it."""
-        if key in below or (below is self._durable and not self._is_to_be_written(key)):
+        if key in below:
             return
-        with self._key_locks.try_hold(key) as free:
+        if below is self.durable:
+            with self._lock:
+                passing = key in self._passing
+                self._passing.discard(key)
+            if passing or self.read_only:
+                return
+        with self.key_locks.try_hold(key) as free:
             if not free or not above.is_leaving(key):
                 return
             try:
-                if below is self._durable:
+                if below is self.durable:
                     self._write(key, block)
                 else:
                     below.put(key, block)
@@ -182,35 +180,29 @@ class Demotion:
         """Blocks in memory that may stay there although the durable tier has them no more."""
         with self._lock:
             known = set(keys) - self._passing
-        return self._referenced(known) if self._referenced is not None and known else set()
+        return self.referenced(known) if self.referenced is not None and known else set()
 
     def delete_late(self) -> None:
         """Delete what was written after its document was deleted by another process, which did not find it."""
         with self._lock:
             late, self._late = self._late, set()
-        if self._referenced is None or not late:
+        if self.referenced is None or not late:
             return
         try:
-            for key in late - self._referenced(late):
-                with self._key_locks.hold(key):
-                    self._durable.delete(key)
+            for key in late - self.referenced(late):
+                with self.key_locks.hold(key):
+                    self.durable.delete(key)
         except (StoreError, OSError) as error:
             with self._lock:
                 self._late |= late
             log.warning("blocks of deleted documents may be left; `ragcache doctor` collects them: %s", error)
 
     def _write(self, key: str, block: KVBlock) -> None:
-        if self._referenced is None or self._referenced([key]):
-            self._durable.put(key, block, encoded=True)
+        if self.referenced is None or self.referenced([key]):
+            self.durable.put(key, block, encoded=True)
             with self._lock:
                 self._late.add(key)
         self._complaints.worked()
-
-    def _is_to_be_written(self, key: str) -> bool:
-        with self._lock:
-            passing = key in self._passing
-            self._passing.discard(key)
-        return not (passing or self._read_only)
 
 
 # One lock a key, there only while somebody wants it.

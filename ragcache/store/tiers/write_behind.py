@@ -54,7 +54,8 @@ class WriteBehind(ForwardingTier):
     @property
     def unwritten_bytes(self) -> int:
         with self._changed:
-            self._collect()
+            while self._released:
+                self._used_bytes -= self._released.popleft()
             return self._used_bytes
 
     def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
@@ -140,20 +141,12 @@ class WriteBehind(ForwardingTier):
     def _reserve(self, num_bytes: int) -> bool:
         """Wait for room; False when all is written and there is none: what is left of it is in use."""
         with self._changed:
-            while self._taken() + num_bytes > self.bound_bytes:
+            while self.unwritten_bytes + num_bytes > self.bound_bytes:
                 if self._closing or num_bytes > self.bound_bytes or not self._waiting(None):
                     return False
                 self._changed.wait()
             self._used_bytes += num_bytes
             return True
-
-    def _taken(self) -> int:
-        self._collect()
-        return self._used_bytes
-
-    def _collect(self) -> None:
-        while self._released:
-            self._used_bytes -= self._released.popleft()
 
     def _waiting(self, wanted: set[str] | None) -> bool:
         if wanted is None:
