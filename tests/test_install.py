@@ -61,6 +61,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache",
         "ragcache_chatbot",
         "ragcache_demo",
+        "ragcache_documents",
         "ragcache_eval",
         "ragcache_papers",
         "ragcache_plan",

@@ -50,9 +50,9 @@ def test_a_reading_process_imports_no_model(tmp_path):
     """It starts in a moment, and has little to lose."""
     code = (
         "import sys, importlib, ragcache.ingest.sandbox_child\n"
-        "from ragcache.ingest.readers import READERS, reader_of\n"
+        "from ragcache.ingest.readers import reader_of, readers\n"
         "from pathlib import Path\n"
-        "[reader_of(Path('a' + suffix)) for suffix in READERS]\n"
+        "[reader_of(Path('a' + suffix)) for suffix in readers()]\n"
         "print([name for name in ('torch', 'transformers', 'sqlalchemy', 'faiss') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

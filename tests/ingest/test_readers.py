@@ -15,7 +15,7 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers import READERS, find_files, read_file
+from ragcache.ingest.readers import find_files, read_file, readers
 from ragcache.ingest.readers.pdf import join_wrapped_lines
 
 
@@ -324,7 +324,7 @@ def test_paths_that_cannot_be_read_say_why(write, tmp_path):
     assert "no file" in error_of(tmp_path / "loop.md")
 
 
-@pytest.mark.parametrize("suffix", sorted({reader: suffix for suffix, reader in READERS.items()}.values()))
+@pytest.mark.parametrize("suffix", sorted({reader: suffix for suffix, reader in readers().items()}.values()))
 def test_a_file_that_the_system_refuses_is_reported(write, suffix, monkeypatch):
     path = write("a" + suffix, "text")
 

@@ -22,25 +22,26 @@ _WRITTEN = re.compile(r"(?ms)^[ >]*(?P<fence>`{3,}).*?^[ >]*(?P=fence)$| +$|^(?P
 
 def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     title, text = markdown_of(_decode(read_bytes(path), path), path)
+    if not text:
+        raise ReaderError(path, "there is no text in it (only markup)")
     yield Document(document_id, text, title=title, source=document_id)
 
 
 def markdown_of(page: str, where: Path) -> tuple[str, str]:
-    """Title and text of a page. Raises ReaderError where there is no text in it."""
+    """Title and text of a page. Raises ReaderError where its elements are nested too deeply."""
     from html_to_markdown import ConversionOptions, PreprocessingOptions, WarningKind, convert
 
     # A width that wraps no line joins those that the source wraps.
     options = ConversionOptions(
         preprocessing=PreprocessingOptions(enabled=False), exclude_selectors=DROPPED, hidden_content="reachable",
-        strip_tags=["b", "em", "i", "mark", "strong"], wrap=True, wrap_width=1 << 24, compact_tables=True, skip_images=True,
-        extract_metadata=False,
+        strip_tags=["b", "em", "i", "mark", "strong"], wrap=True, wrap_width=1 << 24, compact_tables=True,
+        skip_images=True, extract_metadata=False,
     )  # fmt: skip
-    made = convert(storable(page), options, _Raised())
+    raised: Any = _Raised()  # its protocol wants every method
+    made = convert(storable(page), options, raised)
     if any(warning.kind == WarningKind.DEPTH_LIMIT_EXCEEDED for warning in made.warnings):
         raise ReaderError(where, "its elements are nested too deeply")
     text = _WRITTEN.sub(_as_seen, made.content or "").strip()
-    if not text:
-        raise ReaderError(where, "there is no text in it (only markup)")
     named = re.search(r"(?i)<title\b[^>]*>([^<]*)", page)
     return " ".join(unescape(named[1]).split()) if named else first_heading(text), text
 
