@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def names(ids: list[str]) -> list[str]:
     return sorted(Path(id).name for id in ids)
 
 
-def reading(path: Path, **limits: float) -> list[Document | Exception]:
+def reading(path: Path, **limits: Any) -> list[Document | Exception]:
     reader = IsolatedReader(ReadLimits(**limits))
     try:
         return list(reader.read(SourceFile(path, path.name)))
@@ -119,6 +120,20 @@ def test_text_is_capped_wherever_it_comes_from(tmp_path, lm):
     assert {type(error) for error in failed.values()} == {ReaderLimitError}
     assert "--max-text" in str(failed["given"])
     assert "metadata" in str(failed[f"{folder}/b.jsonl:3"])
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16-le", "cp850"])
+def test_an_encoding_that_is_stated_is_taken_where_text_is_not_utf_8(tmp_path, encoding):
+    own, text = "Größe: 3 €" if encoding != "cp850" else "Größe: 3", "Größe"
+    data = {"a.txt": own.encode(encoding), "b.md": text.encode(), "c.csv": f"{text},1".encode(encoding)}
+    folder = write(tmp_path / "docs", data | {"d.txt": text.encode("utf-16")})
+    found = [reading(folder / name, encoding=encoding)[0].text.strip() for name in ("a.txt", "b.md", "c.csv", "d.txt")]
+    assert [found[0], found[1], found[3]] == [own, text, text]
+    assert text in found[2]
+    write(folder, {"e.txt": b"\xff\xfeG\x00r"[:-1] + b"\x00\xd8"})
+    assert "not UTF-16" in reading(folder / "e.txt", encoding=encoding)[0].reason
+    with pytest.raises(ConfigError, match="encoding is 'nonsense'"):
+        ReadLimits(encoding="nonsense")
 
 
 def test_passages_are_capped(tmp_path, lm):

@@ -381,7 +381,7 @@ def test_a_byte_order_mark_says_the_encoding(write, encoding):
 
 def test_half_of_utf_16_and_guesses_are_refused(write):
     assert "not UTF-16 (byte" in error_of(write("a.txt", b"\xff\xfea"))
-    assert "not UTF-8 (byte 0xe9 at offset 3); save it as UTF-8" in error_of(write("b.txt", b"Caf\xe9"))
+    assert "not UTF-8 (byte 0xe9 at offset 3); save it as UTF-8, or state" in error_of(write("b.txt", b"Caf\xe9"))
 
 
 def test_characters_without_width_and_ligatures_split_no_word(write):
