@@ -21,31 +21,53 @@ VENDOR = Path(__file__).resolve().parent.parent / "apps/chatbot/ragcache_chatbot
 
 
 class Package(NamedTuple):
-    """A package of npm, and the one module of it that the page imports."""
+    """A package of npm, and the one module of it that the page imports. bundled: packages whose code is in that, too"""
 
     version: str
     module: str
+    bundled: tuple[str, ...] = ()
 
 
 PACKAGES = {
     "eventsource-parser": Package("3.1.1", "dist/index.js"),
-    "markdown-it": Package("15.0.3", "dist/browser/markdown-it.esm.min.mjs"),
+    "markdown-it": Package(
+        "15.0.3",
+        "dist/browser/markdown-it.esm.min.mjs",
+        ("entities", "linkify-it", "mdurl", "punycode.js", "uc.micro"),
+    ),
 }
 
 
 def fetch(name: str, package: Package, folder: Path) -> dict[str, str]:
-    """Write a package's module and licence to VENDOR; its entry of versions.json."""
-    subprocess.run(["npm", "pack", "--silent", f"{name}@{package.version}"], cwd=folder, check=True)
-    with tarfile.open(folder / f"{name}-{package.version}.tgz") as archive:
-        archive.extractall(folder / name, filter="data")
-    found = folder / name / "package"
+    """Write a package's module and licences to VENDOR; its entry of versions.json."""
+    found = unpack(name, package.version, folder)
     # A map of the source is not shipped.
     module = re.sub(r"\s*//# sourceMappingURL=.*\s*\Z", "\n", (found / package.module).read_text(encoding="utf-8"))
     (VENDOR / f"{name}.js").write_text(module, encoding="utf-8")
-    (VENDOR / f"{name}.LICENSE").write_bytes((found / "LICENSE").read_bytes())
     stated = json.loads((found / "package.json").read_text(encoding="utf-8"))
+    places = [found, *(unpack(other, stated["dependencies"][other], folder) for other in package.bundled)]
+    (VENDOR / f"{name}.LICENSE").write_text("\n\n".join(map(licence, places)) + "\n", encoding="utf-8")
     checksum = hashlib.sha256(module.encode()).hexdigest()
     return {"version": stated["version"], "license": stated["license"], "sha256": checksum}
+
+
+def unpack(name: str, version: str, folder: Path) -> Path:
+    """Download a package; the folder of its files."""
+    place = folder / name
+    place.mkdir()
+    subprocess.run(["npm", "pack", "--silent", f"{name}@{version}"], cwd=place, check=True, stdout=subprocess.DEVNULL)
+    (packed,) = place.glob("*.tgz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(place, filter="data")
+    return place / "package"
+
+
+def licence(package: Path) -> str:
+    """The licence of a package under its name and version."""
+    stated = json.loads((package / "package.json").read_text(encoding="utf-8"))
+    (file,) = (file for file in package.iterdir() if file.name.upper().startswith("LICEN"))
+    text = file.read_text(encoding="utf-8").strip()
+    return f"{stated['name']} {stated['version']} ({stated['license']})\n\n{text}"
 
 
 def main() -> None:

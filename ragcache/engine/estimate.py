@@ -76,7 +76,7 @@ class PrefillEstimate:
 
 
 # Of other kinds the text is compressed, or pictures lie beside it: the size of the file says nothing.
-MEASURED = {*OWN, ".csv", ".json", ".eml", ".rtf"} - {".pdf"}
+MEASURED = {*OWN, ".csv", ".json", ".eml", ".rtf"}
 SAMPLES, SAMPLE_BYTES = 16, 4096
 
 

@@ -16,7 +16,7 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import find_files, read_file, readers
-from ragcache.ingest.readers.pdf import join_wrapped_lines
+from ragcache_documents.pdf import join_wrapped_lines
 
 
 def read_path(path: Path) -> list[Document | ReaderError]:

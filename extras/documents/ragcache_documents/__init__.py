@@ -1,1 +1,1 @@
-"""Readers of office documents, e-books, notebooks, tables, mail and JSON (extra `documents`)."""
+"""Readers of PDF, office documents, e-books, notebooks, tables, mail and JSON (extra `documents` for some)."""
