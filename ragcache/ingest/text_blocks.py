@@ -17,7 +17,7 @@ from ragcache.models.deadline import LIMIT
 # Characters that are parsed together, and where one block alone is longer than that.
 WINDOW = 1 << 17
 MAX_WINDOW = 1 << 19
-# Longest title of a heading, in characters: every chunk below it carries it.
+# Longest title of a heading, or header of a table, in characters: every chunk below it carries it.
 MAX_TITLE = 1000
 
 
@@ -57,6 +57,8 @@ def split_blocks(text: str) -> Iterator[Block]:
         if end < len(text) and len(found) > 1:
             last = found.pop()
             resume, header = last.start, last.header
+            if header and header[1] - header[0] > MAX_TITLE:
+                header = None  # parsed again with each window, so what is left of such a table is prose
         elif end < len(text) and size < MAX_WINDOW:
             size = MAX_WINDOW
             continue

@@ -289,6 +289,7 @@ def test_blocks_are_the_same_through_any_window(monkeypatch, window):
     rng = random.Random(window)
     texts = ["\n".join(rng.choice(LINES) for _ in range(60)).strip() for _ in range(60)]
     texts += [random_markdown(rng).strip() for _ in range(30)]
+    texts += [f"{HEADER}{''.join(table_rows(20))}\nText.\n\n{HEADER}| a | b | c |\n# H"]
     whole = [list(split_blocks(text)) for text in texts]
     monkeypatch.setattr(structure, "WINDOW", window)
     assert [list(split_blocks(text)) for text in texts] == whole

@@ -344,6 +344,7 @@ assert "".join("".join(c.text for c in chunks).split()) == "".join(text.split())
 print(max(peak, status()) - base)
 """
 SHAPES = {"one word": "a", "words": "a ", "lines": "a\n", "paragraphs": "a\n\n", "items": "- a\n", "headings": "# a\n"}
+SHAPES |= {"tables": "| a | b |\n|-|-|\n"}
 SHAPES |= {"quotes": "> - a\n", "nested": "> > - - - a\n", "prose": "The river Alna rises near Osby. It ends.\n"}
 
 
