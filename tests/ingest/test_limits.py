@@ -340,7 +340,8 @@ def watch():
         time.sleep(0.02)
 threading.Thread(target=watch, daemon=True).start()
 chunks = chunker.split(text)
-assert "".join("".join(c.text for c in chunks).split()) == "".join(text.split())
+joined, squeezed = "".join("".join(c.text for c in chunks).split()), "".join(text.split())
+assert joined == squeezed or ("|" in text and len(joined) > len(squeezed))  # with headers of tables
 print(max(peak, status()) - base)
 """
 SHAPES = {"one word": "a", "words": "a ", "lines": "a\n", "paragraphs": "a\n\n", "items": "- a\n", "headings": "# a\n"}
