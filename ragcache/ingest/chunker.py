@@ -240,7 +240,8 @@ class Chunker:
         if _size(section) <= room:
             return [section]
         room -= self.config.overlap
-        target = _size(section) / math.ceil(_size(section) / room)
+        above = max(unit.header_tokens for unit in section)  # each piece of a table has them again
+        target = _size(section) / math.ceil(_size(section) / (room - above)) + above
         groups: list[list[_Unit]] = [[]]
         size = 0  # of the last group
         for unit in section:

@@ -157,6 +157,13 @@ def test_a_table_is_cut_between_rows_with_its_header_above_each_piece(tokenizer,
     assert "".join(chunk.text for chunk in chunks).count("Behind it.") == 1
 
 
+@pytest.mark.parametrize("count", [20, 27, 33])
+def test_pieces_of_a_table_are_of_like_size_with_their_headers(tokenizer, count):
+    chunks = chunker_of(tokenizer, max_tokens=300).split(HEADER + "".join(table_rows(count)))
+    sizes = [len(chunk.token_ids) for chunk in chunks]
+    assert min(sizes) > max(sizes) / 2
+
+
 def test_a_row_that_fits_in_no_chunk_is_cut_below_its_header(tokenizer):
     long = f"| Osby | {'The mill is old. ' * 30}| end |\n"
     chunks = chunker_of(tokenizer, max_tokens=100).split(HEADER + "| Tolvik | a | b |\n" + long + "| Alna | c | d |\n")
