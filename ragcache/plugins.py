@@ -1,5 +1,5 @@
 """What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters,
-compressors, routes of the server.
+compressors, readers of files, routes of the server.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -24,6 +24,7 @@ ENGINES = "ragcache.engines"
 WORKERS = "ragcache.workers"
 ADAPTERS = "ragcache.adapters"
 COMPRESSORS = "ragcache.compressors"
+READERS = "ragcache.readers"
 ROUTES = "ragcache.routes"
 
 T = TypeVar("T")
@@ -70,6 +71,11 @@ class Registry(MutableMapping[str, T]):
             found = entry_points(group=self._group)
             self._entries = {entry.name: entry for entry in found if entry.name not in self._loaded}
         return self._entries
+
+
+def targets(group: str) -> dict[str, str]:
+    """Where the plug-ins of a group are, as "module:name" by their names; none is imported."""
+    return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
 def _load(entry: EntryPoint) -> Any:

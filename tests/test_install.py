@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from setuptools import find_namespace_packages
+
+from tools.vendor import PACKAGES, VENDOR
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other project's distribution, by any way of asking for it: as a requirement with extras, or to pip by its name.
@@ -62,6 +66,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_chatbot",
         "ragcache_completions",
         "ragcache_demo",
+        "ragcache_documents",
         "ragcache_eval",
         "ragcache_mcp",
         "ragcache_ollama",
@@ -76,6 +81,16 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "llama_index",
         "ragcache_vllm",
     }
+
+
+def test_the_pages_libraries_are_those_of_their_versions():
+    stated = json.loads((VENDOR / "versions.json").read_text(encoding="utf-8"))
+    assert {name: one["version"] for name, one in stated.items()} == {
+        name: one.version for name, one in PACKAGES.items()
+    }
+    for name, one in stated.items():
+        assert hashlib.sha256((VENDOR / f"{name}.js").read_bytes()).hexdigest() == one["sha256"]
+        assert f"{name} {one['version']} ({one['license']})" in (VENDOR / f"{name}.LICENSE").read_text(encoding="utf-8")
 
 
 def install(site: Path, folder: str, metadata: str) -> Path:

@@ -166,13 +166,17 @@ class ReadLimitOptions:
     read_time: Annotated[float, option("--read-time", "Seconds for reading one file.")] = 120.0
     read_memory: Annotated[int, size_option("--read-memory", "Memory for reading a file.", "512MiB")] = 512 << 20
     max_text: Annotated[int, size_option("--max-text", "Longest text of a document.", "8MiB")] = 8 << 20
+    encoding: Annotated[str | None, option("--encoding", "Encoding of text files that are not UTF-8, as cp1252.")] = (
+        None
+    )
 
     def config(self) -> IngestConfig:
         """Raises ConfigError."""
         from ragcache import IngestConfig
         from ragcache.ingest.document import ReadLimits
 
-        return IngestConfig(reading=ReadLimits(self.read_time, self.read_memory, self.max_text))
+        limits = ReadLimits(self.read_time, self.read_memory, self.max_text, encoding=self.encoding)
+        return IngestConfig(reading=limits)
 
 
 ENGINE_KEY = "RAGCACHE_ENGINE_KEY"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.codecs import get_codec
 from ragcache.ingest.document import Document
 from ragcache.ingest.pipeline import Input
-from ragcache.ingest.readers import READERS, SourceFile, find_files
+from ragcache.ingest.readers import OWN, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
@@ -75,8 +75,8 @@ class PrefillEstimate:
 # Estimate of an ingestion's KV on disk, from the size of its text and a sample of it. Nothing is encoded.
 
 
-# Their text is compressed, or pictures lie beside it: the size of the file says nothing.
-OPAQUE = {kind for kind, reader in READERS.items() if reader in ("pdf", "converted")} - {".csv"}
+# Of other kinds the text is compressed, or pictures lie beside it: the size of the file says nothing.
+MEASURED = {*OWN, ".csv", ".json", ".eml", ".rtf"}
 SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
@@ -107,14 +107,14 @@ def estimate_kv(
     files = [one.path for one in given if isinstance(one, SourceFile)]
     files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]
     known: list[Path | Document] = [one for one in given if isinstance(one, Document)]
-    known += [path for path in files if path.suffix.lower() not in OPAQUE]
+    known += [path for path in files if path.suffix.lower() in MEASURED]
     sizes = [_size(one) for one in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
     tokens, coder, itemsize = round(rate * sum(sizes)), get_codec(codec), lm.dtype.itemsize
     block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
     block_bytes += coder.expected_state_bytes(lm.shape.states, itemsize)
     num_bytes = round(tokens * (block_bytes / block_tokens))
-    return KVEstimate(sum(sizes), tokens, num_bytes, sum(path.suffix.lower() in OPAQUE for path in files))
+    return KVEstimate(sum(sizes), tokens, num_bytes, sum(path.suffix.lower() not in MEASURED for path in files))
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

@@ -2,8 +2,9 @@
 
 A chunk is a contiguous piece of the document of at most `max_tokens` tokens, tokenised alone. Cuts fall, in order of
 preference, before headings, between blocks (paragraphs, code blocks, list items), between sentences or lines, between
-words, and inside a word only where a single word is too long. No text is added, lost or numbered: chunk texts joined
-are the document up to white space, and every chunk ends with exactly one newline.
+words, and inside a word only where a single word is too long. A table is cut between its rows, and its header stands
+above each piece. Nothing else is added, lost or numbered: chunk texts joined are the document up to white space, and
+every chunk ends with exactly one newline.
 """
 
 from __future__ import annotations
@@ -91,12 +92,30 @@ class TextChunk(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """The smallest piece that packing moves: text[start:end], its number of tokens, the level of a heading or 0."""
+    """The smallest piece that packing moves: text[start:end], its number of tokens, the level of a heading or 0.
+
+    header: where that of a row's table stands, if it is to stand above the row that a chunk begins with
+    header_tokens: its number of tokens
+    """
 
     start: int
     end: int
     tokens: int
     level: int
+    header: tuple[int, int] | None = None
+    header_tokens: int = 0
+
+
+class _Span(NamedTuple):
+    """What a chunk is made of: text[start:end], below text[slice(*header)] if there is one."""
+
+    start: int
+    end: int
+    header: tuple[int, int] | None
+
+    def text(self, text: str) -> str:
+        above = text[slice(*self.header)].rstrip() + "\n" if self.header else ""
+        return above + _clean(text, self.start, self.end)
 
 
 class Chunker:
@@ -124,11 +143,11 @@ class Chunker:
         text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
         outline = _Outline()
         groups = self._pack(self._units(text, map(outline.note, split_blocks(text))))
-        spans = ((group[0].start, group[-1].end) for group in groups)
+        spans = (_Span(group[0].start, group[-1].end, group[0].header) for group in groups)
         return [
-            TextChunk(whole := _clean(text, start, end), self._read(whole, ids), outline.above(start))
-            for some in _batched(spans, lambda span: span[1] - span[0])
-            for start, end, ids in self._fitting(text, some)
+            TextChunk(whole := span.text(text), self._read(whole, ids), outline.above(span.start))
+            for some in _batched(spans, lambda span: span.end - span.start)
+            for span, ids in self._fitting(text, some)
         ]
 
     def _read(self, text: str, ids: list[int]) -> list[int]:
@@ -138,13 +157,20 @@ class Chunker:
         return self._tokens.encode([f"{self._compressor.compress(text)}\n"])[0]
 
     def _units(self, text: str, blocks: Iterable[Block]) -> Iterator[_Unit]:
-        """Blocks, those that are too long divided. A block below headings leaves them room: they go together."""
+        """Blocks, those that are too long divided. A block below headings, or a table's header, leaves them room: they
+        go together."""
         room = self.config.max_tokens - 1 - self.config.overlap
-        headings = 0
+        headings, header, header_tokens = 0, None, 0
         counted = self._counted(blocks, lambda block: text[block.start : block.end])
         for block, tokens in counted:
+            if block.header and block.header != header:
+                ((_, header_tokens),) = self._counted([text[slice(*block.header)]], str)
+            header = block.header
             unit = _Unit(block.start, block.end, tokens, block.level)
-            limit = room - headings if headings <= room // 2 else room
+            if header and header_tokens <= room // 2:
+                unit = unit._replace(header=header, header_tokens=header_tokens)
+            above = max(headings, unit.header_tokens)
+            limit = room - above if above <= room // 2 else room
             yield from self._divide(text, unit, limit, _PROSE_CUTS if block.is_prose else _LINE_CUTS)
             headings = headings + tokens if block.level else 0
 
@@ -161,7 +187,8 @@ class Chunker:
             pieces, finer = (cuts[0](body) if cuts else self._cut_characters(body, limit)), cuts[1:]
         start = unit.start
         for piece, tokens in self._counted(pieces, str):
-            part = _Unit(start, start + len(piece), tokens, unit.level if start == unit.start else 0)
+            level = unit.level if start == unit.start else 0
+            part = unit._replace(start=start, end=start + len(piece), tokens=tokens, level=level)
             start = part.end
             if cuts or len(body) > MAX_BODY:
                 yield from self._divide(text, part, limit, finer)
@@ -213,7 +240,8 @@ class Chunker:
         if _size(section) <= room:
             return [section]
         room -= self.config.overlap
-        target = _size(section) / math.ceil(_size(section) / room)
+        above = max(unit.header_tokens for unit in section)  # each piece of a table has them again
+        target = _size(section) / math.ceil(_size(section) / (room - above)) + above
         groups: list[list[_Unit]] = [[]]
         size = 0  # of the last group
         for unit in section:
@@ -221,7 +249,7 @@ class Chunker:
             is_full = bool(current) and size >= target and not current[-1].level
             if current and (is_full or size + unit.tokens > room):
                 groups.append(_take_headings(current))
-                size = _size(groups[-1])
+                size = _size(groups[-1]) or unit.header_tokens
             groups[-1].append(unit)
             size += unit.tokens
         return [self._tail(before) + group for before, group in zip([[], *groups], groups, strict=False)]
@@ -233,15 +261,14 @@ class Chunker:
             first -= 1
         return group[first:]
 
-    def _fitting(self, text: str, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int, list[int]]]:
+    def _fitting(self, text: str, spans: list[_Span]) -> Iterator[tuple[_Span, list[int]]]:
         """Spans with the ids of their text. Counts of parts need not add up to the count of the whole, so every
         chunk is checked as it will be used, and halved in the rare case that it is too long."""
-        spans = [span for span in spans if text[slice(*span)].strip()]
-        for (start, end), ids in zip(
-            spans, self._tokens.encode([_clean(text, start, end) for start, end in spans]), strict=True
-        ):
+        spans = [span for span in spans if text[span.start : span.end].strip()]
+        for span, ids in zip(spans, self._tokens.encode([span.text(text) for span in spans]), strict=True):
+            start, end = span.start, span.end
             if len(ids) <= self.config.max_tokens:
-                yield start, end, ids
+                yield span, ids
             elif end - start == 1:
                 raise ConfigError(
                     f"max_tokens is {self.config.max_tokens}, but the tokenizer needs {len(ids)} for "
@@ -249,7 +276,7 @@ class Chunker:
                 )
             else:
                 middle = _middle(text, start, end)
-                yield from self._fitting(text, [(start, middle), (middle, end)])
+                yield from self._fitting(text, [span._replace(end=middle), span._replace(start=middle)])
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from ragcache.errors import ConfigError, IngestError, ReaderError, ReaderLimitError, check_least
 from ragcache.kv.block_key import digest
 from ragcache.store.json_values import check_metadata, text_problem
+
+# The line below a table's header.
+_TABLE = re.compile(r"(?m)^(?=[^\n]*-)(?=[^\n]*\|)[ \t|:-]+$")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,10 @@ class Document:
     def content_hash(self, settings: Mapping[str, Any], **more: str) -> str:
         """SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and source are
         not among them: a file that moves keeps it. more: the source, which stores before schema version 3 took in"""
-        content = {"text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)}
+        cut = dict(settings)
+        if "max_tokens" in cut and _TABLE.search(self.text):
+            cut["tables"] = 1  # versions that cut tables anywhere had none: only documents with one are cut anew
+        content = {"text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": cut}
         return digest(content | more)
 
 
@@ -78,6 +85,7 @@ class ReadLimits:
                   its own size five times a second, so that it can be exceeded for that long
     text_bytes:   of the text that comes out, as UTF-8; documents that are given as text too
     chunks:       that it is cut into; only a text of hardly anything but headings has so many
+    encoding:     of text files that are not UTF-8 and do not say what they are; None refuses them
 
     Raises ConfigError.
     """
@@ -86,6 +94,7 @@ class ReadLimits:
     memory_bytes: int = 512 * MIB
     text_bytes: int = 8 * MIB
     chunks: int = 65_536
+    encoding: str | None = None
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -94,6 +103,12 @@ class ReadLimits:
             raise ConfigError(f"memory_bytes is {self.memory_bytes}; a reading process needs at least {LEAST_MEMORY}")
         check_least("text_bytes", self.text_bytes, 1)
         check_least("chunks", self.chunks, 1)
+        try:
+            "".encode(self.encoding or "utf-8")
+        except LookupError as error:
+            raise ConfigError(
+                f"encoding is {self.encoding!r}, which Python does not know; name one, as cp1252"
+            ) from error
 
     def check_text(self, text: str, where: str | os.PathLike[str]) -> None:
         """Raises ReaderLimitError when the text is too long."""

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from ragcache.errors import ReaderError, ReaderLimitError
 from ragcache.ingest.document import Document, ReadLimits
 from ragcache.ingest.readers import SourceFile, read_file
+from ragcache.ingest.readers.plain import ENCODING
 
 # Exit status that says why.
 OVER_MEMORY = 77
@@ -39,6 +40,7 @@ MAX_FIELDS = 1 << 20
 def main(settings: dict[str, Any]) -> None:
     """settings: the fields of ReadLimits"""
     limits = ReadLimits(**settings)
+    ENCODING.set(limits.encoding)
     answers = _private_output()
     # What a reader says of a file belongs into its error, not between the parent's own lines.
     logging.disable()

@@ -1,4 +1,4 @@
-"""The blocks of a text: headings, paragraphs, code, list items.
+"""The blocks of a text: headings, paragraphs, code, list items, rows of tables.
 
 Plain text is read as Markdown too: the blocks only say where a cut is good, they never change a character.
 """
@@ -17,19 +17,21 @@ from ragcache.models.deadline import LIMIT
 # Characters that are parsed together, and where one block alone is longer than that.
 WINDOW = 1 << 17
 MAX_WINDOW = 1 << 19
-# Longest title of a heading, in characters: every chunk below it carries it.
+# Longest title of a heading, or header of a table, in characters: every chunk below it carries it.
 MAX_TITLE = 1000
 
 
 class Block(NamedTuple):
     """text[start:end] with the blank lines behind it. level: 1-6 of a heading, 0 otherwise; title: its words.
-    is_prose: cut between sentences rather than lines."""
+    is_prose: cut between sentences rather than lines. header: where that of a row's table is; None for all others, and
+    for a table's first row, which is one block with it."""
 
     start: int
     end: int
     level: int
     title: str
     is_prose: bool
+    header: tuple[int, int] | None = None
 
 
 def split_blocks(text: str) -> Iterator[Block]:
@@ -41,18 +43,22 @@ def split_blocks(text: str) -> Iterator[Block]:
 
     Raises CancelledError and TimedOutError within `limits.limited`.
     """
-    parser = MarkdownIt("commonmark")
+    parser = MarkdownIt("commonmark").enable("table")
     # Only block structure is needed, and inline rules are slow on one enormous line.
     parser.core.ruler.disable(["inline", "text_join"])
     parser.block.ruler.disable("reference")
     start, size = 0, WINDOW
+    header: tuple[int, int] | None = None  # of the table that goes on at `start`
     while start < len(text):
         LIMIT.get().check()
         end = text.find("\n", start + size) + 1 or len(text)
-        found = _parse(parser, text, start, end)
+        found = _parse(parser, text, start, end, header)
         resume = end
         if end < len(text) and len(found) > 1:
-            resume = found.pop().start
+            last = found.pop()
+            resume, header = last.start, last.header
+            if header and header[1] - header[0] > MAX_TITLE:
+                header = None  # parsed again with each window, so what is left of such a table is prose
         elif end < len(text) and size < MAX_WINDOW:
             size = MAX_WINDOW
             continue
@@ -65,18 +71,31 @@ def first_heading(text: str) -> str:
     return next((block.title for block in split_blocks(text) if block.level), "")
 
 
-def _parse(parser: MarkdownIt, text: str, begin: int, end: int) -> list[Block]:
-    """Blocks that begin in text[begin:end]; their ends are left open."""
+def _parse(parser: MarkdownIt, text: str, begin: int, end: int, header: tuple[int, int] | None) -> list[Block]:
+    """Blocks that begin in text[begin:end], which goes on with a table's rows where there is a header; their ends are
+    left open."""
     part = text[begin:end]
     offsets = [begin, *(begin + match.end() for match in re.finditer("\n", part))]
+    if header:  # two lines: the names of the columns, and what separates them from the rows
+        part, offsets = text[slice(*header)] + part, [header[0], header[0], *offsets]
     found: list[Block] = []
+    top = 0  # line of the last table
     for token in parser.parse(part):
         if token.type == "inline" and token.level == 1 and token.map and found and found[-1].level:
             found[-1] = found[-1]._replace(title=token.content[:MAX_TITLE])
-        is_block = token.level == 0 and not token.type.endswith("list_open") and token.nesting >= 0
-        if token.map and (is_block or (token.type == "list_item_open" and token.level == 1)):
+        if not token.map or token.nesting < 0:
+            continue
+        line = token.map[0]
+        top = line if token.type == "table_open" else top
+        goes_on = header is not None and top == 0
+        is_row = token.type == "tr_open" and token.level == 2 and line >= top + (2 if goes_on else 3)
+        is_block = token.level == 0 and not token.type.endswith("list_open") and not (header and line == 0)
+        if is_row:
+            columns = header if goes_on else (offsets[top], offsets[top + 2])
+            found.append(Block(offsets[line], end, 0, "", False, columns))
+        elif is_block or (token.type == "list_item_open" and token.level == 1):
             level = int(token.tag[1]) if token.type == "heading_open" else 0
-            found.append(Block(offsets[token.map[0]], end, level, "", token.type == "paragraph_open"))
+            found.append(Block(offsets[line], end, level, "", token.type == "paragraph_open"))
     return found
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ragcache.errors import ConfigError, ReaderError
-from ragcache.ingest.readers import READERS
+from ragcache.ingest.readers import readers
 
 # How often a folder that has vanished is looked for, and a change that could not be taken in is tried again.
 POLL_MS = 500
@@ -85,6 +85,6 @@ def _touched(paths: Iterable[Path], roots: list[Path]) -> list[Path]:
             continue
         if not path.is_file():
             return roots
-        if path.suffix.lower() in READERS:
+        if path.suffix.lower() in readers():
             files.append(path)
     return sorted(files)

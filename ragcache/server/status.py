@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from ragcache import RagCache, RagCacheError, methods
 from ragcache.errors import ConfigError
-from ragcache.ingest.readers import READERS
+from ragcache.ingest.readers import readers
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.service import Service, service_of, stopping
 from ragcache.server.wire import AnswerModel
@@ -106,7 +106,7 @@ async def get_store(request: Request) -> Response:
         max_positions=service.kb.lm.max_positions,
         max_upload_bytes=service.settings.max_upload_bytes,
         max_upload_files=service.settings.max_upload_files,
-        file_kinds=list(READERS),
+        file_kinds=list(readers()),
     )
     return figures.to_response()
 

@@ -34,9 +34,12 @@ MARKDOWN = {
     "[one](https://a.b/c), https://a.b/d.": (
         f'<p><a href="https://a.b/c" {LINK}>one</a>, <a href="https://a.b/d" {LINK}>https://a.b/d</a>.</p>'
     ),
+    "[one], **重要**です, [two](page.html)\n\n[one]: https://a.b/c": (
+        f'<p><a href="https://a.b/c" {LINK}>one</a>, <strong>重要</strong>です, <span>two</span></p>'
+    ),
     # Nothing is loaded, nothing runs.
     "![picture](https://a.b/p.png)": f'<p><a href="https://a.b/p.png" {LINK}>picture</a></p>',
-    "[x](javascript:alert(1)) [y](data:text/html,z)": "<p>[x](javascript:alert(1)) y</p>",
+    "[x](javascript:alert(1)) [y](data:text/html,z)": "<p>[x](javascript:alert(1)) [y](data:text/html,z)</p>",
     "<img src=x onerror=alert(1)> &amp;": "<p>&lt;img src=x onerror=alert(1)&gt; &amp;amp;</p>",
 }
 RENDER = """async (texts) => {

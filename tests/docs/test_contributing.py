@@ -130,7 +130,7 @@ def test_tensors_of_another_codec_are_damage(codec):
 def read(tmp_path, monkeypatch):
     """The documents of a file with this content, by its ending."""
     placed("srt", example("Add a reader"), readers, tmp_path, monkeypatch)
-    monkeypatch.setitem(readers.READERS, ".srt", "srt")
+    monkeypatch.setitem(readers.readers(), ".srt", "ragcache.ingest.readers.srt:read_srt")
 
     def read(content: str) -> list[rc.Document | ReaderError]:
         folder = tmp_path / "films"

@@ -135,6 +135,53 @@ def test_long_code_is_cut_between_lines_and_keeps_its_indentation(tokenizer):
     assert found == lines
 
 
+HEADER = "| town | founded by | note |\n| --- | :-: | --- |\n"
+
+
+def table_rows(count: int) -> list[str]:
+    return [f"| Town{n} | Dr. A. Berg. The {n}th. | Mill, no. {n}! |\n" for n in range(count)]
+
+
+@pytest.mark.parametrize("max_tokens", [100, 160, 300])
+@pytest.mark.parametrize("overlap", [0, 10])
+def test_a_table_is_cut_between_rows_with_its_header_above_each_piece(tokenizer, max_tokens, overlap):
+    rows = table_rows(40)
+    text = f"# Towns\n\nBefore it.\n\n{HEADER}{''.join(rows)}\nBehind it.\n"
+    chunks = chunker_of(tokenizer, max_tokens=max_tokens, overlap=overlap).split(text)
+    assert len(chunks) > 3
+    assert all(len(ids_alone(tokenizer, chunk.text)) <= max_tokens for chunk in chunks)
+    assert {chunk.text.count(HEADER) for chunk in chunks if "| Town" in chunk.text} == {1}
+    lines = [line for chunk in chunks for line in chunk.text.splitlines(keepends=True)]
+    assert list(dict.fromkeys(line for line in lines if line.startswith("| Town"))) == rows
+    assert {line for line in lines if line.startswith("|")} == {*rows, *HEADER.splitlines(keepends=True)}
+    assert "".join(chunk.text for chunk in chunks).count("Behind it.") == 1
+
+
+@pytest.mark.parametrize("count", [20, 27, 33])
+def test_pieces_of_a_table_are_of_like_size_with_their_headers(tokenizer, count):
+    chunks = chunker_of(tokenizer, max_tokens=300).split(HEADER + "".join(table_rows(count)))
+    sizes = [len(chunk.token_ids) for chunk in chunks]
+    assert min(sizes) > max(sizes) / 2
+
+
+def test_a_row_that_fits_in_no_chunk_is_cut_below_its_header(tokenizer):
+    long = f"| Osby | {'The mill is old. ' * 30}| end |\n"
+    chunks = chunker_of(tokenizer, max_tokens=100).split(HEADER + "| Tolvik | a | b |\n" + long + "| Alna | c | d |\n")
+    assert all(chunk.text.startswith(HEADER) and len(chunk.token_ids) <= 100 for chunk in chunks)
+    assert squeezed("".join(chunk.text.removeprefix(HEADER) for chunk in chunks)).startswith(
+        "|Tolvik|a|b||Osby|Themill"
+    )
+    assert chunks[-1].text.endswith("| Alna | c | d |\n")
+
+
+def test_a_header_that_takes_half_a_chunk_is_not_repeated(tokenizer):
+    header = f"| {'name ' * 40}| b |\n|---|---|\n"
+    chunks = chunker_of(tokenizer, max_tokens=100).split(
+        header + "".join(f"| Town{n} has a mill | 1823 |\n" for n in range(30))
+    )
+    assert sum("name" in chunk.text for chunk in chunks) < len(chunks) - 2
+
+
 def test_a_heading_never_ends_a_chunk(tokenizer):
     sentence = "The river Alna rises near Osby and ends in the lake."
     text = "\n\n".join(f"# H{i}\n\n## Sub{i}\n\n{' '.join([sentence] * (3 + i % 4))}" for i in range(12))
@@ -241,7 +288,7 @@ def test_chunks_stay_what_they_were():
 
 
 LINES = ["- a", "  - b", "1. x", "3) y", "> q", "> - z", "```", "    code", "text", "Title\n===", "Sub\n---", "***"]
-LINES += ["# H", "<div>", "</div>", "", "", "\t- t", "* s", "+ p", "| a | b |"]
+LINES += ["# H", "<div>", "</div>", "", "", "\t- t", "* s", "+ p", "| a | b |", "| a | b |\n|-|-|", "| a | b |"]
 
 
 @pytest.mark.parametrize("window", [30, 200])
@@ -249,6 +296,7 @@ def test_blocks_are_the_same_through_any_window(monkeypatch, window):
     rng = random.Random(window)
     texts = ["\n".join(rng.choice(LINES) for _ in range(60)).strip() for _ in range(60)]
     texts += [random_markdown(rng).strip() for _ in range(30)]
+    texts += [f"{HEADER}{''.join(table_rows(20))}\nText.\n\n{HEADER}| a | b | c |\n# H"]
     whole = [list(split_blocks(text)) for text in texts]
     monkeypatch.setattr(structure, "WINDOW", window)
     assert [list(split_blocks(text)) for text in texts] == whole

@@ -1,4 +1,4 @@
-"""Office documents, e-books, notebooks, tables and source code, read where ingestion reads them: under its limits."""
+"""Office documents, e-books, tables, mail, JSON and code, read where ingestion reads them: under its limits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 PACKAGE = "http://schemas.openxmlformats.org/package/2006"
 HEADING = '<w:p><w:pPr><w:pStyle w:val="Heading1"/></w:pPr><w:r><w:t>The Alna</w:t></w:r></w:p>'
+POWER = (
+    '<w:p><w:r><w:t>It holds 10</w:t></w:r><w:r><w:rPr><w:vertAlign w:val="superscript"/></w:rPr><w:t>6</w:t></w:r>'
+    "<w:r><w:t> litres.</w:t></w:r></w:p>"
+)
 SENTENCE = "<w:p><w:r><w:t>It rises near Osby.</w:t></w:r></w:p>"
 
 
@@ -80,6 +84,54 @@ def epub() -> bytes:
     })  # fmt: skip
 
 
+ODF = "urn:oasis:names:tc:opendocument:xmlns"
+
+
+def odt(body: str, title: str = "") -> bytes:
+    names = " ".join(f'xmlns:{name}="{ODF}:{name}:1.0"' for name in ("office", "text", "table", "style"))
+    looks = {"T1": 'style:text-position="super 58%"', "T2": 'style:text-line-through-style="solid"', "T3": ""}
+    styles = "".join(
+        f'<style:style style:name="{name}"><style:text-properties {look}/></style:style>'
+        for name, look in looks.items()
+    )
+    return zipped({
+        "content.xml": f"<office:document-content {names}><office:automatic-styles>{styles}</office:automatic-styles>"
+        f"<office:body><office:text>{body}</office:text></office:body></office:document-content>",
+        "meta.xml": '<meta xmlns:dc="http://purl.org/dc/elements/1.1/">' f"<dc:title>{title}</dc:title></meta>",
+    })  # fmt: skip
+
+
+def table(*rows: list[str]) -> str:
+    cell = "<table:table-cell><text:p>{}</text:p></table:table-cell>".format
+    lines = (f"<table:table-row>{''.join(map(cell, row))}</table:table-row>" for row in rows)
+    return f"<table:table>{''.join(lines)}</table:table>"
+
+
+def span(style: str, text: str) -> str:
+    return f'<text:span text:style-name="{style}">{text}</text:span>'
+
+
+ODT = (
+    "<text:tracked-changes><text:p>Deleted.</text:p></text:tracked-changes>"
+    '<text:h text:outline-level="2">The Alna</text:h>'
+    f"<text:p>It holds 10{span('T1', '6')} litres &amp; costs {span('T2', '12')}<text:s/>{span('T3', '15')} crowns."
+    "<text:note><text:note-citation>1</text:note-citation><text:note-body><text:p>A note.</text:p></text:note-body>"
+    "</text:note> Yes.</text:p><text:list><text:list-item><text:p>Osby</text:p></text:list-item></text:list>"
+    f"{table(['river', 'km'], ['Alna', '17'])}"
+)
+RTF = (
+    r"{\rtf1\ansi\ansicpg1252 Caf\'e9 holds 10{\super 6} litres\par and costs {\strike\insrsid7 12} 15 crowns"
+    r"{\footnote N.}\par \u26449?}"
+)
+MAIL = (
+    "From: Petra Elley <petra@osby.example>\r\nTo: harbour@osby.example\r\nDate: Fri, 1 May 2020 12:30:00 +0000\r\n"
+    "Subject: =?utf-8?q?Caf=C3=A9_at_the_quay?=\r\nMIME-Version: 1.0\r\n"
+    "Content-Type: multipart/mixed; boundary=x\r\n\r\n"
+    "--x\r\nContent-Type: {}\r\nContent-Transfer-Encoding: 8bit\r\n\r\n{}\r\n"
+    "--x\r\nContent-Type: application/pdf\r\nContent-Disposition: attachment; filename=plan.pdf\r\n\r\nno\r\n--x--\r\n"
+)
+JSON = {"title": "Boats", "note": "first\nsecond", "boats": [{"name": "Möwe", "berth": 3, "owner": None, "sold": "no"}]}
+
 NOTEBOOK = {
     "nbformat": 4,
     "nbformat_minor": 5,
@@ -98,6 +150,20 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("documents")
     files = {
         "alna.docx": docx(HEADING + SENTENCE),
+        "power.docx": docx(POWER),
+        "alna.odt": odt(ODT, "Rivers"),
+        "bare.odt": odt("<text:p/>"),
+        "broken.odt": b"PK",
+        "alna.rtf": RTF.encode(),
+        "fake.rtf": b"no",
+        "plain.eml": MAIL.format("text/plain; charset=iso-8859-1", "Nine o'clock, caf\xe9.").encode("latin-1"),
+        "page.eml": MAIL.format("text/html; charset=utf-8", "<p>Room for 10<sup>6</sup>.</p>").encode(),
+        "odd.eml": MAIL.format("text/plain; charset=nonsense", "Nine o'clock.").encode(),
+        "fake.eml": b"\r\nno mail",
+        "boats.json": json.dumps(JSON, ensure_ascii=False).encode(),
+        "bare.json": b"{}",
+        "broken.json": b'{"a": 1',
+        "deep.json": b"[" * 100_000,
         "bare.docx": docx("<w:p/>"),
         "broken.docx": docx(SENTENCE)[:200],
         "deck.pptx": pptx("The Alna", "It rises near Osby"),
@@ -136,6 +202,31 @@ def found(folder) -> dict[str, Document | ReaderError]:
         ("book.epub", "Rivers of the Vale", ["# One", "The Arno."]),
         ("notes.ipynb", "Lengths", ["In kilometres.", "```python\nalna = 17\n```"]),
         ("table.csv", "", ["| river | length |", "| Alna | 17 |"]),
+        ("power.docx", "", ["It holds 10^6 litres."]),
+        (
+            "alna.odt",
+            "Rivers",
+            ["## The Alna", "10^6 litres & costs ~~12~~ 15 crowns.[1] Yes.\n", "- Osby", "| Alna | 17 |"],
+        ),
+        ("alna.rtf", "", ["Café holds 10^6 litres\nand costs ~~12~~ 15 crowns\n[note] N.\n村"]),
+        (
+            "plain.eml",
+            "Café at the quay",
+            [
+                "# Café at the quay\n\nFrom: Petra Elley <petra@osby.example>\nTo: ",
+                "\n\nNine o'clock, café.\n\nAttached, not read: plan.pdf",
+            ],
+        ),
+        ("page.eml", "Café at the quay", ["Room for 10^6."]),
+        ("odd.eml", "Café at the quay", ["Nine o'clock."]),
+        (
+            "boats.json",
+            "Boats",
+            [
+                "title: Boats\nnote: |-\n  first\n  second\nboats:\n- name: Möwe\n  berth: 3\n  owner: null\n"
+                "  sold: 'no'"
+            ],
+        ),
         ("alna.py", "alna.py", ["```py\n# Lengths", "    return 17\n```\n"]),
     ],
 )
@@ -155,6 +246,13 @@ def test_each_kind_becomes_a_document_under_its_path(found, folder, name, title,
         ("bare.pptx", "there is no text in it"),
         ("bare.xlsx", "there is no text in it"),
         ("broken.docx", "damaged or encrypted"),
+        ("bare.odt", "there is no text in it"),
+        ("broken.odt", "damaged or encrypted"),
+        ("fake.rtf", "not RTF"),
+        ("fake.eml", "neither a sender nor a subject"),
+        ("bare.json", "there is no text in it"),
+        ("broken.json", "not JSON"),
+        ("deep.json", "nested too deeply"),
         ("latin.csv", "not UTF-8"),
     ],
 )
@@ -162,6 +260,19 @@ def test_what_cannot_be_read_says_why(found, folder, name, reason):
     error = found[name]
     assert isinstance(error, ReaderError), error
     assert (error.path, reason in error.reason) == (str(folder / name), True)
+
+
+def test_what_was_deleted_from_an_odt_is_left_out(found):
+    assert "Deleted" not in found["alna.odt"].text
+    assert found["alna.odt"].text.endswith("\n\n[1] A note.")
+
+
+def test_a_mails_headers_are_metadata(found):
+    metadata = found["plain.eml"].metadata
+    assert (metadata["from"], metadata["date"]) == (
+        "Petra Elley <petra@osby.example>",
+        "Fri, 01 May 2020 12:30:00 +0000",
+    )
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):

@@ -7,40 +7,41 @@ walked in sorted order; names that begin with a dot are left out.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
+from ragcache import plugins
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import Reader, printable, readable, unreadable
 
-# Source code. JSON, XML and YAML are data, of which a folder may hold much that nobody asks for.
+# Source code. XML and YAML are data, of which a folder may hold much that nobody asks for.
 CODE = (
     ".c .cc .cpp .cs .cu .go .h .hpp .java .js .jsx .kt .lua .php .pl .proto .py .r .rb .rs .scala .sh .sql .swift .ts "
     ".tsx"
 )
-# Which function reads a kind of file, by what stands behind `read_` in its name, and the module that has it where it is
-# called otherwise. Imported at first use: the parsers take most of a second, and whoever only lists files needs none.
-READERS = {
-    ".txt": "text",
-    ".text": "text",
-    ".rst": "text",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".html": "html",
-    ".htm": "html",
-    ".xhtml": "html",
-    ".pdf": "pdf",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub", ".ipynb", ".csv"), "converted"),
-    **dict.fromkeys(CODE.split(), "code"),
+_HERE = "ragcache.ingest.readers"
+OWN = {
+    **dict.fromkeys((".txt", ".text", ".rst"), f"{_HERE}.plain:read_text"),
+    **dict.fromkeys((".md", ".markdown"), f"{_HERE}.markdown:read_markdown"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), f"{_HERE}.html:read_html"),
+    **dict.fromkeys((".jsonl", ".ndjson"), f"{_HERE}.jsonl:read_jsonl"),
+    **dict.fromkeys(CODE.split(), f"{_HERE}.plain:read_code"),
 }
-MODULES = {"text": "plain", "code": "plain", "converted": "office"}
+
+
+@cache
+def readers() -> dict[str, str]:
+    """Which function reads a kind of file, by its suffix: this package's, then those of plug-ins.
+
+    Imported at first use: the parsers take most of a second, and whoever only lists files needs none.
+    """
+    return {**{f".{name}": target for name, target in plugins.targets(plugins.READERS).items()}, **OWN}
 
 
 class SourceFile(NamedTuple):
@@ -79,14 +80,14 @@ def file_id(path: str | os.PathLike[str]) -> str:
 def _find(path: Path, found: FileList) -> None:
     if path.is_dir():
         for file in _walk(path, found.failed):
-            if file.suffix.lower() in READERS and file.is_file():
+            if file.suffix.lower() in readers() and file.is_file():
                 found.files.append(SourceFile(file, file_id(file)))
             else:
                 found.skipped.append(file)
     elif not path.exists():
         found.failed.append(ReaderError(path, "there is no file or folder of this name"))
-    elif path.suffix.lower() not in READERS:
-        known = " ".join(READERS)
+    elif path.suffix.lower() not in readers():
+        known = " ".join(readers())
         found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
     else:
         found.files.append(SourceFile(path, file_id(path)))
@@ -98,6 +99,8 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
         for record in reader_of(file.path)(file.path, file.id):
             if isinstance(record, Document):
                 record = replace(record, text=readable(record.text), title=readable(record.title))
+                if not record.text.strip():
+                    record = ReaderError(file.path, "there is no text in it")
             yield _renamed(record, file)
     except ReaderError as error:
         yield _renamed(error, file)
@@ -105,9 +108,8 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
 
 def reader_of(path: Path) -> Reader:
     """The reader of files of this kind."""
-    name = READERS[path.suffix.lower()]
-    module = importlib.import_module(f"ragcache.ingest.readers.{MODULES.get(name, name)}")
-    reader: Reader = getattr(module, f"read_{name}")
+    suffix = path.suffix.lower()
+    reader: Reader = resolve_name(OWN.get(suffix) or readers()[suffix])
     return reader
 
 

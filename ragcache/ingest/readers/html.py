@@ -1,111 +1,79 @@
-"""HTML: the visible text as Markdown-like blocks, so that the chunker sees headings, lists and code."""
+"""HTML: the visible text as Markdown, by html-to-markdown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
-
-from bs4 import BeautifulSoup
-from bs4.dammit import EncodingDetector
-from bs4.element import NavigableString, PreformattedString, Tag
+from typing import Any
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.plain import decode, fenced, read_bytes
+from ragcache.ingest.readers.plain import decode, read_bytes, storable
+from ragcache.ingest.text_blocks import first_heading
 
-DROPPED = ["script", "style", "nav", "noscript", "template", "svg", "iframe", "head", "button", "select"]
-HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
-STRUCK = ("del", "s", "strike")
-BLOCKS = {
-    "address", "article", "aside", "blockquote", "body", "dd", "details", "div", "dl", "dt", "fieldset", "figcaption",
-    "figure", "footer", "form", "header", "hr", "html", "li", "main", "ol", "p", "pre", "section", "summary", "table",
-    "tr", "ul", *HEADINGS,
-}  # fmt: skip
+DROPPED = ["button", "head", "iframe", "nav", "noscript", "script", "select", "style", "svg", "template"]
+_DECLARED = re.compile(rb"""(?i)<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""")
+# Code stays as it is. Elsewhere the converter writes two spaces at a line break, and escapes what a line of Markdown
+# would begin a list with: "1\. Opening hours".
+_WRITTEN = re.compile(r"(?ms)^[ >]*(?P<fence>`{3,}).*?^[ >]*(?P=fence)$| +$|^(?P<mark>[ >]*\d*)\\(?=[-+.)] )")
 
 
 def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
-    try:
-        soup = BeautifulSoup(_decode(read_bytes(path), path), "html.parser")
-    except RecursionError as error:
-        raise ReaderError(path, "its elements are nested too deeply") from error
-    heading = soup.find("h1")
-    title = " ".join((soup.title or heading or soup.new_tag("p")).get_text().split())
-    for tag in soup.find_all(DROPPED):
-        tag.decompose()
-    text = _render(soup)
+    title, text = markdown_of(_decode(read_bytes(path), path), path)
     if not text:
         raise ReaderError(path, "there is no text in it (only markup)")
     yield Document(document_id, text, title=title, source=document_id)
 
 
+def markdown_of(page: str, where: Path) -> tuple[str, str]:
+    """Title and text of a page. Raises ReaderError where its elements are nested too deeply."""
+    from html_to_markdown import ConversionOptions, PreprocessingOptions, WarningKind, convert
+
+    # A width that wraps no line joins those that the source wraps.
+    options = ConversionOptions(
+        preprocessing=PreprocessingOptions(enabled=False), exclude_selectors=DROPPED, hidden_content="reachable",
+        strip_tags=["b", "em", "i", "mark", "strong"], wrap=True, wrap_width=1 << 24, compact_tables=True,
+        skip_images=True, extract_metadata=False,
+    )  # fmt: skip
+    raised: Any = _Raised()  # its protocol wants every method
+    made = convert(storable(page), options, raised)
+    if any(warning.kind == WarningKind.DEPTH_LIMIT_EXCEEDED for warning in made.warnings):
+        raise ReaderError(where, "its elements are nested too deeply")
+    text = _WRITTEN.sub(_as_seen, made.content or "").strip()
+    named = re.search(r"(?i)<title\b[^>]*>([^<]*)", page)
+    return " ".join(unescape(named[1]).split()) if named else first_heading(text), text
+
+
+def _as_seen(found: re.Match[str]) -> str:
+    return found[0] if found["fence"] else found["mark"] or ""
+
+
+class _Raised:
+    """Keeps raised text apart: a power is no further digit, and a footnote's number belongs to no word."""
+
+    def __init__(self) -> None:
+        self._linked = ""
+
+    def visit_link(self, _context: Any, address: str, text: str, _title: str) -> dict[str, str]:
+        self._linked = text if "#" in address else ""
+        return {"custom": text}
+
+    def visit_superscript(self, _context: Any, text: str) -> dict[str, str]:
+        if text.startswith("[") or re.fullmatch(r"[^\W\d]{2,}", text.strip()):  # marked already; 1st, 2nd
+            return {"custom": text}
+        return {"custom": f"[{text}]" if text == self._linked else f"^{text}"}
+
+
 def _decode(data: bytes, path: Path) -> str:
     """UTF-8, or the encoding that the page declares. A declaration that was read as ASCII does not stand in UTF-16:
     such a page is UTF-8, as browsers read it (WHATWG, "prescan a byte stream")."""
-    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
+    found = _DECLARED.search(data[:1024])
+    declared = found[1].decode("ascii", "replace") if found else ""
     if declared and not re.fullmatch("utf-?8|utf-?(16|32).*|unicode", declared, re.IGNORECASE):
         try:
             return data.decode(declared)
         except (LookupError, UnicodeDecodeError) as error:
             raise ReaderError(path, f"the page declares the encoding {declared!r}, but is not in it") from error
     return decode(data, path)
-
-
-def _render(soup: BeautifulSoup) -> str:
-    """Blocks separated by blank lines; list items and table rows by line ends."""
-    parts: list[str] = []
-    # (node, whether its children are done): children are pushed in reverse, then the closing mark.
-    stack: list[tuple[object, bool]] = [(soup, False)]
-    while stack:
-        node, done = stack.pop()
-        if isinstance(node, Tag):
-            parts.append(_close(node) if done else _open(node))
-            if not done and node.name != "pre":
-                stack.append((node, True))
-                stack += [(child, False) for child in reversed(node.contents)]
-        elif isinstance(node, NavigableString) and not isinstance(node, PreformattedString):
-            parts.append(re.sub(r"\s+", " ", str(node)))
-    text = "".join(parts)
-    # Outside of code, spaces around line ends mean nothing.
-    pieces = re.split(r"(\x01[^\x02]*\x02)", text)
-    text = "".join(piece if piece.startswith("\x01") else re.sub(r" *\n[ \n]*", _line_ends, piece) for piece in pieces)
-    return re.sub(r"[\x01\x02]", "", text).strip()
-
-
-def _line_ends(match: re.Match[str]) -> str:
-    return "\n\n" if match.group().count("\n") > 1 else "\n"
-
-
-def _open(tag: Tag) -> str:
-    if tag.name == "pre":
-        code = re.sub(r"[\x01\x02]", "", tag.get_text()).strip("\n")
-        return f"\n\n\x01{fenced(code)}\x02\n\n"
-    if tag.name == "li":
-        return "\n- "
-    if tag.name in ("tr", "br"):
-        return "\n"
-    if tag.name in STRUCK:
-        return "~~"
-    if tag.name == "sup":
-        return _raised(tag)[0]
-    return "\n\n" + HEADINGS.get(tag.name, "") if tag.name in BLOCKS else ""
-
-
-def _raised(tag: Tag) -> tuple[str, str]:
-    """What stands around a raised text: a power is no further digit, and a footnote's number belongs to no word."""
-    text = tag.get_text().strip()
-    if tag.find("a"):
-        return ("", "") if text.startswith("[") else ("[", "]")
-    return ("", "") if re.fullmatch(r"[^\W\d]{2,}", text) else ("^", "")  # 1st, 2nd
-
-
-def _close(tag: Tag) -> str:
-    if tag.name in ("td", "th"):
-        return " | " if tag.find_next_sibling(["td", "th"]) else ""
-    if tag.name in STRUCK:
-        return "~~"
-    if tag.name == "sup":
-        return _raised(tag)[1]
-    if tag.name in ("li", "tr"):
-        return " "  # the next one begins with a line end
-    return "\n\n" if tag.name in BLOCKS else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 from ragcache.errors import ReaderError
@@ -14,6 +15,9 @@ from ragcache.ingest.document import Document
 # be read is yielded as its error, a file that cannot be read at all raises it.
 Reader = Callable[[Path, str], Iterator[Document | ReaderError]]
 
+ENCODING: ContextVar[str | None] = ContextVar("ragcache_encoding", default=None)
+"""Encoding of text that is not UTF-8, as `ReadLimits.encoding` states it."""
+STATE = "--encoding, ReadLimits.encoding"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # Characters without a width, which split words for tokenizers and searches, and ligatures of print.
 _UNSEEN: dict[int, str | None] = {
@@ -34,21 +38,27 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(data: bytes, path: str | os.PathLike[str]) -> str:
-    """UTF-8, or UTF-16 with a byte order mark, as text with "\\n" line ends.
+    """UTF-8, UTF-16 with a byte order mark, or else the encoding that is stated, as text with "\\n" line ends.
 
-    Raises ReaderError. Other encodings can only be guessed, and a wrong guess changes names without a word.
+    Raises ReaderError. Nothing is guessed: charset-normalizer reads one short text in fifteen as letters of another
+    script, and more of those in Latin letters as names that are none.
     """
-    encoding = "utf-16" if data.startswith(_UTF16) else "utf-8-sig"
-    if encoding != "utf-16" and b"\0" in data:
+    stated = ENCODING.get()
+    tried = ["utf-16"] if data.startswith(_UTF16) else ["utf-8-sig"] * (b"\0" not in data) + [stated] * bool(stated)
+    if not tried:
         raise ReaderError(path, "the file is binary (it holds NUL bytes), not text")
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as error:
+    text, problems = "", list[str]()
+    for encoding in filter(None, tried):
+        try:
+            text = data.decode(encoding)
+            break
+        except UnicodeDecodeError as error:
+            name, byte = encoding.upper().removesuffix("-SIG"), data[error.start]
+            problems.append(f"not {name} (byte {byte:#04x} at offset {error.start})")
+    else:
         raise ReaderError(
-            path,
-            f"the file is not {encoding.upper().removesuffix('-SIG')} (byte {data[error.start]:#04x} at offset "
-            f"{error.start}); save it as UTF-8",
-        ) from error
+            path, f"the file is {' and '.join(problems)}; save it as UTF-8, or state its encoding ({STATE})"
+        )
     text = text.removeprefix("\ufeff")
     if "\0" in text:
         raise ReaderError(path, "the file is binary (it holds NUL characters), not text")

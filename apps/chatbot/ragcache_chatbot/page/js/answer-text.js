@@ -2,7 +2,7 @@
 
 import { copyButton } from "./copy.js";
 import { element } from "./dom.js";
-import { blocks, markdown } from "./markdown.js";
+import { blocks } from "./markdown.js";
 
 export class AnswerText {
   node = element("div", { class: "answer" });
@@ -11,12 +11,12 @@ export class AnswerText {
 
   /** @param {string} text */
   update(text) {
-    const sources = blocks(text).map((lines) => lines.join("\n"));
-    const same = sources.findIndex((source, i) => source !== this.#shown[i]);
-    const kept = same < 0 ? sources.length : same;
+    const found = blocks(text);
+    const same = found.findIndex(({ source }, i) => source !== this.#shown[i]);
+    const kept = same < 0 ? found.length : same;
     while (this.node.children.length > kept) this.node.lastElementChild?.remove();
-    for (const source of sources.slice(kept)) this.node.append(...markdown(source).map(copyable));
-    this.#shown = sources;
+    for (const { show } of found.slice(kept)) this.node.append(...show().map(copyable));
+    this.#shown = found.map(({ source }) => source);
   }
 }
 

@@ -1,6 +1,6 @@
 // The server's HTTP API.
 
-import { serverEvents } from "./sse.js";
+import { createParser } from "../vendor/eventsource-parser.js";
 import { upload } from "./upload.js";
 
 /** An answer of the server that is an error. */
@@ -54,26 +54,31 @@ export class Api {
   }
 
   /**
-   * Post, and read the answer as server-sent events. Raises ApiError, ConnectionError.
+   * Post, and read the answer as server-sent events: EventSource can neither post nor send a key. A last event that is
+   * not whole is dropped. Raises ApiError, ConnectionError.
    * @param {string} path
    * @param {unknown} body FormData, or sent as JSON
    * @param {AbortSignal} [signal]
    * @param {(share: number) => void} [onSent] how much of a form has been sent, of 1
-   * @returns {AsyncGenerator<import("./sse.js").ServerEvent>}
+   * @returns {AsyncGenerator<{event?: string, data: string}>}
    */
   async *events(path, body, signal, onSent) {
     const init = body instanceof FormData ? { method: "POST", body, signal } : jsonRequest(body, signal);
     const answer = await this.#fetch(path, { ...init, headers: { ...init.headers, Accept: "text/event-stream" } }, onSent);
     if (!answer.body) return;
-    const events = serverEvents(answer.body);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    /** @type {{event?: string, data: string}[]} */
+    const whole = [];
+    const parser = createParser({ onEvent: (event) => whole.push(event) });
     try {
       for (;;) {
-        const { done, value } = await unbroken(() => events.next(), signal);
+        const { done, value } = await unbroken(() => reader.read(), signal);
         if (done) return;
-        yield value;
+        parser.feed(value);
+        yield* whole.splice(0);
       }
     } finally {
-      await events.return(undefined);
+      reader.cancel().catch(() => {}); // whoever stopped reading wants no more of it; a broken body has nothing to cancel
     }
   }
 
