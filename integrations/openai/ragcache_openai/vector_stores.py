@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache import Hit
-from ragcache.ingest.readers import READERS
+from ragcache.ingest.readers import readers
 from ragcache.server.body import read_json, request_body
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel, Text
@@ -508,8 +508,8 @@ async def _to_attach(caller: Caller, store: str, wanted: Sequence[FileToAttach],
 
 def _check_kind(name: str, param: str) -> None:
     suffix = PurePosixPath(name).suffix.lower()
-    if suffix not in READERS:
-        message = f"{name}: files of kind {suffix!r} cannot be read; known are {' '.join(READERS)}"
+    if suffix not in readers():
+        message = f"{name}: files of kind {suffix!r} cannot be read; known are {' '.join(readers())}"
         raise ApiError(400, message, "unsupported_file", param)
 
 
