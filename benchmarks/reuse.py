@@ -11,6 +11,7 @@ are sections of this repository's documentation.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
@@ -32,6 +34,7 @@ from pydantic import Field
 from starlette.testclient import TestClient
 
 import ragcache as rc
+from benchmarks.environment import environment
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain
 from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.engine.content_index import ContentIndex
@@ -189,24 +192,27 @@ def agent_loop() -> Iterator[list[dict[str, Any]]]:
 Turns = Callable[[], Iterator[list[dict[str, Any]]]]
 
 
-def late(lm: LanguageModel, turns: Turns, method: str | None, *, closed: bool) -> tuple[int, int, float]:
+def late(
+    lm: LanguageModel, turns: Turns, method: str | None, known: Sequence[str], *, closed: bool
+) -> tuple[int, int, float]:
     """Tokens of the last prompt; tokens that ran beside a turn's own, at most; share of the earlier tokens cached."""
     with tempfile.TemporaryDirectory() as root:
         opened = partial(rc.RagCache.open, Path(root) / "kb", model=lm, embedder=BagOfWords(), method=method)
         messages: list[dict[str, Any]] = [{"role": "system", "content": "You answer in one or two sentences."}]
-        kb, before, ran, known = opened(), 0, list[int](), 0
+        kb, before, ran, earlier = opened(), 0, list[int](), 0
+        precomputed(kb, known)
         for turn in turns():
             messages += turn
             answer = kb.chat(messages, sampling=rc.Sampling(max_tokens=40))
-            ran.append(before - answer.usage.cached_tokens)
-            known += before
+            ran.append(max(0, before - answer.usage.cached_tokens))
+            earlier += before
             before = answer.usage.prompt_tokens + answer.usage.completion_tokens
             messages.append({"role": "assistant", "content": answer.text})
             if closed:
                 kb.close()
                 kb = opened()
         kb.close()
-    return answer.usage.prompt_tokens, max(ran), 1 - sum(ran) / known
+    return answer.usage.prompt_tokens, max(ran), 1 - sum(ran) / earlier
 
 
 def look_up(count: int = 100_000) -> str:
@@ -249,6 +255,8 @@ def main() -> None:
         ("a raw prompt, documents precomputed", raw, precomputed, None),
         ("ragcache's own passages", retrieved, stored, None),
     ]
+    where = environment("benchmarks.reuse", sys.argv[1:], torch.device("cpu"))
+    print(f"`{where.command}`, {where.cores} cores of {where.cpu}, {where.date[:10]}, commit {where.commit}.")
     print(f"Passages of {[lm_tokens(lm, text) for text in passages]} tokens, {chosen.model}, CPU.\n")
     print("| | method | 1st | again | other question, other order | after opening again |\n|---|---|---|---|---|---|")
     for name, ask, keep, before in ways:
@@ -259,10 +267,15 @@ def main() -> None:
         "\n| conversation | prompt at the end | most tokens run beside the turn's own | cached | the same, closed | |"
     )
     print("|---|---|---|---|---|---|")
-    for label, turns in (("plain chat", plain_chat), ("agent's loop", agent_loop)):
+    pages = sections(5, 500)
+    for label, turns, precompute in (
+        ("plain chat", plain_chat, []),
+        ("agent's loop", agent_loop, []),
+        ("agent's loop, its pages precomputed", agent_loop, pages),
+    ):
         for method in (None, "reposition"):
             (length, most, share_here), (_, again, share_closed) = (
-                late(lm, turns, method, closed=closed) for closed in (False, True)
+                late(lm, turns, method, precompute, closed=closed) for closed in (False, True)
             )
             name = f"{label}, {method or 'method by default'}"
             print(f"| {name} | {length} | {most} | {share_here:.1%} | {again} | {share_closed:.1%} |")
