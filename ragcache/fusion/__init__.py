@@ -11,7 +11,6 @@ from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
-from ragcache.fusion.markers import Markers, Packet
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.reposition import Concat, Reposition
 from ragcache.plugins import Registry
@@ -23,8 +22,6 @@ METHODS: Registry[type[FusionMethod]] = Registry(
         "reposition": Reposition,
         "concat": Concat,
         "link": Link,
-        "markers": Markers,
-        "packet": Packet,
         "cacheblend": CacheBlend,
         "epic": Epic,
     },

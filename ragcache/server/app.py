@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 
 from ragcache import RagCache, __version__
 from ragcache.plugins import ROUTES, Registry
-from ragcache.server import chat, document_routes, embeddings, rerank
+from ragcache.server import chat, document_routes, embeddings
 from ragcache.server.auth import Guard
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import SizeLimit
@@ -20,7 +20,7 @@ from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
 
-PARTS = (chat, embeddings, rerank, document_routes)
+PARTS = (chat, embeddings, document_routes)
 ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
 """Routes of packages. A router's attribute `error_body`, where it has one, makes the errors below its prefix."""

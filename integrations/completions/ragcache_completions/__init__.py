@@ -1,1 +1,1 @@
-"""Raw prompts on ragcache's server: OpenAI's older API, and token ids."""
+"""What ragcache's server answers without a chat: raw prompts, token ids, searches and rankings."""
