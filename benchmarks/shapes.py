@@ -187,6 +187,6 @@ def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
 def _wrap(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fingerprint: str, name: str
 ) -> LanguageModel:
-    found = inspect(model, name)
+    rope, shape = inspect(model, name)
     pack(model)
-    return LanguageModel(model, tokenizer, found.rope, found.shape, fingerprint, name)
+    return LanguageModel(model, tokenizer, rope, shape, fingerprint, name)

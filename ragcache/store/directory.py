@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError, translate_os_errors
-from ragcache.files import atomic_write, write_all
+from ragcache.files import STORE_MARK, atomic_write, write_all
 from ragcache.runtime import Home
 from ragcache.store.tiers.disk_budget import BlockFiles
 
@@ -47,7 +47,7 @@ class StoreLayout:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
-        self.marker = self.root / "ragcache.json"
+        self.marker = self.root / STORE_MARK
         self.database = self.root / "store.sqlite3"
         self.kv = self.root / "kv"
         self.index = self.root / "index.faiss"

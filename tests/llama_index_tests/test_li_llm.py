@@ -319,7 +319,7 @@ def test_messages_that_cannot_be_read_are_refused(llm):
         llm.chat([ChatMessage("x", role="system")])
     between = [PassageBlock(text="a"), TextBlock(text="and"), PassageBlock(text="b"), TextBlock(text="?")]
     with pytest.raises(PromptError, match="between two passages"):
-        llm.chat([ChatMessage(blocks=between)], method="epic")
+        llm.chat([ChatMessage(blocks=between)], method="a3")
 
 
 def test_bad_options_are_refused(kb, llm):

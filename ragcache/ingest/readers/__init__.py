@@ -2,7 +2,7 @@
 
 A file's id is its absolute path, symbolic links resolved, with forward slashes: no two files share it, and it is the
 same however the file was named. It is the id of the file's document too, unless the file holds several. Folders are
-walked in sorted order; names that begin with a dot are left out.
+walked in sorted order; names that begin with a dot and stores are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ragcache import plugins
 from ragcache.errors import ReaderError
+from ragcache.files import STORE_MARK
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import Reader, printable, readable, unreadable
 
@@ -128,6 +129,9 @@ def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
         failed.append(ReaderError(error.filename or root, f"the folder cannot be read ({error.strerror})"))
 
     for folder, folders, names in os.walk(root, onerror=report):
+        if STORE_MARK in names:  # a store's own files are no documents
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (link for name in folders if (link := Path(folder, name)).is_symlink())
         for name in sorted(names):
