@@ -38,9 +38,9 @@ ROOMS = {
     "ragcache/store": Room(5_709, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_447, 7, 1_776, 9),
     "ragcache/ingest": Room(3_244, 18, 3_348, 21),
-    "ragcache/engine": Room(7_952, 32, 5_518, 26),
+    "ragcache/engine": Room(7_988, 32, 5_518, 26),
     "ragcache/server": Room(3_632, 20, 3_620, 20),
-    "ragcache/cli": Room(1_655, 9, 1_448, 8),
+    "ragcache/cli": Room(1_666, 9, 1_448, 8),
     # Annexes.
     "extras/demo/ragcache_demo": Room(315, 2, 310, 2),
     "extras/documents/ragcache_documents": Room(358, 5, 347, 5),
