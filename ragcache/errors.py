@@ -48,6 +48,7 @@
         ├── ReaderError                 one file could not be read: path and reason
         │   └── ReaderLimitError        reading it takes more time, memory or text than is allowed
         ├── DuplicateDocumentError
+        │   └── DocumentExistsError     another text is stored under the id, and is not to be replaced
         └── MetadataError               metadata that is not JSON
 
 Messages name the input and the way out. Third-party errors are translated where they enter (`translate_os_errors`
@@ -272,6 +273,10 @@ class ReaderLimitError(ReaderError):
 
 class DuplicateDocumentError(IngestError):
     """Two inputs of one call carry the same document id."""
+
+
+class DocumentExistsError(DuplicateDocumentError):
+    """Another text is stored under the id, and is not to be replaced."""
 
 
 class MetadataError(IngestError):

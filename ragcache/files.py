@@ -22,8 +22,7 @@ import xxhash
 
 from ragcache.errors import translate_os_errors
 
-STORE_MARK = "ragcache.json"
-"""The file by which a directory is known as a store."""
+STORE_MARK = "ragcache.json"  # by which a directory is known as a store
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _DAY_S = 24 * 3600.0
 

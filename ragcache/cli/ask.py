@@ -52,8 +52,11 @@ def ask(
     Where `ragcache serve` runs over the store on this machine, it is asked (with RAGCACHE_API_KEY as its key), and no
     model is loaded. Options of how a store is opened, and --whole, have the store opened here.
     """
-    if answer.approximate is False:
-        _refuse_contradiction(models)
+    if answer.approximate is False and models.method not in (None, "auto"):  # a store's own method gives way
+        from ragcache.engine.verdict import refuse_approximate
+        from ragcache.fusion import get_method
+
+        refuse_approximate(get_method(str(models.method), **method_options(models.option or ())), None)
     if not local and not whole:
         found = _served(question, store, models, answer, {"timeout_s": timeout_s}, quiet=as_json)
         if found is not None:
@@ -65,16 +68,6 @@ def ask(
             print_json(kb.ask(question, **options).to_json())
         else:
             print_answer(stream_text(kb.stream(question, **options)).to_json())
-
-
-def _refuse_contradiction(models: EngineOptions) -> None:
-    """Raises ConfigError for a method that reads blocks beside --exact: a store's own gives way, one that is named with
-    the question contradicts it."""
-    from ragcache.engine.verdict import AUTO, refuse_approximate
-    from ragcache.fusion import get_method
-
-    if models.method is not None and models.method != AUTO:
-        refuse_approximate(get_method(models.method, **method_options(models.option or ())), None)
 
 
 def _served(

@@ -12,6 +12,7 @@ from ragcache.cli.ask import ask, chat
 from ragcache.cli.ingest import delete, ingest, list_documents, precompute, watch
 from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, unpin
 from ragcache.cli.serve import serve
+from ragcache.cli.terminal import Command
 from ragcache.plugins import Registry
 
 # Ragcache's own, under their names, and those of plug-ins.
@@ -48,7 +49,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_top)
     for name, function in COMMANDS.items():
-        app.command(name)(function)
+        app.command(name, cls=Command)(function)
     return app
 
 

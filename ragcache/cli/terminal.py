@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragcache.engine.options import Option
+from ragcache.engine.options import Option, said
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.ingest.report import ProgressEvent, progress_bars
 from ragcache.ingest.report import bytes_text as bytes_text
@@ -99,6 +100,23 @@ def command(function: Function) -> Function:
         [_parameter(name, *said) for options in all_of_them for name, said in options.items()]
     )
     return run
+
+
+class Command(typer.core.TyperCommand):
+    """Names the option in place of one that there is not: an own one, or what other programs call so."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            wrong: Any = error  # typer's class for it has no public name
+            if hasattr(wrong, "possibilities"):
+                name = wrong.option_name.strip("-").replace("-", "_")
+                way = (said(name, ()) or "").partition("(..., ")[2].replace("ChunkerConfig(", "(chunk_")
+                flags = {f"--{one.replace('_', '-')}" for one in (name, *re.findall(r"(\w+)=\.\.\.", way))}
+                right = [flag for flag in sorted(flags) if any(flag in one.opts for one in self.params)]
+                wrong.possibilities = right or wrong.possibilities
+            raise
 
 
 Options = dict[str, tuple[Any, Any]]

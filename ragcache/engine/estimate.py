@@ -16,6 +16,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.pipeline import Input
 from ragcache.ingest.readers import OWN, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
+from ragcache.models.hub import BUNDLED
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 from ragcache.store.eviction import PrefillRate
@@ -84,16 +85,20 @@ class KVEstimate(NamedTuple):
     """text_bytes, tokens: of the inputs whose text can be measured; markup counts as text
     num_bytes: of KV that they need on disk, were none of it there yet
     unknown:   files whose size says nothing about their text (PDF, office documents)
+    model:     that reads them
     """
 
     text_bytes: int
     tokens: int
     num_bytes: int
     unknown: int
+    model: str
 
     def __str__(self) -> str:
         rest = f", and that of {self.unknown} PDF files and the like" if self.unknown else ""
+        toy = ", a toy that knows examples/corpus alone; for other text name another (--model, model=)"
         return (
+            f"reading for the model {self.model}{toy if self.model in BUNDLED else ''}\n"
             f"{bytes_text(self.text_bytes)} of text, about {self.tokens:,} tokens: their KV takes about "
             f"{bytes_text(self.num_bytes)} on disk{rest} once it is computed, less what is stored already"
         )
@@ -114,7 +119,8 @@ def estimate_kv(
     block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
     block_bytes += coder.expected_state_bytes(lm.shape.states, itemsize)
     num_bytes = round(tokens * (block_bytes / block_tokens))
-    return KVEstimate(sum(sizes), tokens, num_bytes, sum(path.suffix.lower() not in MEASURED for path in files))
+    unknown = sum(path.suffix.lower() not in MEASURED for path in files)
+    return KVEstimate(sum(sizes), tokens, num_bytes, unknown, lm.name)
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

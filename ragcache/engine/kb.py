@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -29,7 +30,16 @@ from ragcache.engine.assemble import (
 )
 from ragcache.engine.estimate import KVEstimate, estimate_kv
 from ragcache.engine.loader import LoadCounts
-from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ReadOptions, RetrieveOptions, StoreConfig
+from ragcache.engine.options import (
+    DEFAULT_K,
+    AskOptions,
+    ChatOptions,
+    ReadOptions,
+    RetrieveOptions,
+    StoreConfig,
+    check_names,
+    said,
+)
 from ragcache.engine.passages import Passage
 from ragcache.engine.precompute import Precompute, PrecomputeReport
 from ragcache.engine.questions import Questions, answer_of, ask_many
@@ -38,7 +48,7 @@ from ragcache.engine.store import Library
 from ragcache.engine.store_config import open_store
 from ragcache.engine.verdict import AUTO, FULL, refuse_approximate
 from ragcache.errors import ConfigError, check_type
-from ragcache.fusion import get_method
+from ragcache.fusion import get_method, methods
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
@@ -127,6 +137,9 @@ class RagCache(Library):
         Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
         """
+        of_methods = {name for one in methods() for name in one.options} if method_options else set()
+        elsewhere = [name for name in method_options if name not in of_methods and said(name, ()) is not None]
+        check_names(elsewhere, list(signature(cls.open).parameters))
         if "models" in method_options:
             raise ConfigError("models=False is no option; Library.open opens a store without its models")
         if method is not None and method != AUTO:  # a wrong one is refused before a store is made
@@ -207,6 +220,7 @@ class RagCache(Library):
         kv: str | None = None,
         hot_after: int | None = None,
         split: bool = True,
+        replace: bool = True,
         sync: bool = False,
         dry_run: bool = False,
         ray: WorkersConfig | str | bool | None = None,
@@ -217,6 +231,7 @@ class RagCache(Library):
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
         kv, hot_after: None: as the store was opened (StoreConfig); where the model runs in another engine, kv="lazy"
+        replace:  False: a document whose id is stored with another text fails (DocumentExistsError)
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
         dry_run:  change nothing; the report says what would be
@@ -234,6 +249,7 @@ class RagCache(Library):
             kv=self._kv_mode() if kv is None else kv,
             hot_after=self.config.hot_after if hot_after is None else hot_after,
             chunker=None if split else self._parts.whole,
+            replace=replace,
             sync=sync,
             dry_run=dry_run,
             cluster=None if chosen is None else open_workers(self.store, self.config, chosen),

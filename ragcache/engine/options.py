@@ -300,7 +300,9 @@ class AnswerOptions:
     ] = None
     temperature: Annotated[float, Option("--temperature", "0 is greedy.")] = 0.0
     top_p: Annotated[float | None, Option("--top-p", "Nucleus sampling.")] = None
-    top_k: Annotated[int | None, Option("--top-k", "Sample among this many tokens.", 1, 2**31 - 1)] = None
+    top_k: Annotated[
+        int | None, Option("--top-k", "Sample among this many tokens; --k is of passages.", 1, 2**31 - 1)
+    ] = None
     seed: Annotated[int | None, Option("--seed", "Makes sampling repeatable.")] = None
     stop: Annotated[Sequence[str], Option("--stop", "End the answer at this string; may be repeated.")] = ()
     search: Annotated[Search, Option("--search", "Find passages by embedding, by the question's words, or both.")] = (
@@ -391,19 +393,42 @@ def names(options: type) -> tuple[str, ...]:
     return tuple(options.__annotations__)
 
 
-def check_names(given: Iterable[str], options: type) -> None:
-    """Raises ConfigError that names the options there are not, and those there are."""
-    known = names(options)
-    unknown = [name for name in given if name not in known]
-    if not unknown:
-        return
+SAID = (
+    ("ask", "sampling=rc.Sampling(max_tokens=...)", "max_new_tokens max_completion_tokens n_predict num_predict"),
+    ("ask", "sampling=rc.Sampling(temperature=...)", "temp"),
+    ("ask", "k=... for passages, sampling=rc.Sampling(top_k=...) for tokens", "top_k"),
+    ("ask", "k=...", "similarity_top_k top_n n_results num_results max_num_results"),
+    ("ask", "filter=...", "filters where"),
+    ("ask", "system=...", "system_prompt"),
+    ("RagCache.open", "model=...", "model model_name model_id model_path llm"),
+    ("RagCache.open", "embedder=...", "embedder embedding_model embed_model embedding embeddings"),
+    ("RagCache.open", "chunker=rc.ChunkerConfig(max_tokens=...)", "chunk_size"),
+    ("RagCache.open", "chunker=rc.ChunkerConfig(overlap=...)", "chunk_overlap"),
+)
+"""A call, how something is said there, and what it is called elsewhere."""
+
+
+def said(name: str, known: Iterable[str]) -> str | None:
+    """How a name that is not among the known ones is said here; None where it means nothing."""
     from ragcache.models.sampler import Sampling
 
-    fields = [name for name in unknown if name in Sampling.__dataclass_fields__]
-    way_out = f"the options are {', '.join(known)}"
-    if fields and "sampling" in known:
-        way_out = f"say sampling=rc.Sampling({', '.join(f'{name}=...' for name in fields)})"
-    raise ConfigError(f"there is no option {', '.join(unknown)}; {way_out}", unknown[0])
+    own = (
+        ("ask", f"sampling=rc.Sampling({name}=...)", Sampling.__dataclass_fields__),
+        ("RagCache.open", f"store=rc.StoreConfig({name}=...)", StoreConfig.__dataclass_fields__),
+        ("ask", f"{name}=...", ("k", *names(AskOptions))),
+    )
+    rows = (*((call, way, words.split()) for call, way, words in SAID), *own)
+    found = next(((call, way) for call, way, words in rows if name in words), None)
+    return found and (found[1] if found[1].partition("=")[0] in known else f"{found[0]}(..., {found[1]})")
+
+
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ConfigError that names the options there are not, and how these are said, or which there are."""
+    if unknown := [name for name in given if name not in known]:
+        places = (*known, "k") if "search" in known else known
+        ways = ", ".join(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
+        out = f"say {ways}" if ways else f"the options are {', '.join(known)}"
+        raise ConfigError(f"there is no option {', '.join(unknown)}; {out}", unknown[0])
 
 
 def retrieval(options: Mapping[str, Any]) -> dict[str, Any]:

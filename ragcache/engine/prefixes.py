@@ -41,8 +41,7 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NOT_STORED
 
 log = logging.getLogger(__name__)
-# Parts of passages that an element tells apart: above 34 bits for a token, and whether a passage begins with it.
-PARTS = 1 << 28
+PARTS = 1 << 28  # parts of passages that an element tells apart, above 34 bits for a token and how it was read
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from ragcache.engine.info import Info, UsageLog, info
-from ragcache.engine.options import StoreConfig, check_names
+from ragcache.engine.options import StoreConfig, check_names, names
 from ragcache.engine.rates import RateFigures
 from ragcache.engine.store_config import Store, open_store
 from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError, StoreClosedError
@@ -182,7 +182,7 @@ class Library:
     def _check(self, given: Iterable[str], options: type) -> None:
         """Raises StoreClosedError, ForkedError, and ConfigError for options that there are not."""
         self._check_open()
-        check_names(given, options)
+        check_names(given, names(options))
 
     def _check_open(self) -> None:
         self.store.layout.home.check()

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ragcache import plugins
 from ragcache.errors import ConfigError, blaming
 from ragcache.fusion.cacheblend import CacheBlend
-from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
 from ragcache.fusion.method import FusionMethod
@@ -23,7 +22,6 @@ METHODS: Registry[type[FusionMethod]] = Registry(
         "concat": Concat,
         "link": Link,
         "cacheblend": CacheBlend,
-        "epic": Epic,
     },
 )
 

@@ -59,8 +59,7 @@ class Context:
         chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
         positions = [*range(known), *chunk_positions, *text.positions]
         all_ids, places = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
-        begins = pieces == layout.passages
-        return cls(job.lm, known, starts, lengths, job.blocks, all_ids, places, begins)
+        return cls(job.lm, known, starts, lengths, job.blocks, all_ids, places, pieces == layout.passages)
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from ragcache.errors import (
     BasisError,
     ConfigError,
+    DocumentExistsError,
     DuplicateDocumentError,
     IngestError,
     PromptError,
@@ -101,6 +102,7 @@ class Ingestor:
         kv: str = "eager",
         hot_after: int = HOT_AFTER,
         chunker: Chunker | PassthroughSplitter | None = None,
+        replace: bool = True,
         sync: bool = False,
         dry_run: bool = False,
         cluster: Workers | None = None,
@@ -110,9 +112,9 @@ class Ingestor:
     ) -> IngestReport:
         """Store documents: files, folders and Document objects.
 
-        A document whose id is there already is replaced if its content differs, and left alone otherwise. An input that
-        cannot be ingested is in the report's `failed`, and the others go on. After an interruption, running again
-        finishes: it computes only what is not on disk.
+        A document whose id is there already is replaced if its content differs (or fails, unless `replace`), and left
+        alone otherwise. An input that cannot be ingested is in the report's `failed`, and the others go on. After an
+        interruption, running again finishes: it computes only what is not on disk.
 
         kv: "eager" computes KV blocks now; "lazy" leaves them to the first use; "hot" keeps those alone of chunks that
             were retrieved `hot_after` times (the first uses compute and keep nothing)
@@ -151,7 +153,9 @@ class Ingestor:
             nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
         ):
             uses = hot_after if kv == "hot" else 0
-            run = IngestRun(self, bench, work, kv == "eager", progress, uses=uses, sync=sync, dry_run=dry_run)
+            run = IngestRun(
+                self, bench, work, kv == "eager", progress, uses=uses, replace=replace, sync=sync, dry_run=dry_run
+            )
             return run(inputs)
 
     def copy(
@@ -233,6 +237,7 @@ class IngestRun:
     eager: bool
     progress: Progress | None
     uses: int = 0
+    replace: bool = True
     sync: bool = False
     dry_run: bool = False
 
@@ -341,6 +346,11 @@ class IngestRun:
             self._seen.add(document.id)
             content_hash = document.content_hash(self.chunker.settings)
             found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
+            if found is not None and not found.same and not self.replace:
+                raise DocumentExistsError(
+                    f"{document.where}: another text is stored under the id {document.id!r}; name this one otherwise, "
+                    "or let it replace the other (replace=true)"
+                )
             if found is not None:
                 self._rename(found.id, document, content_hash if found.same else None, file)
                 if found.same:

@@ -30,14 +30,16 @@ from ragcache.store.records import Chunk, StoredDocument
 Said = ProgressEvent | IngestReport
 
 
-async def add_uploads(service: Service, uploads: Sequence[Upload]) -> AsyncGenerator[Said, None]:
+async def add_uploads(
+    service: Service, uploads: Sequence[Upload], *, replace: bool = True
+) -> AsyncGenerator[Said, None]:
     """Progress, then the report."""
     with ExitStack() as stack:
         for upload in uploads:
             stack.callback(upload.file.close)
         holding = service.uploads.holding(uploads)
         files, failures = await service.in_thread(stack.enter_context, holding)
-        async with aclosing(add_documents(service, files, split=True)) as adding:
+        async with aclosing(add_documents(service, files, split=True, replace=replace)) as adding:
             async for said in adding:
                 if isinstance(said, IngestReport):
                     said.failed[:0] = failures
@@ -45,7 +47,7 @@ async def add_uploads(service: Service, uploads: Sequence[Upload]) -> AsyncGener
 
 
 async def add_documents(
-    service: Service, documents: Sequence[Document | SourceFile], *, split: bool
+    service: Service, documents: Sequence[Document | SourceFile], *, split: bool, replace: bool = True
 ) -> AsyncGenerator[Said, None]:
     """Progress, then the report. Closed early, the ingestion is cancelled, and waited for; what was committed stays."""
     loop = asyncio.get_running_loop()
@@ -57,7 +59,7 @@ async def add_documents(
 
     wait_s = service.settings.write_wait_s
     ingestion = asyncio.create_task(
-        service.kb.aingest(documents, split=split, progress=progress, timeout_s=wait_s, cancelled=left)
+        service.kb.aingest(documents, split=split, replace=replace, progress=progress, timeout_s=wait_s, cancelled=left)
     )
     ingestion.add_done_callback(lambda _done: events.put_nowait(None))
     try:
@@ -177,6 +179,9 @@ Source = Annotated[
     str | None, Query(max_length=MAX_GLOB, description="Source; * stands for any text, ? for one character")
 ]
 Id = Annotated[str | None, Query(max_length=MAX_GLOB, description="Document id, with * and ? likewise")]
+Replace = Annotated[
+    bool, Query(description="Whether a file replaces a document of its name; else it fails where the texts differ")
+]
 router = APIRouter(tags=["documents"])
 FORM = {
     "type": "object",
@@ -198,9 +203,9 @@ FORM = {
     },
     openapi_extra=request_body(json=AddDocuments, multipart=FORM),
 )
-async def create_documents(request: Request) -> Response:
+async def create_documents(request: Request, replace: Replace = False) -> Response:
     service = service_of(request)
-    work = service.add(await _additions(service, request))
+    work = service.add(await _additions(service, request, replace))
     try:
         first = await unless_gone(request, anext(work))
         if EVENT_STREAM in request.headers.get("accept", ""):
@@ -216,9 +221,9 @@ async def create_documents(request: Request) -> Response:
     return report_of(_report(last, request)).to_response()
 
 
-async def _additions(service: Service, request: Request) -> AsyncGenerator[Said, None]:
+async def _additions(service: Service, request: Request, replace: bool) -> AsyncGenerator[Said, None]:
     if content_type(request) == MULTIPART:
-        return add_uploads(service, await _files(request, service.settings.max_upload_files))
+        return add_uploads(service, await _files(request, service.settings.max_upload_files), replace=replace)
     asked = await read_json(request, AddDocuments, also=MULTIPART)
     documents = [NewDocument(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
     return add_documents(service, documents, split=asked.split)

@@ -67,6 +67,20 @@ def test_upload_ask_and_delete(open_tab, site, kb):
 
 
 @pytest.mark.usefixtures("deleting")
+def test_a_file_of_a_name_that_is_taken_replaces_it_at_a_click(tab: Tab, kb):
+    news = tab.page.locator("#documents-news")
+    files = tab.page.get_by_label("Add files")
+    files.set_input_files(as_file(NAME, TEXT))
+    expect(news).to_have_text("1 document added.")
+    files.set_input_files(as_file(NAME, TEXT.replace("potter", "baker")))
+    expect(news).to_contain_text("another text is stored")
+    assert "potter" in kb.chunks_of(NAME)[0].text
+    news.get_by_role("button", name="Replace 1 document").click()
+    expect(news).to_have_text("1 document replaced.")
+    assert "baker" in kb.chunks_of(NAME)[0].text
+
+
+@pytest.mark.usefixtures("deleting")
 def test_files_are_dropped_and_bad_ones_are_named(tab: Tab, kb):
     tab.page.evaluate(
         """([name, text]) => {

@@ -72,6 +72,8 @@ def test_ingest_in_words(model, folder, tmp_path):
     assert "4 added, 0 updated, 0 unchanged, 0 failed" in result.stdout
     assert "picture.png" in result.stdout
     blocks = sum(path.stat().st_size for path in (tmp_path / "kb").rglob("*.safetensors"))
+    assert "reading for the model " in result.stderr
+    assert "toy" not in result.stderr
     assert "their KV takes about" in result.stderr
     assert f"takes {bytes_text(blocks)} on disk" in result.stdout
 

@@ -93,6 +93,23 @@ def test_errors_are_one_line(store, arguments, status, message):
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--max_tokens", "--max-tokens"),
+        ("--top_k", "--k, --top-k"),
+        ("--n-predict", "--max-tokens"),
+        ("--temp", "--temperature"),
+        ("--similarity-top-k", "--k"),
+        ("--model-name", "--model"),
+    ],
+)
+def test_a_wrong_option_is_told_the_right_one(wrong, right):
+    result = invoke("ask", "hi", wrong, "3")
+    assert result.exit_code == 2
+    assert f"No such option: {wrong} (Possible options: {right})" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["list", "--memory", "3 apples"], ["ask"], ["ask", "x", "--on-overflow", "cry"]])
 def test_misuse_has_status_2(arguments):
     result = invoke(*arguments)

@@ -56,6 +56,56 @@ def test_other_text_is_noticed_at_the_first_question_and_not_again(tmp_path, min
         assert model in text
 
 
+def test_an_ingestion_says_which_model_it_is_for_before_it_begins(tmp_path, mini):
+    with store(tmp_path / "kb", mini, []) as kb:
+        first, _ = str(kb.estimate_kv([rc.Document("a", ENCYCLOPEDIC[0])])).splitlines()
+    assert first.startswith("reading for the model mini, a toy that knows examples/corpus alone")
+
+
+ASK = "say sampling=rc.Sampling({}=...)"
+OPEN = "say RagCache.open(..., {}=...)"
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("max_tokens", ASK.format("max_tokens")),
+        ("n_predict", ASK.format("max_tokens")),
+        ("top_k", "say k=... for passages, sampling=rc.Sampling(top_k=...) for tokens"),
+        ("similarity_top_k", "say k=..."),
+        ("model_name", OPEN.format("model")),
+        ("embedding_model", OPEN.format("embedder")),
+        ("colour", "the options are search, "),
+    ],
+)
+def test_a_wrong_option_is_told_how_it_is_said(tmp_path, mini, name, way_out):
+    with store(tmp_path / "kb", mini, []) as kb, pytest.raises(rc.errors.ConfigError) as caught:
+        kb.ask("Who?", **{name: 3})
+    assert str(caught.value).startswith(f"there is no option {name}; {way_out}")
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("model_name", "say model=..."),
+        ("read_only", "say store=rc.StoreConfig(read_only=...)"),
+        ("chunk_size", "say chunker=rc.ChunkerConfig(max_tokens=...)"),
+        ("max_tokens", "say ask(..., sampling=rc.Sampling(max_tokens=...))"),
+    ],
+)
+def test_what_is_no_option_of_opening_is_told_where_it_is_said(tmp_path, name, way_out):
+    with pytest.raises(rc.errors.ConfigError, match="there is no option") as caught:
+        rc.RagCache.open(tmp_path / "kb", **{name: 3})
+    assert str(caught.value).endswith(way_out)
+    assert not (tmp_path / "kb").exists()
+
+
+def test_another_model_is_offered_a_store_of_its_own(tmp_path, mini):
+    store(tmp_path / "kb", mini, []).close()
+    with pytest.raises(rc.errors.ModelMismatchError, match="ragcache reencode NEW --store OLD --model mini-base"):
+        rc.RagCache.open(tmp_path / "kb", model="mini-base", embedder=BagOfWords())
+
+
 def test_the_registry_is_what_the_model_knows(tmp_path, mini, said):
     with store(tmp_path / "kb", mini, [CORPUS / "clubs"]) as kb:
         for question in ("Who founded the Archery Club Ivy?", "Where does the Rowing Club Falcon meet?"):

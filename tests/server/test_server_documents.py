@@ -73,6 +73,21 @@ def test_files(served: Served, kb):
     assert sorted(again["unchanged"]) == sorted(report["added"])
 
 
+def test_a_file_replaces_another_of_its_name_only_where_that_is_asked_for(served: Served, kb):
+    """Browsers send the last part of a path alone: the files of two folders have one name."""
+    served.http.post(PATH, files=form({"readme.md": b"Boats are locked at dusk.\n"}))
+    other = form({"readme.md": b"Roses are cut in spring.\n", "more.md": b"Tulips too.\n"})
+    report = served.http.post(PATH, files=other).json()
+    assert (report["added"], report["updated"]) == (["more.md"], [])
+    [failure] = report["failed"]
+    assert (failure["source"], failure["type"]) == ("readme.md", "DocumentExistsError")
+    assert "replace=true" in failure["error"]
+    assert [chunk.text for chunk in kb.chunks_of("readme.md")] == ["Boats are locked at dusk.\n"]
+    report = served.http.post(PATH, params={"replace": True}, files=other).json()
+    assert (report["updated"], report["unchanged"], report["failed"]) == (["readme.md"], ["more.md"], [])
+    assert [chunk.text for chunk in kb.chunks_of("readme.md")] == ["Roses are cut in spring.\n"]
+
+
 def test_files_are_what_the_command_line_makes_of_them(served: Served, kb, lm, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()

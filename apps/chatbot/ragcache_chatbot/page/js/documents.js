@@ -8,7 +8,7 @@ import { ApiError, ConnectionError } from "./api.js";
 
 /**
  * What an upload came to.
- * @typedef {{added: string[], updated: string[], unchanged: string[], failed: {source: string, error: string}[]}} Report
+ * @typedef {{added: string[], updated: string[], unchanged: string[], failed: {source: string, error: string, type?: string}[]}} Report
  */
 
 /** @typedef {{stage: string, done: number, total: number, item: string}} Progress */
@@ -42,15 +42,16 @@ export class Documents {
 
   /**
    * @param {Iterable<File>} files those of a folder are named with their path in it
+   * @param {boolean} replace documents of the same names
    * @param {(share: number) => void} onSent how much has been sent, of 1
    * @param {(progress: Progress) => void} onProgress of what follows
    * @param {AbortSignal} signal
    * @returns {Promise<Report>}
    */
-  async add(files, onSent, onProgress, signal) {
+  async add(files, replace, onSent, onProgress, signal) {
     const form = new FormData();
-    for (const file of files) form.append("files", file, file.webkitRelativePath || file.name);
-    for await (const { event, data } of this.api.events("v1/documents", form, signal, onSent)) {
+    for (const file of files) form.append("files", file, nameOf(file));
+    for await (const { event, data } of this.api.events(`v1/documents?replace=${replace}`, form, signal, onSent)) {
       const said = JSON.parse(data);
       if (event === "progress") onProgress(said);
       else if (event === "done") return said;
@@ -59,6 +60,9 @@ export class Documents {
     throw new ConnectionError("The connection broke before the upload was complete.");
   }
 }
+
+/** @param {File} file */
+export const nameOf = (file) => file.webkitRelativePath || file.name;
 
 /** @param {string} id */
 const path = (id) => `v1/documents/${encodeURIComponent(id)}`;

@@ -1,6 +1,7 @@
 // Adding documents: files, a folder, or what is dropped; progress, and what came of it.
 
 import { ConnectionError } from "./api.js";
+import { nameOf } from "./documents.js";
 import { byId, element } from "./dom.js";
 import { bytes, counted } from "./format.js";
 import { troubleBox } from "./trouble.js";
@@ -45,28 +46,36 @@ export class UploadView {
     return !file_kinds.length || file_kinds.some((kind) => name.toLowerCase().endsWith(kind));
   }
 
-  /** @param {File[]} files */
-  async #add(files) {
+  /** @param {File[]} files @param {boolean} replace documents of the same names */
+  async #add(files, replace = false) {
     if (this.#running) return say("Wait for the upload that is running.");
     if (!files.length) return say("There is no file that can be read.");
     this.#running = new AbortController();
     const { signal } = this.#running;
     byId("documents-news").replaceChildren();
     try {
-      const report = await this.#send(files, signal);
-      byId("documents-news").replaceChildren(...reportView(report));
+      const report = await this.#send(files, replace, signal);
+      byId("documents-news").replaceChildren(...reportView(report), ...this.#replaceButton(files, report));
       this.changed([...report.added, ...report.updated]);
     } catch (error) {
       if (signal.aborted) say("Cancelled. What was stored before stays.");
-      else byId("documents-news").replaceChildren(troubleBox(error, () => void this.#add(files)));
+      else byId("documents-news").replaceChildren(troubleBox(error, () => void this.#add(files, replace)));
       if (!(error instanceof ConnectionError)) this.changed([]); // what was stored before
     }
     this.#running = null;
     byId("upload").hidden = true;
   }
 
-  /** @param {File[]} files @param {AbortSignal} signal @returns {Promise<import("./documents.js").Report>} */
-  async #send(files, signal) {
+  /** For the files whose names others have. @param {File[]} files @param {import("./documents.js").Report} report */
+  #replaceButton(files, { failed }) {
+    const there = failed.filter(({ type }) => type === "DocumentExistsError").map(({ source }) => source);
+    const again = files.filter((file) => there.some((source) => source === nameOf(file) || source.startsWith(`${nameOf(file)}:`)));
+    const onclick = () => void this.#add(again, true);
+    return again.length ? [element("button", { type: "button", class: "small", onclick }, `Replace ${counted(again.length, "document")}`)] : [];
+  }
+
+  /** @param {File[]} files @param {boolean} replace @param {AbortSignal} signal @returns {Promise<import("./documents.js").Report>} */
+  async #send(files, replace, signal) {
     const most = this.#limits.max_upload_bytes;
     const large = files.filter(({ size }) => size + PART_BYTES > most);
     const error = (/** @type {File} */ { size }) => `has ${bytes(size)}; this server takes ${bytes(most)} at once.`;
@@ -74,7 +83,7 @@ export class UploadView {
     const report = { added: [], updated: [], unchanged: [], failed: large.map((file) => ({ source: file.name, error: error(file) })) };
     for (const batch of batches(files.filter((file) => !large.includes(file)), this.#limits)) {
       showSent(batch, 0);
-      const { added, updated, unchanged, failed } = await this.documents.add(batch, (share) => showSent(batch, share), showProgress, signal);
+      const { added, updated, unchanged, failed } = await this.documents.add(batch, replace, (share) => showSent(batch, share), showProgress, signal);
       report.added.push(...added);
       report.updated.push(...updated);
       report.unchanged.push(...unchanged);
