@@ -3,7 +3,8 @@
 The truth is one float32 forward of the weights as they are in 16 bits: under the block-diagonal mask, or stepped token
 by token for models with recurrent layers. Plain eager transformers in 16 bits is away from it by rounding (0.009 to
 0.12 of the logits' norm in bfloat16 over these models and prompts, 0.001 to 0.017 in float16); reused KV and states may
-be away by `MOST` times as much, over the same prompts. A key one position off, and passages in another order where
+be away by `MOST` times as much, over the same prompts: by the mean, or by the median where rounding gave a token of one
+prompt to another expert. A key one position off, and passages in another order where
 states are composed, are away by more than that in every family.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 
 import pytest
 import torch
@@ -22,29 +24,28 @@ import ragcache as rc
 
 DTYPES = ("bfloat16", "float16")
 MOST = 2.0
-PROMPTS = [random_prompt(seed, prefix=7, chunks=(17, 9, 2)) for seed in range(2)]
+PROMPTS = [random_prompt(seed, prefix=7, chunks=(17, 9, 2)) for seed in range(4)]
 
 
 def away(logits, truth):
     return float((logits.float() - truth).norm() / truth.norm())
 
 
-def mean(distances):
-    found = list(distances)
-    return sum(found) / len(found)
+def is_within(ours, plain):
+    return any(middle(ours) < MOST * middle(plain) for middle in (statistics.mean, statistics.median))
 
 
 @pytest.fixture(scope="module", params=itertools.product(sorted(FAMILIES), DTYPES), ids="-".join)
 def noise(request, tmp_path_factory):
-    """The model, prompts with the truth, and how far plain transformers is away from it, mean over the prompts."""
+    """The model, prompts with the truth, and how far plain transformers is away from it, by prompt."""
     family, dtype = request.param
     directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
     lm, kind = rc.load_lm(directory, dtype=dtype), getattr(torch, dtype)
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=kind, attn_implementation="eager").eval()
     exact = copy.deepcopy(plain).float()
-    prompts = [random_prompt(seed) for seed in range(3)]
+    prompts = [random_prompt(seed) for seed in range(5)]
     truths = [oracle_logits(exact, prompt, block_diagonal(prompt)) for prompt in prompts]
-    own = mean(away(rounded_logits(plain, one), truth) for one, truth in zip(prompts, truths, strict=True))
+    own = [away(rounded_logits(plain, one), truth) for one, truth in zip(prompts, truths, strict=True)]
     return lm, prompts, truths, own
 
 
@@ -63,21 +64,21 @@ def rounded_logits(model, prompt):
 
 
 def repositioned(lm, prompts, truths):
-    """How far `reposition` is away, mean over the prompts."""
+    """How far `reposition` is away, by prompt."""
     fused = (rc.fuse(lm, prompt, "reposition", recipe="isolated").next_logits for prompt in prompts)
-    return mean(away(logits, truth) for logits, truth in zip(fused, truths, strict=True))
+    return [away(logits, truth) for logits, truth in zip(fused, truths, strict=True)]
 
 
 def test_reposition_is_within_the_rounding_of_its_dtype(noise):
     lm, prompts, truths, own = noise
-    assert repositioned(lm, prompts, truths) < MOST * own
+    assert is_within(repositioned(lm, prompts, truths), own)
 
 
 def test_a_key_one_position_off_is_beyond_the_bound(noise, monkeypatch):
     lm, prompts, truths, own = noise
     honest = lm.rope.angles
     monkeypatch.setattr(lm.rope, "angles", lambda layer, at, count=0: honest(layer, at + 1, count))
-    assert repositioned(lm, prompts, truths) > MOST * own
+    assert not is_within(repositioned(lm, prompts, truths), own)
 
 
 # Recurrent layers.
@@ -107,19 +108,19 @@ def test_a_passage_behind_the_prefix_is_full_prefill_within_the_rounding_of_its_
     lm, plain, exact = recurrent
     prompts = [rc.Prompt(one.prefix_ids, one.chunk_ids[:1], one.suffix_ids) for one in PROMPTS]
     truths = [whole(exact, prompt) for prompt in prompts]
-    own = mean(away(whole(plain, prompt), truth) for prompt, truth in zip(prompts, truths, strict=True))
+    own = [away(whole(plain, prompt), truth) for prompt, truth in zip(prompts, truths, strict=True)]
     for method in ("reposition", "full"):
         fused = [rc.fuse(lm, prompt, method, recipe="prefix").next_logits for prompt in prompts]
-        assert mean(map(away, fused, truths)) < MOST * own, method
+        assert is_within(list(map(away, fused, truths)), own), method
 
 
 @each(STEPPED)
 def test_states_of_passages_compose_within_the_rounding_of_their_dtype(recurrent):
     lm, plain, exact = recurrent
-    own = mean(away(whole(plain, prompt), whole(exact, prompt)) for prompt in PROMPTS)
+    own = [away(whole(plain, prompt), whole(exact, prompt)) for prompt in PROMPTS]
     fused = [rc.fuse(lm, prompt, "reposition").next_logits for prompt in PROMPTS]
     for turned in (False, True):
         orders = [prompt.chunk_ids[::-1] if turned else prompt.chunk_ids for prompt in PROMPTS]
         parts = [[p.prefix_ids, *order, p.suffix_ids] for p, order in zip(PROMPTS, orders, strict=True)]
         truths = [stepped_logits(exact, [list(part) for part in one])[-1] for one in parts]
-        assert (mean(map(away, fused, truths)) < MOST * own) is not turned
+        assert is_within(list(map(away, fused, truths)), own) is not turned

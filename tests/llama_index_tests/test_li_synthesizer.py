@@ -84,7 +84,7 @@ def test_only_the_question_runs(lm, llm, engine, tokens_run, recorder):
 @pytest.mark.parametrize("mode", ["compact", "simple_summarize", "tree_summarize"])
 def test_a_stock_synthesizer_is_told_what_keeps_passages_apart(llm, engine, mode, caplog):
     """The method is one that cannot read what stands between them."""
-    llm.max_tokens, llm.method = 1, "epic"
+    llm.max_tokens, llm.method = 1, "a3"
     with caplog.at_level("WARNING", "ragcache"):
         engine().query(QUESTION)
         assert "plain text" not in caplog.text
