@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from ragcache import Answer, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
+from ragcache import Answer, Chunk, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
 from ragcache.engine.options import AnswerDefaults, names
 from ragcache.server.chat_types import (
@@ -203,15 +203,35 @@ def citations(answer: Answer) -> list[dict[str, JsonValue]]:
     found: dict[str, dict[str, JsonValue]] = {}
     end = len(answer.text)
     for chunk in [hit.chunk for hit in answer.hits if end]:
-        name = PurePath(chunk.source).name
-        title = chunk.title or name or chunk.document_id
-        if chunk.source.startswith(("http://", "https://")):
-            page = dict[str, JsonValue](url=chunk.source, title=title, start_index=0, end_index=end)
-            found.setdefault(chunk.source, {"type": "url_citation", **page})
-        elif chunk.document_id:
-            file = dict[str, JsonValue](file_id=chunk.document_id, filename=name or title, index=end)
-            found.setdefault(chunk.document_id, {"type": "file_citation", **file})
+        id, name = _cited(chunk)
+        if _is_page(chunk):
+            page = dict[str, JsonValue](url=id, title=name, start_index=0, end_index=end)
+            found.setdefault(id, {"type": "url_citation", **page})
+        elif id:
+            found.setdefault(id, {"type": "file_citation", "file_id": id, "filename": name, "index": end})
     return list(found.values())
+
+
+def _is_page(chunk: Chunk) -> bool:
+    return chunk.source.startswith(("http://", "https://"))
+
+
+def _cited(chunk: Chunk) -> tuple[str, str]:
+    """What its document is told apart by, and what readers are shown for it."""
+    file = PurePath(chunk.source).name
+    titled = chunk.title or file or chunk.document_id or chunk.id
+    return (chunk.source, titled) if _is_page(chunk) else (chunk.document_id, file or titled)
+
+
+def source_event(hits: Sequence[Source]) -> dict[str, Any]:
+    """The passages as an event of Open WebUI's own, which it takes from any chunk and shows by document, text and all.
+
+    Without scores: it shows them as percentages, which those of a search by words or of a reranker are not.
+    """
+    cited = [_cited(hit.chunk) for hit in hits]
+    metadata = [{"source": id or name, "name": name} for id, name in cited]
+    shown = {"source": metadata[0], "document": [hit.chunk.text for hit in hits], "metadata": metadata}
+    return {"type": "source", "data": shown}
 
 
 def chat_citations(answer: Answer) -> list[JsonValue]:

@@ -23,6 +23,7 @@ from ragcache.server.answers import (
     dearest,
     each_of,
     engine_call,
+    source_event,
     sources_of,
     usage_of,
 )
@@ -183,7 +184,8 @@ class Writer:
         more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
-        yield _event(self.event([self.piece(0, first)], ragcache=found, **more))
+        shown = {"event": source_event(first.hits)} if first.hits else {}
+        yield _event(self.event([self.piece(0, first)], ragcache=found, **shown, **more))
         answers: dict[int, Answer] = {}
         async for index, one in merged(works):
             costs = {}

@@ -485,7 +485,10 @@ class ChunkChoice(AnswerModel):
 
 
 class ChatCompletionChunk(AnswerModel):
-    """One event of a stream. The first one names the sources, the one with a finish reason says what they cost."""
+    """One event of a stream. The first one names the sources, the one with a finish reason says what they cost.
+
+    event: the sources once more, for Open WebUI
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -495,3 +498,4 @@ class ChatCompletionChunk(AnswerModel):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     ragcache: ChatExtension = ChatExtension()
+    event: dict[str, Any] = Field(default_factory=dict)

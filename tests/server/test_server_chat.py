@@ -180,6 +180,13 @@ def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
         {"type": "url_citation", "url_citation": page}
     ]
     *parts, end = ask(client, extra_body=told, stream=True)
+    shown = parts[0].event["data"]  # for Open WebUI, where `source` in `metadata` tells documents apart
+    hits = kb.retrieve(QUESTION, **told["ragcache"])
+    assert (parts[0].event["type"], shown["document"]) == ("source", [hit.chunk.text for hit in hits])
+    pages = {"source": "https://example.org/cats", "name": "On cats"}
+    named = {"page": pages, "page-2": pages, "notes": {"source": "notes", "name": "notes.md"}}
+    assert shown["metadata"] == [named[hit.chunk.document_id] for hit in hits]
+    assert not any(hasattr(part, "event") for part in [*parts[1:], end])
     assert not any(hasattr(part.choices[0].delta, "annotations") for part in parts)
     assert (end.choices[0].finish_reason, end.choices[0].delta.annotations) == (
         "length", [one.to_dict() for one in message.annotations],
@@ -198,6 +205,7 @@ def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
         ResponseOutputTextAnnotationAddedEvent.model_validate(one.to_dict(), strict=True)
     assert events[-1].response.output[0].content[0].annotations == part.annotations
     assert ask(client, extra_body={"ragcache": {"retrieve": False}}).choices[0].message.annotations == []
+    assert not hasattr(next(iter(ask(client, extra_body={"ragcache": {"retrieve": False}}, stream=True))), "event")
 
 
 def test_a_plain_chat(client, kb):
