@@ -183,7 +183,7 @@ def _driver() -> str:
 def _one(name: str, arguments: list[str]) -> None:
     """A benchmark in this process, with an embedder that needs no weights."""
     from benchmarks import askers, decode, ingest, methods, ttft
-    from ragcache.retrieval.fake import BagOfWords
+    from ragcache_demo.bag_of_words import BagOfWords
 
     mains: dict[str, Any] = {"methods": methods.main, "decode": decode.main, "askers": askers.main}
     with_embedder: dict[str, Any] = {"ttft": ttft.main, "ingest": ingest.main}

@@ -34,7 +34,7 @@ from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.embedder import Embedder
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.intervals import estimate
 from ragcache_eval.registry import MAX_ANSWER_TOKENS
 

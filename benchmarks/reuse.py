@@ -40,8 +40,8 @@ from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.engine.content_index import ContentIndex
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
+from ragcache_demo.bag_of_words import BagOfWords
 
 SYSTEM = "Answer from the context, in one sentence.\n\n"
 QUESTIONS = ("How is a block kept on disk?", "What may be deleted?")

@@ -14,7 +14,7 @@ import pytest
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ import pytest
 import ragcache as rc
 from ragcache.fusion.method import Placer
 from ragcache.models.scheduler import Scheduler
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
+from ragcache_demo.bag_of_words import BagOfWords
 
 PACKAGE = f"{Path(rc.__file__).parent}/"
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")

@@ -79,7 +79,7 @@ import tempfile
 from pathlib import Path
 import ragcache as rc
 from ragcache.engine.options import StoreConfig
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from transformers import GenerationMixin  # what it imports starts threads of its own
 more += teams()
 

@@ -28,8 +28,8 @@ from ragcache.codecs import CODECS
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.kv.block_key import block_key
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
+from ragcache_demo.bag_of_words import BagOfWords
 
 FILE = Path(__file__).with_name("wire.json")
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import askers
 from benchmarks.askers import APART, JOINED, ONE, Settings
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 def test_it_runs_and_compares(tmp_path: Path) -> None:

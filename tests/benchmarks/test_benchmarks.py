@@ -19,7 +19,7 @@ from benchmarks.timing import Ratio, Timing, Variant, alternate, ratio
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import METHODS
 from ragcache.fusion.fuse import fuse
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 FIELDS = {"name", "settings", "hardware", "timings", "ratios", "figures", "goals"}
 HARDWARE = {"cpu", "cores", "threads", "torch", "command", "date", "load_1min", "load_after_1min", "commit", "clean"}

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.prefix import WAYS, Asked, Settings, drawn, hit_share, main, talks
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture

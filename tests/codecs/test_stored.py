@@ -17,8 +17,8 @@ from ragcache.codecs import CODECS, get_codec
 from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_papers.kvtc_basis import stand_in
 
 KEY = make_key(1)

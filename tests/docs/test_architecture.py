@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ragcache"

@@ -14,7 +14,7 @@ from waiting import in_own_loop
 import ragcache as rc
 from ragcache.retrieval.embedder import QUESTION as QUESTIONS_RANK
 from ragcache.retrieval.embedder import PriorityLock
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 SHORT = rc.Sampling(max_tokens=8)
 QUESTION = "Where do dogs bark?"

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import ragcache as rc
 from ragcache.engine import questions as mini_notice
 from ragcache.engine.questions import is_other_text
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "examples" / "corpus"

@@ -19,7 +19,7 @@ from ragcache.errors import ContextTooLongError
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import fuse
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Who meets on Monday?"
 ONE = rc.Sampling(max_tokens=1)

@@ -23,7 +23,7 @@ from ragcache.errors import (
     ModelMismatchError,
     TimedOutError,
 )
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.request_layout import RequestLayout, served_name
 
 QUESTION = "When does the rowing club of Kelbrook meet?"

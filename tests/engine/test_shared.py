@@ -12,7 +12,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelMismatchError, StoreClosedError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_bad_input(shared, tmp_path, directory, embedder, tmp_path_factory):
 PROGRAM = """
 import sys
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 late = rc.StoreConfig(write_behind_bytes=1 << 20)
 kb = rc.open_shared(sys.argv[1], model=sys.argv[2], embedder=BagOfWords(), store=late)
 kb.ingest(rc.Document("a", "The ferry to the island goes every second hour.\\n"))

@@ -24,7 +24,7 @@ from ragcache.errors import (
     StoreNotFoundError,
     StoreReadOnlyError,
 )
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where do dogs bark at night?"
 SHORT = rc.Sampling(max_tokens=8)

@@ -308,7 +308,7 @@ ASK = """
 import sys
 from test_stored_prefixes import TALK, SHORT
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 store, model, end = sys.argv[1:]
 kb = rc.RagCache.open(store, model=model, embedder=BagOfWords(), method="full", store=rc.StoreConfig(load="always"))
 for question in TALK[1]["content"].split():

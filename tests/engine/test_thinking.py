@@ -16,7 +16,7 @@ from ragcache.errors import ConfigError
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import EFFORTS, FORMS, thinking_of
 from ragcache.prompt import Shown
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 ASKED = {"role": "user", "content": "Where does the Arno rise?"}
 TURN = "{% for m in messages %}{{ '[' + m.role + ']' + m.content.split('</think>')[-1] }}{% endfor %}"

@@ -20,7 +20,7 @@ from ragcache.engine.conversation import Conversation
 from ragcache.errors import ConfigError, PromptError
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import Shown
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 CATS = "The cat sat on the mat. It was happy there.\n"
 PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}

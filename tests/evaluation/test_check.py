@@ -16,7 +16,7 @@ from ragcache.fusion import METHODS
 from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.reposition import Reposition
 from ragcache.prompt import prompt_format
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.check import Check, Thresholds
 from ragcache_eval.intervals import Estimate

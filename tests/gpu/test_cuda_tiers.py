@@ -11,10 +11,10 @@ from families import assert_same, random_prompt
 import ragcache as rc
 from ragcache.codecs import CODECS
 from ragcache.kv.block import KVBlock
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.eviction import LRU
 from ragcache.store.kv_store import KVStore
 from ragcache.store.tiers import DeviceTier, MemoryTier
+from ragcache_demo.bag_of_words import BagOfWords
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,12 @@ from ragcache.ingest.pipeline import IngestConfig, Ingestor
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.models.language_model import LanguageModel
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.neighbours import NeighbourChoice
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_ray.cluster import Cluster, RayConfig
 
 

@@ -10,7 +10,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache.codecs.container import peek_metadata
 from ragcache.errors import BasisError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 SHORT = rc.Sampling(max_tokens=4)
 CONFIG = rc.StoreConfig(codec="kvtc")

@@ -23,9 +23,9 @@ from kit import DyingEmbedder, Kit
 import ragcache as rc
 from ragcache.errors import CancelledError, ClusterError, ConfigError
 from ragcache.ingest.document import Document
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.store.kv_store import KVStore
 from ragcache.store.schema import PREFIX
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_ray.cluster import Cluster, RayConfig
 
 ray = pytest.importorskip("ray")

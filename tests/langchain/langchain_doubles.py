@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 ANSWER_S = 20.0
 

@@ -15,7 +15,7 @@ from waiting import in_own_loop
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheDocumentTransformer
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 TEXTS = {
     "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",

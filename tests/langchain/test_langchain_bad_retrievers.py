@@ -10,7 +10,7 @@ from langchain_core.runnables import RunnableLambda
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain, create_fused_retrieval_chain
 from ragcache.errors import PromptError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 PROMPT = ChatPromptTemplate.from_messages([("human", "{context}Question: {input}")])
 CAT, DOG = Document("The cat sat on the mat.", id="cat"), Document("The dog ran off.")

@@ -28,7 +28,7 @@ from ragcache.errors import (
     PromptError,
     UnknownHandleError,
 )
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 ASKED = f"Question: {QUESTION}"
 

@@ -12,7 +12,7 @@ from langchain_registry import QUESTION, REGISTRY
 
 from langchain_ragcache import LangChainEmbedder, RagCacheEmbeddings
 from ragcache.errors import ConfigError, EmbedderError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 class Given(Embeddings):

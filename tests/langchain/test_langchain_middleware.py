@@ -13,7 +13,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheMiddleware
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 agents = pytest.importorskip("langchain.agents")
 

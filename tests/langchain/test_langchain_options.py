@@ -9,7 +9,7 @@ from langchain_core.messages.content import create_text_block
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 # Options that other names stand for: the sampling's fields, `timeout`, and a task or stream that is cancelled.
 ELSEWHERE = {"sampling", "timeout_s", "cancelled"}

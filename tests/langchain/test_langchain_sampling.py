@@ -9,7 +9,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from langchain_ragcache import ChatRagCache
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 MESSAGES = [{"role": "user", "content": "Where is the ferry?"}]
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 import ragcache as rc
 from langchain_ragcache import ChatRagCache
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 class Place(BaseModel):

@@ -27,7 +27,7 @@ from ragcache.errors import (
     ReaderError,
     StoreBusyError,
 )
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture

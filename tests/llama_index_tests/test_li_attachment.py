@@ -19,7 +19,7 @@ import ragcache as rc
 from llama_index.ingestion.ragcache import RagCachePrecompute
 from llama_index.llms.ragcache import RagCacheLLM, RagCachePrefillEvent
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 PAGES = {
     "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",

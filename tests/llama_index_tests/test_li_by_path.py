@@ -14,7 +14,7 @@ from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import RagCacheVectorStore
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 def test_one_store_for_all_of_a_path(tmp_path):

@@ -13,7 +13,7 @@ import ragcache as rc
 from llama_index.vector_stores.ragcache import RagCacheVectorStore
 from llama_index.vector_stores.ragcache.filters import all_of, to_filter
 from ragcache.errors import FilterError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 TAGS = (None, [], ["a"], ["a", "b"], ["b", "c", "d"])
 METADATA = {

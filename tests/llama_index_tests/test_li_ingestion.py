@@ -19,7 +19,7 @@ from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 from ragcache.errors import ConfigError, EmbedderMismatchError, MetadataError, StoreBusyError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 def documents(**changed: str) -> list[Document]:

@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.types import FilterCondition, FilterOperator
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheRetrievalEvent, RagCacheVectorStore
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 def ids(nodes) -> list[str]:

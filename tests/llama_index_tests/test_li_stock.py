@@ -10,7 +10,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from llama_index.llms.ragcache import RagCacheKVLoadEvent, RagCacheLLM
 from llama_index.retrievers.ragcache import RagCacheRetriever
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.errors import ConfigError
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 ASKED = PromptTemplate("Is {person} a member?")

@@ -39,7 +39,7 @@ from ragcache.errors import (
     MetadataError,
     StoreBusyError,
 )
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 RIVER = "Where does the Arno rise?"
 

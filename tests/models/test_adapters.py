@@ -18,7 +18,7 @@ from ragcache.errors import AdapterError
 from ragcache.models.adapter import Adapter
 from ragcache.models.load import checkpoint_digest, load_card
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.shape import shape_of
 
 PACKET = TrainedTokens("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)

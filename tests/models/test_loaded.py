@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError, ModelNotFoundError
 from ragcache.models.load import checkpoint_digest
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.merged_adapter import servable
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

@@ -19,7 +19,7 @@ from ragcache.errors import ConfigError, ModelNotFoundError, StoreReadOnlyError
 from ragcache.models import hub
 from ragcache.models.hub import place_of, resolve
 from ragcache.models.pull import pull
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])

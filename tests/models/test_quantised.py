@@ -14,7 +14,7 @@ import ragcache as rc
 from benchmarks.prose import train_tokenizer
 from ragcache.errors import AdapterError, ModelMismatchError, ModelNotFoundError, UnsupportedModelError
 from ragcache.models.load import checkpoint_digest
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.shape import shape_of
 from ragcache_vllm.merged_adapter import servable
 

@@ -15,7 +15,7 @@ from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.models.card import eos_token_ids
 from ragcache.models.generate import decode
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 SCHEMA = {
     "type": "object",

@@ -14,7 +14,7 @@ import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, RerankerError
 from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval.embedder import load_reranker
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 WORDS = ["tolvik", "osby", "alna", "berg", "holm", "mora", "has", "a", "river", "mill", "club", ".", "which", "town"]
 TEXTS = [f"{town} has a {thing}." for town in ("Tolvik", "Osby", "Alna", "Berg") for thing in ("river", "mill", "club")]

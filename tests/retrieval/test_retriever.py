@@ -8,11 +8,11 @@ import pytest
 from postgres_server import pgvector_schema
 
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
+from ragcache_demo.bag_of_words import BagOfWords
 
 TOWNS = ["Tolvik", "Osby", "Alna", "Berg", "Holm", "Mora", "Lund", "Vik"]
 TEXTS = [f"{town} has a {thing}." for town in TOWNS for thing in ("river", "mill", "club")]

@@ -11,11 +11,11 @@ from postgres_server import postgres_schema
 from sqlalchemy import text
 
 from ragcache.errors import ConfigError, FilterError, StoreReadOnlyError
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.retrieval.retriever import FETCH_FACTOR, Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument, StoredVersion
 from ragcache.store.text_search import WORDS
+from ragcache_demo.bag_of_words import BagOfWords
 
 OLD = {
     "sqlite": [

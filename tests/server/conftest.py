@@ -11,8 +11,8 @@ from serving import TEXTS, Served, serving
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 

@@ -18,8 +18,8 @@ import ragcache as rc
 from ragcache.cli.client import FILE, KEY, Address, announced
 from ragcache.cli.commands import build_app
 from ragcache.cli.terminal import printable
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION, SECRET = "Where does the cat sit?", "a-secret"
 OPTIONS = ("--k", 2, "--max-tokens", 8)

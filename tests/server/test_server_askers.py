@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import serving, wait_for
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
 

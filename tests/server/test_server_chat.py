@@ -12,8 +12,8 @@ from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotat
 from serving import TEXTS, Served, events, serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
 

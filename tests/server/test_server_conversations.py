@@ -10,8 +10,8 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from serving import serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.items import MOST_LETTERS
 
 QUESTION = "Where does the cat sit?"

@@ -15,7 +15,7 @@ from openai import OpenAI
 from serving import TEXTS, Served, events, wait_for
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 PATH = "/v1/documents"
 NEW = {"id": "notes/new one.md", "text": "Tall trees grow slowly.", "metadata": {"year": 2024}, "title": "Trees"}

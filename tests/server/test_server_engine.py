@@ -8,8 +8,8 @@ from vllm_double import VllmDouble
 from vllm_double import serving as vllm_serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.request_layout import served_name
 
 SAID = "It meets on Monday."

@@ -16,7 +16,7 @@ from templates import TOOL_TEMPLATES
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_ollama.bodies import Turn, messages_of
 
 QUESTION = "Where does the cat sit?"

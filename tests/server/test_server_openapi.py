@@ -12,9 +12,9 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine.options import AnswerDefaults
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.app import create_app
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 
 load_all_checks()
 # positive_data_acceptance does not hold and is not to: a well-formed request may name a model that is not there.

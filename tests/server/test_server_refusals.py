@@ -13,10 +13,10 @@ from openai.types import chat, completion_create_params, embedding_create_params
 from serving import Served, serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.chat_types import ChatRequest
 from ragcache.server.embeddings import EmbeddingRequest
 from ragcache_completions.bodies import CompletionRequest
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.responses import ResponsesRequest
 
 CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"

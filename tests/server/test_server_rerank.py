@@ -11,7 +11,7 @@ import pytest
 from serving import serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 SCORES = {"none": -300.0, "some": -0.5, "more": 2.0, "most": 300.0}
 

@@ -9,7 +9,7 @@ from openai import BadRequestError, OpenAI
 from serving import Served, serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.responses import ResponsesRequest
 
 QUESTION = "Where does the cat sit?"

@@ -11,7 +11,7 @@ from openai import OpenAI
 from serving import serving
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 MESSAGES = [{"role": "user", "content": "Where does the cat sit?"}]
 PROMPT = "Dogs bark at night in"

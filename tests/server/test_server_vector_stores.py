@@ -9,8 +9,8 @@ from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from serving import serving, wait_for
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
 from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
 
 HAT = ("hat.md", b"Jonas wears a green hat in Kelbrook.")
 COAT = ("coat.txt", b"Klara wears a blue coat in Kelbrook.")

@@ -21,7 +21,7 @@ from ragcache.errors import AdapterError, ConfigError, ModelMismatchError
 from ragcache.models.load import checkpoint_digest, load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.options import TrainOptions
 from ragcache_train.trainer import ReuseTrainer, train
 from ragcache_vllm.merged_adapter import servable

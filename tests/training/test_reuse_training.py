@@ -15,7 +15,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.attention import NAME
 from ragcache_train.collate import collate
 from ragcache_train.encoding import passage_text

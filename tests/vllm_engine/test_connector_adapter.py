@@ -14,7 +14,7 @@ from ragcache.models.adapter import Base, write_adapter
 from ragcache.models.hub import resolve
 from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 

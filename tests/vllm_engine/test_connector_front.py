@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
-from ragcache.retrieval.fake import BagOfWords
+from ragcache_demo.bag_of_words import BagOfWords
 
 pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 
