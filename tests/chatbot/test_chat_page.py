@@ -110,9 +110,12 @@ def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
 def test_method_and_number_of_passages_are_chosen(tab: Tab):
     picker = tab.page.get_by_label("Method")
     tab.show("Settings")
-    expect(picker.locator("option")).to_have_count(1 + len(rc.methods()))
+    usable = [
+        one for one in rc.methods() if not one.needs_training or one.name == "link"
+    ]  # what `mini` was trained for
+    expect(picker.locator("option")).to_have_count(1 + len(usable))
     assert picker.locator("> option").all_text_contents() == ["Recommended", "Fast", "Balanced", "Exact"]
-    expect(picker.locator("option", has_text="markers")).to_be_disabled()
+    expect(picker.locator("option", has_text="markers")).to_have_count(0)  # this model was not trained for them
     expect(tab.page.locator("#method-paper")).to_be_hidden()
     tab.page.locator("#method-more summary").click()
     expect(tab.page.locator("#method-paper")).to_have_text(re.compile("^link: .*KVLink"))

@@ -57,15 +57,16 @@ export class Settings {
     const chosen = this.method;
     this.#methods = methods;
     this.#own = own;
-    const named = NAMED.flatMap((name) => methods.find((method) => method.name === name) ?? []);
-    const others = methods.filter((method) => !named.includes(method));
+    const usable = methods.filter((method) => method.usable); // what needs another model is no choice
+    const named = NAMED.flatMap((name) => usable.find((method) => method.name === name) ?? []);
+    const others = usable.filter((method) => !named.includes(method));
     const own_name = methodName(own) === own ? "" : ` (${methodName(own)})`;
     this.#select.replaceChildren(
       element("option", { value: "", textContent: `Recommended${own_name}` }),
       ...named.map(option),
-      element("optgroup", { label: "More methods" }, ...others.map(option)),
+      ...(others.length ? [element("optgroup", { label: "More methods" }, ...others.map(option))] : []),
     );
-    this.#select.value = methods.some(({ name, usable }) => usable && name === chosen) ? chosen : "";
+    this.#select.value = usable.some(({ name }) => name === chosen) ? chosen : "";
     this.#describe();
   }
 
@@ -91,9 +92,8 @@ export class Settings {
 }
 
 /** @param {Method} method */
-function option({ name, usable }) {
-  const shown = methodName(name);
-  return element("option", { value: name, disabled: !usable, textContent: usable ? shown : `${shown} (needs a trained model)` });
+function option({ name }) {
+  return element("option", { value: name, textContent: methodName(name) });
 }
 
 /** What a method does, as a sentence. @param {Method} method */
