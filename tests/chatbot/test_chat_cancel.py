@@ -56,13 +56,13 @@ def deleting(site) -> Iterator[None]:
 def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
     slowed.pause_s = 0.3
     if not sent:
-        tab.page.route("**/v1/documents", lambda route: None)
+        tab.page.route("**/v1/documents?replace=*", lambda route: None)
     file = {"mimeType": "text/plain", "buffer": b"Some text. " * 20}
     tab.page.get_by_label("Add files").set_input_files([{**file, "name": name} for name in FILES])
     if sent:
         expect(tab.page.locator("#upload-text")).to_contain_text("txt")
-    with tab.page.expect_request("**/v1/documents?*"):  # what was stored until then is shown
-        expect_aborted(tab, "/v1/documents", tab.page.get_by_role("button", name="Cancel"))
+    with tab.page.expect_request("**/v1/documents?limit=*"):  # what was stored until then is shown
+        expect_aborted(tab, "/v1/documents?replace=false", tab.page.get_by_role("button", name="Cancel"))
     expect(tab.page.locator("#documents-news")).to_contain_text("Cancelled.")
     expect(tab.page.locator("#upload")).to_be_hidden()
 
