@@ -39,7 +39,7 @@ ROOMS = {
     "ragcache/retrieval": Room(1_447, 7, 1_776, 9),
     "ragcache/ingest": Room(3_244, 18, 3_348, 21),
     "ragcache/engine": Room(7_952, 32, 5_518, 26),
-    "ragcache/server": Room(3_632, 20, 3_620, 20),
+    "ragcache/server": Room(3_647, 20, 3_620, 20),
     "ragcache/cli": Room(1_655, 9, 1_448, 8),
     # Annexes.
     "extras/demo/ragcache_demo": Room(315, 2, 310, 2),

@@ -70,6 +70,7 @@ def open_webui(site, tmp_path_factory) -> Iterator[str]:
         "DEFAULT_MODEL_METADATA": '{"capabilities": {"builtin_tools": false}}',
         "RAG_EMBEDDING_ENGINE": "openai",
         "RAG_EMBEDDING_MODEL": "minilm",
+        "RAG_OPENAI_API_BASE_URL": f"{site.url}/v1",
         "WEBUI_AUTH": "False",
         "OFFLINE_MODE": "true",
         "DATA_DIR": str(folder),
