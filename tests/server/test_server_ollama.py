@@ -93,7 +93,7 @@ def test_a_prompt_is_a_question_unless_it_is_raw(client, kb):
 
 
 def test_lines_and_sources_are_json(served, kb):
-    """As `curl -d` sends them, without a content type of JSON; a stream unless told otherwise."""
+    """Bodies that `curl -d` sends, without a content type of JSON; a stream unless told otherwise."""
     body = json.dumps({"model": "tiny", "messages": ASKED, "options": SHORT, "ragcache": {"k": 2}})
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     response = served.http.post("/api/chat", content=body, headers=form)

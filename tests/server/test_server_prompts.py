@@ -114,7 +114,7 @@ def test_each_prompt_of_a_list_is_answered(served, kb):
 
 
 def logprobs_of(lm, ids: list[int]) -> list[float]:
-    """Of the second token and those behind it, by transformers alone."""
+    """Scores of the second token and those behind it, by transformers alone."""
     with torch.inference_mode():
         rows = lm.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     return [float(row[id]) for row, id in zip(rows, ids[1:], strict=False)]

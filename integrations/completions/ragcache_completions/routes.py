@@ -117,7 +117,7 @@ def score(kb: RagCache, prompt: str | list[int], logprobs: int | None) -> list[T
 
 
 def _scores(kb: RagCache, ids: Sequence[int], logprobs: int) -> Iterator[TokenScores]:
-    """Of the second token and those behind it."""
+    """Scores of the second token and those behind it."""
     lm = kb.lm
     if not isinstance(lm, LanguageModel):
         raise ConfigError("logprobs of a prompt (echo) need the model in this process; leave one of them out", "echo")

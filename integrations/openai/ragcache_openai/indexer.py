@@ -147,7 +147,7 @@ def _failure(report: IngestReport) -> Exception | None:
 
 
 def _told(error: Exception) -> dict[str, str]:
-    """As `last_error`. An error of the server's own tells no more than that it is one."""
+    """What `last_error` says. An error of the server's own tells no more than that it is one."""
     if isinstance(error, IngestError):
         return {"code": "invalid_file", "message": str(error)[:MOST_MESSAGE]}
     return {"code": "server_error", "message": "the server failed; its log says more. Attach the file again"}

@@ -17,7 +17,7 @@ ITEM, CONVERSATION, RESPONSE = "item", "conversation", "response"
 """Kinds of records."""
 MOST_ITEMS = 10_000
 MOST_LETTERS = 16 << 20
-"""Of one conversation."""
+"""The most of one conversation."""
 PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
 
 
@@ -41,7 +41,7 @@ class InputMessage(LooseModel):
         return Message(role=self.role, content=[TextPart(type="text", text=part.text) for part in self.content])
 
     def as_item(self) -> dict[str, Any]:
-        """As it is kept and given out: with an id, and its content in parts."""
+        """The item that is kept and given out: with an id, and its content in parts."""
         if isinstance(self.content, str):
             parts: list[dict[str, Any]] = [{"type": PARTS[self.role], "text": self.content}]
         else:

@@ -54,7 +54,7 @@ class RankingOptions(RequestModel):
     hybrid_search: HybridSearch | None = None
 
     def options(self) -> dict[str, Any]:
-        """As the engine's options."""
+        """The engine's options that say the same."""
         found: dict[str, Any] = {"rerank": False} if self.ranker == "none" else {}
         if self.score_threshold:
             found["score_threshold"] = self.score_threshold
