@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import FastAPI, Query
+from fastapi import Depends, FastAPI, Query
 from pydantic import Field, JsonValue, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,6 +28,20 @@ Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[str | None, Query(max_length=256, description="List what stands behind this object")]
 Before = Annotated[str | None, Query(max_length=256, description="List what stands before this object")]
+
+
+def _bounds(limit: Limit = 20, order: Order = "desc", after: After = None) -> dict[str, Any]:
+    return {"limit": limit, "order": order, "after": after}
+
+
+def _ends(limit: Limit = 20, order: Order = "desc", after: After = None, before: Before = None) -> dict[str, Any]:
+    return {"limit": limit, "order": order, "after": after, "before": before}
+
+
+Bounds = Annotated[dict[str, Any], Depends(_bounds)]
+"""Which page of a list is asked for."""
+Ends = Annotated[dict[str, Any], Depends(_ends)]
+"""The same of a list that is read backwards too."""
 
 
 class Deleted(AnswerModel):
@@ -91,7 +105,7 @@ class Caller:
         return list(found.values())
 
     async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> Response:
-        """wanted: as for `Records.page`, with `order` in place of newest_first"""
+        """wanted: as for `Records.page`, with `order` in place of newest_first, as `Bounds` and `Ends` have them"""
         newest_first = wanted.pop("order") == "desc"
 
         def read() -> tuple[list[dict[str, Any]], bool]:

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from ragcache.server.body import read_json, request_body
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
-from ragcache_openai.api import After, Caller, Deleted, Limit, ListOf, Metadata, Order, absent, caller_of
+from ragcache_openai.api import Bounds, Caller, Deleted, ListOf, Metadata, absent, caller_of
 from ragcache_openai.items import CONVERSATION, ITEM, InputItem, check_room, kept_items, records_of
 from ragcache_openai.records import Record, new_id
 
@@ -63,10 +63,7 @@ async def create_conversation(request: Request) -> Response:
 
 
 @router.get(PATH, summary="The conversations of this key", responses={200: {"model": ListOf}, **errors(400)})
-async def list_conversations(
-    request: Request, limit: Limit = 20, order: Order = "desc", after: After = None
-) -> Response:
-    bounds = {"limit": limit, "order": order, "after": after}
+async def list_conversations(request: Request, bounds: Bounds) -> Response:
     return await caller_of(request).list(CONVERSATION, lambda one: _shown(one).model_dump(), **bounds)
 
 
@@ -78,15 +75,13 @@ async def list_conversations(
 async def search_items(
     request: Request,
     query: Annotated[str, Query(min_length=1, max_length=1000)],
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: After = None,
+    bounds: Bounds,
 ) -> Response:
     words = query.casefold().split()
     if not 1 <= len(words) <= MOST_WORDS:
         raise ApiError(400, f"search for 1 to {MOST_WORDS} words", "invalid_value", "query")
-    bounds = {"limit": limit, "order": order, "after": after, "words": words, "any_parent": True}
-    return await caller_of(request).list(ITEM, lambda item: {**item.body, "conversation_id": item.parent}, **bounds)
+    wanted = {**bounds, "words": words, "any_parent": True}
+    return await caller_of(request).list(ITEM, lambda item: {**item.body, "conversation_id": item.parent}, **wanted)
 
 
 @router.get(PATH + "/{id}", summary="One conversation", responses={200: {"model": Conversation}, **errors(404)})
@@ -164,12 +159,10 @@ async def create_items(request: Request, id: str) -> Response:
 @router.get(
     PATH + "/{id}/items", summary="The items of a conversation", responses={200: {"model": ListOf}, **errors(400, 404)}
 )
-async def list_items(
-    request: Request, id: str, limit: Limit = 20, order: Order = "desc", after: After = None
-) -> Response:
+async def list_items(request: Request, id: str, bounds: Bounds) -> Response:
     caller = caller_of(request)
     await find_conversation(caller, id)
-    return await caller.list(ITEM, lambda item: item.body, parent=id, limit=limit, order=order, after=after)
+    return await caller.list(ITEM, lambda item: item.body, parent=id, **bounds)
 
 
 @router.get(

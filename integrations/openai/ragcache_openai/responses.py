@@ -39,7 +39,7 @@ from ragcache.server.chat_types import (
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import RunningTask, merged
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
-from ragcache_openai.api import After, Caller, Deleted, Id, Limit, ListOf, Order, absent, caller_of
+from ragcache_openai.api import Bounds, Caller, Deleted, Id, ListOf, absent, caller_of
 from ragcache_openai.conversations import append, find_conversation
 from ragcache_openai.items import (
     ITEM,
@@ -378,9 +378,8 @@ async def get_response(request: Request, id: str) -> Response:
     summary="What a kept answer was asked, without what it went on from",
     responses={200: {"model": ListOf}, **errors(400, 404)},
 )
-async def list_input_items(
-    request: Request, id: str, limit: Limit = 20, order: Order = "desc", after: After = None
-) -> Response:
+async def list_input_items(request: Request, id: str, bounds: Bounds) -> Response:
+    limit, order, after = bounds.values()
     kept = await caller_of(request).find(RESPONSE, id, "response", "response_id")
     items = kept.body["input"][:: -1 if order == "desc" else 1]
     start = next((rank + 1 for rank, item in enumerate(items) if item["id"] == after), 0)

@@ -19,16 +19,13 @@ from ragcache.server.wire import AnswerModel, RequestModel, Text
 from ragcache.store.filters import Filter
 from ragcache_openai.api import (
     MOST_PAIRS,
-    After,
-    Before,
     Caller,
     Deleted,
+    Ends,
     Id,
     Key,
-    Limit,
     ListOf,
     Metadata,
-    Order,
     ShortText,
     absent,
     caller_of,
@@ -245,12 +242,9 @@ async def create_store(request: Request) -> Response:
 
 
 @router.get(PATH, summary="The vector stores of this key", responses={200: {"model": ListOf}, **errors(400)})
-async def list_stores(
-    request: Request, limit: Limit = 20, order: Order = "desc", after: After = None, before: Before = None
-) -> Response:
+async def list_stores(request: Request, ends: Ends) -> Response:
     caller = caller_of(request)
-    bounds = {"limit": limit, "order": order, "after": after, "before": before}
-    return await caller.list(STORE, lambda store: _shown_store(caller, store).model_dump(), **bounds)
+    return await caller.list(STORE, lambda store: _shown_store(caller, store).model_dump(), **ends)
 
 
 @router.get(PATH + "/{id}", summary="One vector store", responses={200: {"model": VectorStore}, **errors(404)})
@@ -340,18 +334,10 @@ async def attach_file(request: Request, id: str) -> Response:
 @router.get(
     PATH + "/{id}/files", summary="The files of a vector store", responses={200: {"model": ListOf}, **errors(400, 404)}
 )
-async def list_files(
-    request: Request,
-    id: str,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: After = None,
-    before: Before = None,
-    filter: State | None = None,
-) -> Response:
+async def list_files(request: Request, id: str, ends: Ends, filter: State | None = None) -> Response:
     caller = caller_of(request)
     await check_stores(caller, [id], "vector_store_id")
-    return await _list_files(caller, id, limit, order, after, before, filter)
+    return await _list_files(caller, id, ends, filter)
 
 
 @router.get(
@@ -454,19 +440,10 @@ async def cancel_batch(request: Request, id: str, batch_id: str) -> Response:
     summary="The files of a batch",
     responses={200: {"model": ListOf}, **errors(400, 404)},
 )
-async def list_batch(
-    request: Request,
-    id: str,
-    batch_id: str,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: After = None,
-    before: Before = None,
-    filter: State | None = None,
-) -> Response:
+async def list_batch(request: Request, id: str, batch_id: str, ends: Ends, filter: State | None = None) -> Response:
     caller = caller_of(request)
     batch = await _find_batch(caller, id, batch_id)
-    return await _list_files(caller, id, limit, order, after, before, filter, ids=batch.body["files"])
+    return await _list_files(caller, id, ends, filter, ids=batch.body["files"])
 
 
 # What they share
@@ -555,18 +532,11 @@ def _texts(caller: Caller, file: Record) -> list[str]:
 
 
 async def _list_files(
-    caller: Caller,
-    store: str,
-    limit: int,
-    order: Order,
-    after: str | None,
-    before: str | None,
-    state: str | None,
-    ids: Sequence[str] | None = None,
+    caller: Caller, store: str, ends: Mapping[str, Any], state: str | None, ids: Sequence[str] | None = None
 ) -> Response:
     """A file is listed by its own id; its record's has the vector store's before it."""
-    ends = {"after": after and f"{store}/{after}", "before": before and f"{store}/{before}"}
-    wanted = {"parent": store, "limit": limit, "order": order, "state": state, "ids": ids, **ends}
+    own = {name: ends[name] and f"{store}/{ends[name]}" for name in ("after", "before")}
+    wanted = {**ends, **own, "parent": store, "state": state, "ids": ids}
     return await caller.list(ATTACHED, lambda file: _file(caller, file).model_dump(), **wanted)
 
 
