@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from serving import TEXTS, Served, serving
+from templates import TOOL_TEMPLATES
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -40,6 +41,17 @@ def made(lm, tmp_path_factory) -> Path:
     with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document(id, text, {"letters": len(id)}) for id, text in TEXTS.items())
     return path
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory) -> Iterator[Served]:
+    """A server of a model whose template shows tools, and whose answers a test may write."""
+    made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
+    path = tmp_path_factory.mktemp("agents") / "kb"
+    with rc.RagCache.open(path, model=rc.load_lm(made), method="reposition", embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
+        with serving(kb) as served:
+            yield served
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ import ollama
 import pytest
 from scripted import script
 from serving import TEXTS, Served, serving, wait_for
-from templates import TOOL_TEMPLATES
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache_demo.bag_of_words import BagOfWords
@@ -39,17 +37,6 @@ def connect() -> Iterator[Callable[..., ollama.Client]]:
 @pytest.fixture
 def client(connect, served: Served) -> ollama.Client:
     return connect(served)
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory):
-    """A server of a model whose template shows tools, and whose answers a test may write."""
-    made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
-    path = tmp_path_factory.mktemp("agents") / "kb"
-    with rc.RagCache.open(path, model=rc.load_lm(made), method="reposition", embedder=BagOfWords()) as kb:
-        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
-        with serving(kb) as served:
-            yield served
 
 
 @pytest.fixture

@@ -8,12 +8,9 @@ import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI
 from scripted import script
-from serving import TEXTS, Served, serving
-from templates import TOOL_TEMPLATES
-from tiny_model import save_tiny_llama
+from serving import TEXTS, Served
 
 import ragcache as rc
-from ragcache_demo.bag_of_words import BagOfWords
 
 PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
 SEARCH = {"type": "function", "function": {"name": "search", "description": "Finds texts.", "parameters": PLACE}}
@@ -26,17 +23,6 @@ BROKEN = '<tool_call>\n{"name": "search", "arguments": {"name": }}\n</tool_call>
 EARLIER = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 NAMELESS = {"id": "a"}
 PLAIN = {"extra_body": {"ragcache": {"retrieve": False}}}
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory):
-    """A server of a model whose template shows tools."""
-    made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
-    path = tmp_path_factory.mktemp("agents") / "kb"
-    with rc.RagCache.open(path, model=rc.load_lm(made), method="reposition", embedder=BagOfWords()) as kb:
-        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
-        with serving(kb) as served:
-            yield served
 
 
 @pytest.fixture
