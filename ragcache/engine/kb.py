@@ -137,9 +137,9 @@ class RagCache(Library):
         Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
         """
-        of_methods = {name for one in methods() for name in one.options} if method_options else set()
-        elsewhere = [name for name in method_options if name not in of_methods and said(name, ()) is not None]
-        check_names(elsewhere, list(signature(cls.open).parameters))
+        elsewhere = [name for name in method_options if said(name, ()) is not None]
+        of_methods = {name for one in methods() for name in one.options} if elsewhere else set()  # loads all of them
+        check_names([name for name in elsewhere if name not in of_methods], list(signature(cls.open).parameters))
         if "models" in method_options:
             raise ConfigError("models=False is no option; Library.open opens a store without its models")
         if method is not None and method != AUTO:  # a wrong one is refused before a store is made

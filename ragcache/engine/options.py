@@ -426,9 +426,14 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
     """Raises ConfigError that names the options there are not, and how these are said, or which there are."""
     if unknown := [name for name in given if name not in known]:
         places = (*known, "k") if "search" in known else known
-        ways = ", ".join(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
-        out = f"say {ways}" if ways else f"the options are {', '.join(known)}"
-        raise ConfigError(f"there is no option {', '.join(unknown)}; {out}", unknown[0])
+        ways = list(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
+        out = [f"the options are {', '.join(known)}"] if all("(..., " in way for way in ways) else []
+        for call in ("sampling=rc.Sampling(", "store=rc.StoreConfig("):  # said once of several fields
+            if len(own := [way for way in ways if way.startswith(call)]) > 1:
+                ways = [way for way in ways if way not in own]
+                ways.append(f"{call}{', '.join(way.removeprefix(call)[:-1] for way in own)})")
+        out += [f"say {', '.join(ways)}"] if ways else []
+        raise ConfigError(f"there is no option {', '.join(unknown)}; {'; '.join(out)}", unknown[0])
 
 
 def retrieval(options: Mapping[str, Any]) -> dict[str, Any]:
