@@ -427,7 +427,7 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
     if unknown := [name for name in given if name not in known]:
         places = (*known, "k") if "search" in known else known
         ways = list(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
-        out = [f"the options are {', '.join(known)}"] if all("(..., " in way for way in ways) else []
+        out = [f"the options are {', '.join(known)}"] if all(way.startswith("ask(") for way in ways) else []
         for call in ("sampling=rc.Sampling(", "store=rc.StoreConfig("):  # said once of several fields
             if len(own := [way for way in ways if way.startswith(call)]) > 1:
                 ways = [way for way in ways if way not in own]
