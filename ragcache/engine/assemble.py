@@ -329,7 +329,7 @@ def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> 
         given = "what is there now: its weights, configuration or tokenizer have changed since"
     raise ModelMismatchError(
         f"the store's KV was made with {made}, not with {given} (their fingerprints differ); use that one, or make "
-        f"another store of the same documents: `ragcache reencode NEW --store OLD --model {lm.name}`, in Python "
+        f"a new store of the same documents: `ragcache reencode NEW --store OLD --model {lm.name}`, in Python "
         f"rc.RagCache.open(NEW, model={lm.name!r}).copy(rc.Library.open(OLD))"
     )
 
