@@ -285,7 +285,7 @@ async def delete_documents(request: Request, source: Source = None, id: Id = Non
         raise ApiError(
             400, "say which documents to delete: source=... or id=...", "missing_required_parameter", "source"
         )
-    work = _delete(service_of(request), where=where)
+    work = deletion(service_of(request), where=where)
     deleted = await service_of(request).change(work).last()
     return DeletedDocuments(object="list", deleted=deleted or []).to_response()
 
@@ -317,14 +317,15 @@ def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
 async def delete_document(request: Request, id: str) -> Response:
     service = service_of(request)
     # Not cancelled by a client that hangs up: a deletion that was asked for is done.
-    if not await service.change(_delete(service, [_checked(id)])).last():
+    if not await service.change(deletion(service, [_checked(id)])).last():
         raise _absent(id)
     return DeletedDocument(id=id, object="document", deleted=True).to_response()
 
 
-async def _delete(
+async def deletion(
     service: Service, ids: Sequence[str] = (), where: Filter | None = None
 ) -> AsyncGenerator[list[str], None]:
+    """The work of a deletion, for `Service.change`: ids of what was deleted."""
     try:
         yield await service.kb.adelete(ids, filter=where, timeout_s=service.settings.write_wait_s)
     finally:

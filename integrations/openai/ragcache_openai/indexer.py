@@ -16,7 +16,7 @@ from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.models.deadline import Limit, limited
 from ragcache.server import observe as logs
-from ragcache.server.document_routes import add_documents
+from ragcache.server.document_routes import add_documents, deletion
 from ragcache.server.http_errors import ApiError
 from ragcache.server.service import Service
 from ragcache.server.uploads import Upload
@@ -84,14 +84,10 @@ class Indexer:
 
     async def _forget(self, file: Record) -> None:
         """Delete the documents of a file that was taken out while it was indexed."""
-
-        async def work() -> AsyncGenerator[None, None]:
-            await self.service.kb.adelete(filter=inside(file), timeout_s=self.service.settings.write_wait_s)
-            yield
-
         while True:
             try:
-                return await self.service.change(work()).last()
+                await self.service.change(deletion(self.service, where=inside(file))).last()
+                return
             except StoreBusyError:
                 await asyncio.sleep(PAUSE_S)
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ragcache import Hit
 from ragcache.ingest.readers import readers
 from ragcache.server.body import read_json, request_body
+from ragcache.server.document_routes import deletion
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel, Text
 from ragcache.store.filters import Filter
@@ -513,9 +514,9 @@ async def delete_indexed(caller: Caller, documents: Filter | None, ids: Sequence
 
     async def work() -> AsyncGenerator[None, None]:
         if documents is not None:
-            await caller.service.kb.adelete(filter=documents, timeout_s=caller.service.settings.write_wait_s)
+            async for _ in deletion(caller.service, where=documents):
+                pass
         await caller.read(caller.records.delete, ids)
-        caller.service.figures.forget()
         yield
 
     await caller.service.change(work()).last()
