@@ -29,7 +29,7 @@ ENDS = {"scheduler": (Scheduler, "run"), "placer": (Placer, "place"), "store": (
 FRAMES = {
     "question to scheduler": 12,  # on the caller's thread; the plan has 8
     "question to model": 3,  # on the model's thread, from here on; the plan has 3
-    "question to placer": 7,  # 6
+    "question to placer": 6,  # the plan has 6
     "question to store": 7,  # a block of a question, on the caller's thread; the plan has 6
     "ingestion to model": 11,  # 8
 }

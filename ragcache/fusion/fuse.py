@@ -164,7 +164,7 @@ def fuse(
         ballot = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
         with observing(ballot):
             done = chosen.prefill(job)
-        with job.running():
+        with job.running(done.cache):
             done = replace(done, kept_tokens=ballot.evict(done.cache, reserve_tokens))
     return Fused(
         **vars(done),

@@ -7,7 +7,7 @@ engine knows nothing of any method beyond what stands here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
-    from ragcache.kv.fused_cache import Adjust, FusedCache
+    from ragcache.kv.fused_cache import Adjust, FusedCache, Place
     from ragcache.kv.prefix_cache import Exact
     from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
-
-Place = Callable[["FusedCache", int], None]
-"""Puts one layer's context into a cache."""
 
 
 class Scope:
@@ -132,16 +129,10 @@ class Job:
         place:      called for each layer just before it runs, so that loading overlaps with computing
         num_tokens: room to reserve; None: for the prompt and the answer
         """
-
-        def fill(layer: int) -> None:
-            with self.placing():
-                place(cache, layer)
-
         held = [sum(layer) for layer in zip(*(block.held_by_layer for block in self.blocks), strict=True)]
         dropped = sum(block.num_tokens for block in self.blocks) - max(held, default=0)
         room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
-        cache = self.lm.new_cache(room, fill)
-        return cache
+        return self.lm.new_cache(room, place)
 
     def run_text(self, cache: FusedCache, before_layer: BeforeLayer | None = None) -> Prefilled:
         """Run all tokens that are not placed, each over everything before it."""
@@ -160,7 +151,7 @@ class Job:
         before_layer: BeforeLayer | None = None,
     ) -> Prefilled:
         """Run these tokens, as `LanguageModel.run` does."""
-        with self.running():
+        with self.running(cache):
             logits = self.lm.run(ids, positions, cache, slots=slots, ordered=ordered, before_layer=before_layer)
         return Prefilled(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
 
@@ -172,13 +163,15 @@ class Job:
         self.times.place_s += time.perf_counter() - started
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count what happens within as prefill, less the placing that it calls for."""
-        started, placed = time.perf_counter(), self.times.place_s
+    def running(self, cache: FusedCache) -> Iterator[None]:
+        """Count what happens within as prefill, and what the cache places meanwhile as placing."""
+        started, placed = time.perf_counter(), cache.place_s
         try:
             yield
         finally:
-            self.times.prefill_s += time.perf_counter() - started - (self.times.place_s - placed)
+            placed = cache.place_s - placed
+            self.times.place_s += placed
+            self.times.prefill_s += time.perf_counter() - started - placed
 
 
 class Placer:

@@ -32,7 +32,7 @@ from ragcache.prompt import encode_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ragcache.kv.fused_cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache, Place
     from ragcache.kv.rope import Rope
 
 REPEAT = "\n\nRepeat the previous text exactly.\n\n"
@@ -92,7 +92,7 @@ class KVzipScorer:
 def measure_worth(
     model: PreTrainedModel,
     rope: Rope,
-    new_cache: Callable[[int, Callable[[int], None]], FusedCache],
+    new_cache: Callable[[int, Place], FusedCache],
     block: KVBlock,
     behind_ids: Sequence[int],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
@@ -107,7 +107,7 @@ def measure_worth(
     start = prefix[0][0].shape[2] if prefix else 0
     end = start + block.num_tokens
 
-    def place(layer: int) -> None:
+    def place(cache: FusedCache, layer: int) -> None:
         keys, values = cache.reserve(layer, torch.arange(end, device=model.device))
         if prefix:
             keys[:, :, :start], values[:, :, :start] = prefix[layer]

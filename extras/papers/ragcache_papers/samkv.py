@@ -180,7 +180,7 @@ def _finish(job: Job, context: Context, gather: Gather, kept: Tensor, again: Ten
     count = int(entries.sum(1).max()) + context.text_slots().shape[0] + 1
     cache = job.new_cache(place, count + job.reserve_tokens)
     if bool(again.any()):
-        with job.running():
+        with job.running(cache):
             _recompute(context, cache, kept, needed, entries, fusion)
             cache.merge = None
     return job.run_text(cache)
