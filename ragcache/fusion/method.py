@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
-    from ragcache.kv.fused_cache import Adjust, FusedCache, Place
+    from ragcache.kv.fused_cache import FusedCache, Place
     from ragcache.kv.prefix_cache import Exact
     from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
@@ -110,47 +110,40 @@ class Job:
         pieces = self.layout.placed(self.known)
         return [(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
 
-    def read(self, adjust: Adjust | None = None) -> Prefilled:
-        """Place all blocks and run the text. adjust: changes attention scores; see FusedCache."""
-        if self.base is not None:
-            room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
-            return self.run_text(self.lm.new_cache(room, base=self.base))
-        cache = self.new_cache(self.place())
-        cache.adjust = adjust
-        return self.run_text(cache)
-
     def place(self) -> Place:
         """Places everything that is at hand: the first tokens, then the blocks."""
         return Placer(self.lm, self.placements, self.exact).place
 
-    def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
-        """An empty cache.
+    def new_cache(self, place: Place | None = None, num_tokens: int | None = None) -> FusedCache:
+        """A cache to run the prompt over.
 
-        place:      called for each layer just before it runs, so that loading overlaps with computing
+        place:      called for each layer just before it runs, so that loading overlaps with computing; None: the cache
+                    stands on `base`, or all that is at hand is placed
         num_tokens: room to reserve; None: for the prompt and the answer
         """
+        if place is None and self.base is not None:
+            room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
+            return self.lm.new_cache(room, base=self.base)
         held = [sum(layer) for layer in zip(*(block.held_by_layer for block in self.blocks), strict=True)]
         dropped = sum(block.num_tokens for block in self.blocks) - max(held, default=0)
         room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
-        return self.lm.new_cache(room, place)
-
-    def run_text(self, cache: FusedCache, before_layer: BeforeLayer | None = None) -> Prefilled:
-        """Run all tokens that are not placed, each over everything before it."""
-        ids, positions, behind = self.layout.running(self.known)
-        where = torch.tensor(positions, device=self.lm.device)
-        return self.run(cache, ids, where, ordered=behind, before_layer=before_layer)
+        return self.lm.new_cache(room, self.place() if place is None else place)
 
     def run(
         self,
         cache: FusedCache,
-        ids: Sequence[int] | Tensor,
-        positions: Tensor,
+        ids: Sequence[int] | Tensor | None = None,
+        positions: Tensor | None = None,
         *,
         slots: Tensor | None = None,
-        ordered: bool | None = None,
         before_layer: BeforeLayer | None = None,
     ) -> Prefilled:
-        """Run these tokens, as `LanguageModel.run` does."""
+        """Run these tokens, as `LanguageModel.run` does; without ids, all tokens that are not placed, each over
+        everything before it."""
+        ordered = None
+        if ids is None or positions is None:
+            ids, places, ordered = self.layout.running(self.known)
+            positions = torch.tensor(places, device=self.lm.device)
         with self.running(cache):
             logits = self.lm.run(ids, positions, cache, slots=slots, ordered=ordered, before_layer=before_layer)
         return Prefilled(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
@@ -357,4 +350,4 @@ class FusionMethod:
 
     def prefill(self, job: Job) -> Prefilled:
         """Read the prompt. What is not overridden places all blocks where the layout has them and runs the text."""
-        return job.read()
+        return job.run(job.new_cache())

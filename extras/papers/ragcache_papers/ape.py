@@ -61,9 +61,10 @@ class Ape(FusionMethod):
 
     def prefill(self, job: Job) -> Prefilled:
         passages = job.layout.passages
-        if len(passages) < 2 or self.temperature == self.scale == 1:
-            return job.read()
-        return job.read(self._adjustment(passages[0].start, max(passage.end for passage in passages)))
+        cache = job.new_cache()
+        if len(passages) > 1 and (self.temperature, self.scale) != (1, 1):
+            cache.adjust = self._adjustment(passages[0].start, max(passage.end for passage in passages))
+        return job.run(cache)
 
     def _adjustment(self, chunks_from: int, suffix_from: int) -> Adjust:
         temperature, weight = self.temperature, self.scale * self.temperature

@@ -89,8 +89,8 @@ class KVComm(FusionMethod):
         with torch.inference_mode(), job.placing():
             blocks = self._interpolated(job)
         if blocks is not None:
-            return replace(job, blocks=blocks).read()
-        done = replace(job, layout=replace(job.layout, separate=False), blocks=()).read()
+            return super().prefill(replace(job, blocks=blocks))
+        done = super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=()))
         with torch.inference_mode(), job.placing():
             self._observe(job, done.cache)
         return done

@@ -59,7 +59,7 @@ class KVShare(FusionMethod):
         slots = context.chunk_slots()
         count = round(self.ratio * slots.shape[0])
         if job.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
-            return job.read()
+            return super().prefill(job)
         wrong, stale = slots[:0], slots[:0]
 
         def choose(running: Running) -> Tensor | None:
