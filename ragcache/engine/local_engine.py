@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -22,7 +22,7 @@ from ragcache.fusion.fuse import Fused, fuse
 from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import PrefixMatch, PrefixStats
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
@@ -330,33 +330,33 @@ class KVLookup:
         hits = [*(kept.earlier.hits if kept else ()), *asked.hits]
         return Path(parts, layout, hits, len(asked.hits), self._prefixes.drops)
 
-    @contextmanager
-    def _prefix(self, asked: Request, path: Path | None, base: SharedContext | None) -> Iterator[PrefixKV]:
-        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what the tree has,
-        all but the last token at most, and nothing of the suffix where its rows vote on what is evicted."""
-        prompt, reading = asked.prompt, asked.reading
-        method = reading.method
+    def _prefix(
+        self, asked: Request, path: Path | None, base: SharedContext | None
+    ) -> AbstractContextManager[PrefixKV]:
+        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what is known."""
+        method = asked.reading.method
         if base is not None or not (method.reuses_blocks or method.takes_exact):
-            yield PrefixKV()
-        elif path is None:
-            with self._prefixes.text(method.prefix_ids(self.lm, prompt)) as prefix:
-                yield prefix
-        else:
-            most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
-            with self._prefixes.match(method, path, most) as (lease, load_s):
-                if reading.found and (lease is None or lease.num_tokens <= len(prompt.prefix_ids)):
-                    with self._prefixes.text(prompt.prefix_ids) as prefix:
-                        yield prefix
-                    return
-                prefix = self._before(asked, lease)
-                yield prefix._replace(load_s=prefix.load_s + load_s)
+            return nullcontext(PrefixKV())
+        if path is None:
+            return self._prefixes.text(method.prefix_ids(self.lm, asked.prompt))
+        return self._known(asked, path)
 
-    def _before(self, asked: Request, known: PrefixMatch | None) -> PrefixKV:
-        """What the tree has; of a store that is read whole, everything before the question."""
-        count, generation = asked.prompt.context_tokens, asked.reading.whole
-        if generation is None or (known.num_tokens if known else 0) >= count:
-            return PrefixKV(known)
-        return self._whole.read(asked.prompt.ids[:count], generation)
+    @contextmanager
+    def _known(self, asked: Request, path: Path) -> Iterator[PrefixKV]:
+        """What the tree has, all but the last token at most, and nothing of the suffix where its rows vote on what is
+        evicted; of a store that is read whole, everything before the question."""
+        prompt, reading = asked.prompt, asked.reading
+        most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+        with self._prefixes.match(reading.method, path, most) as (lease, load_s):
+            count = 0 if lease is None else lease.num_tokens
+            if reading.found and count <= len(prompt.prefix_ids):
+                with self._prefixes.text(prompt.prefix_ids) as prefix:
+                    yield prefix
+            elif reading.whole is None or count >= prompt.context_tokens:
+                yield PrefixKV(lease, load_s=load_s)
+            else:
+                prefix = self._whole.read(prompt.ids[: prompt.context_tokens], reading.whole)
+                yield prefix._replace(load_s=prefix.load_s + load_s)
 
     def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
         """The store's own, or one that encodes behind another prefix where blocks depend on that."""
