@@ -24,10 +24,11 @@ from torch import Tensor
 
 from ragcache.kv.block import KVBlock, keep
 from ragcache.kv.block_key import Recipe
-from ragcache.models.attention import Attended, FusedPass, observing
+from ragcache.models.attention import CURRENT, Attended, FusedPass, observing
 from ragcache.models.card import ModelCard
-from ragcache.models.encode import AbandonedSignal, run_decoder
+from ragcache.models.encode import AbandonedSignal
 from ragcache.prompt import encode_text
+from ragcache.runtime import during
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,7 +123,8 @@ def measure_worth(
             if wanted is not None and not wanted():
                 raise AbandonedSignal
             cache.begin(where)
-            run_decoder(model, own[None], where[None], cache, FusedPass(cache, where, ordered=True))
+            with during(CURRENT, FusedPass(cache, where, ordered=True)):
+                model.base_model(input_ids=own[None], position_ids=where[None], past_key_values=cache, use_cache=True)
     cache.release()
     return [worth.by_layer[layer] for layer in range(block.num_layers)]
 
