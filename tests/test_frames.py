@@ -31,7 +31,7 @@ FRAMES = {
     "question to model": 3,  # on the model's thread, from here on; the plan has 3
     "question to placer": 6,  # the plan has 6
     "question to store": 6,  # a block of a question, on the caller's thread; the plan has 6
-    "ingestion to model": 10,  # 8
+    "ingestion to model": 8,  # 8
 }
 """The longest way of each kind today."""
 

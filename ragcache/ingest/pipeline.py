@@ -153,10 +153,9 @@ class Ingestor:
             nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
         ):
             uses = hot_after if kv == "hot" else 0
-            run = IngestRun(
+            return IngestRun(
                 self, bench, work, kv == "eager", progress, uses=uses, replace=replace, sync=sync, dry_run=dry_run
-            )
-            return run(inputs)
+            ).run(inputs)
 
     def copy(
         self,
@@ -178,7 +177,7 @@ class Ingestor:
         whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
         with self.layout.writer(timeout_s), closing(self._bench(whole)) as bench:
             work = partial(LocalWorkers, bench)
-            return CopyRun(self, bench, work, kv == "eager", progress, source=source, whole=whole)([])
+            return CopyRun(self, bench, work, kv == "eager", progress, source=source, whole=whole).run([])
 
     def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
         return Worker(self.reader, chunker, self.retriever.embedder, self.names, self.kv, self.config.batch_tokens)
@@ -257,31 +256,28 @@ class IngestRun:
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
 
-    def __call__(self, inputs: Iterable[Input] | Input) -> IngestReport:
+    def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
         started = time.perf_counter()
         given = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
         if self.sync:
             self._roots = sync_roots(one for one in given if not isinstance(one, Document | SourceFile))
-        if self.report.dry_run:
+        if self.dry_run:
             for window in self._windows(given):
                 self._foretell(window)
+            self._remove_vanished()
         else:
-            self._ingest(given)
-        self._remove_vanished()
-        if not self.report.dry_run:
+            # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+            self.to.collect_garbage()
+            self.to.retriever.refresh()
+            jobs = ((window, self._job(window)) for window in self._windows(given))
+            for window, vectors in self._work.compute(jobs):
+                self._commit_window(window, vectors)
+            self.to.collect_garbage()  # of documents that others have moved onto
+            self._save_index(force=True)
+            self._remove_vanished()
             self._encode_behind_neighbours()
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
-
-    def _ingest(self, inputs: Sequence[Input]) -> None:
-        # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
-        self.to.collect_garbage()
-        self.to.retriever.refresh()
-        jobs = ((window, self._job(window)) for window in self._windows(inputs))
-        for window, vectors in self._work.compute(jobs):
-            self._commit_window(window, vectors)
-        self.to.collect_garbage()  # of documents that others have moved onto
-        self._save_index(force=True)
 
     # Reading
 
@@ -518,7 +514,7 @@ class IngestRun:
     # Reporting
 
     def _foretell(self, window: list[PendingDocument]) -> None:
-        """Report a window as `_ingest_window` would, without doing anything."""
+        """Report a window as `_commit_window` would, without doing anything."""
         for one in window:
             self._tell_stored(one)
         wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
