@@ -250,6 +250,8 @@ class Placer:
 class FusionMethod:
     """Subclasses are frozen dataclasses: their fields are the method's options, checked in __post_init__.
 
+    What a method can do is stated by its class, or by a property where its options decide.
+
     name:           what users write
     paper:          where it comes from
     needs_training: whether an untrained model is expected to answer worse with it
@@ -257,6 +259,17 @@ class FusionMethod:
     recipes:        recipes its blocks may be encoded under, the default first
     joins_states:   whether it can read with a model that has recurrent layers: nothing of a passage runs again, and no
                     token but text stands between passages
+    takes_exact:    whether it goes on from KV of the prompt's first tokens that a plain pass left
+    keeps_context:  whether it can read several groups of passages with text between them, as a conversation has them:
+                    every token at its global position, blocks as they are or with tokens of theirs run again, text over
+                    everything before it
+    shares_context: whether what stands before the last text comes out the same whatever that text is, so that questions
+                    over the same passages can share it
+    takes_sparse:   whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`,
+                    `Recipe.anchors`): it moves them as they are, and neither runs passages' tokens nor chooses among
+                    them
+    remembers:      whether it keeps KV of earlier prompts, by `Job.scope`
+    reruns_in_answers: whether passages' tokens run again while an answer is written (`FusedCache.step`)
     """
 
     name: ClassVar[str]
@@ -266,45 +279,22 @@ class FusionMethod:
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
     joins_states: ClassVar[bool] = False
+    takes_exact: ClassVar[bool] = False
+    keeps_context: ClassVar[bool] = False
+    shares_context: ClassVar[bool] = True
+    takes_sparse: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
+    reruns_in_answers: ClassVar[bool] = False
 
-    @property
-    def takes_exact(self) -> bool:
-        """Whether it goes on from KV of the prompt's first tokens that a plain pass left."""
-        return False
-
-    @property
-    def keeps_context(self) -> bool:
-        """Whether it can read several groups of passages with text between them, as a conversation has them: every
-        token at its global position, blocks as they are or with tokens of theirs run again, text over everything before
-        it."""
-        return False
+    def __init_subclass__(cls) -> None:
+        """A method with a `prefill` of its own shares no context and takes no sparse blocks, unless it says so."""
+        if "prefill" in vars(cls):
+            for name in {"shares_context", "takes_sparse"} - vars(cls).keys():
+                setattr(cls, name, False)
 
     def keeps_context_with(self, lm: ModelCard) -> bool:
         """`keeps_context` with this model: a recurrent layer's blocks are joined side by side alone."""
         return self.keeps_context and not (lm.is_recurrent and self.reuses_blocks)
-
-    @property
-    def shares_context(self) -> bool:
-        """Whether what stands before the last text comes out the same whatever that text is, so that questions over the
-        same passages can share it: so it is where `prefill` is not overridden."""
-        return type(self).prefill is FusionMethod.prefill
-
-    @property
-    def takes_sparse(self) -> bool:
-        """Whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`, `Recipe.anchors`): it
-        moves them as they are, and neither runs passages' tokens nor chooses among them. So it is where `prefill` is
-        not overridden."""
-        return type(self).prefill is FusionMethod.prefill
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it keeps KV of earlier prompts, by `Job.scope`."""
-        return False
-
-    @property
-    def reruns_in_answers(self) -> bool:
-        """Whether passages' tokens run again while an answer is written (`FusedCache.step`)."""
-        return False
 
     def reruns(self, layout: Layout) -> list[Span] | None:
         """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that

@@ -46,6 +46,7 @@ class Ape(FusionMethod):
     paper: ClassVar[str] = "APE (arXiv 2502.05431)"
     summary: ClassVar[str] = "reads chunks side by side behind one prefix, their attention sharpened and weighed"
     recipes: ClassVar[tuple[str, ...]] = ("prefix",)
+    takes_sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("scale", self.scale)):
@@ -54,10 +55,6 @@ class Ape(FusionMethod):
 
     def additions(self, lm: ModelCard) -> Additions:
         return replace(super().additions(lm), positions="parallel")
-
-    @property
-    def takes_sparse(self) -> bool:
-        return True
 
     def prefill(self, job: Job) -> Prefilled:
         passages = job.layout.passages

@@ -91,7 +91,7 @@ class CacheCraft(FusionMethod):
         _ = self.pool  # made before threads share this object
 
     @property
-    def remembers(self) -> bool:
+    def remembers(self) -> bool:  # type: ignore[override]
         return self.max_variants > 0
 
     @cached_property

@@ -65,6 +65,7 @@ class KVComm(FusionMethod):
     name: ClassVar[str] = "kvcomm"
     paper: ClassVar[str] = "KVCOMM (arXiv 2510.12872)"
     summary: ClassVar[str] = "adds offsets that full prefills of the same passages left under other contexts"
+    remembers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("pool_bytes", 0), ("max_anchors", FEWEST_ANCHORS)):
@@ -76,10 +77,6 @@ class KVComm(FusionMethod):
         if not _is_number(self.temperature) or not 0 < self.temperature < math.inf:
             raise ConfigError(f"temperature is {self.temperature!r}; choose a number above 0")
         _ = self.pool  # made before threads share this object
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     @cached_property
     def pool(self) -> AnchorPool[Anchor]:

@@ -51,7 +51,7 @@ class KVShare(FusionMethod):
         check_tokens(decode_tokens=self.decode_tokens)
 
     @property
-    def reruns_in_answers(self) -> bool:
+    def reruns_in_answers(self) -> bool:  # type: ignore[override]
         return self.decode_tokens > 0
 
     def prefill(self, job: Job) -> Prefilled:

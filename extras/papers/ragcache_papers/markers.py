@@ -78,6 +78,7 @@ class Packet(FusionMethod):
     paper: ClassVar[str] = "KV Packet (arXiv 2604.13226)"
     summary: ClassVar[str] = "stores trained vectors with each block, on frozen weights; only the suffix runs"
     needs_training: ClassVar[bool] = True
+    keeps_context: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.header_ids is None) != (self.trailer_ids is None):
@@ -88,10 +89,6 @@ class Packet(FusionMethod):
                 if not isinstance(given, Sequence) or isinstance(given, str):
                     raise ConfigError(f"{name} is {given!r}; give a list of token ids, such as [5, 6]")
                 object.__setattr__(self, name, tuple(given))
-
-    @property
-    def keeps_context(self) -> bool:
-        return True
 
     def additions(self, lm: ModelCard) -> Additions:
         if self.header_ids is not None and self.trailer_ids is not None:
