@@ -55,7 +55,7 @@ from ragcache.retrieval.retriever import Retriever, delete_documents
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage
-from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, StoredVersion
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
 KV_MODES = ("eager", "lazy", "hot")
 HOT_AFTER = 2
@@ -177,7 +177,7 @@ class Ingestor:
         whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
         with self.layout.writer(timeout_s), closing(self._bench(whole)) as bench:
             work = partial(LocalWorkers, bench)
-            return CopyRun(self, bench, work, kv == "eager", progress, source=source, whole=whole).run([])
+            return IngestRun(self, bench, work, kv == "eager", progress, copied=(source, whole)).run([])
 
     def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
         return Worker(self.reader, chunker, self.retriever.embedder, self.names, self.kv, self.config.batch_tokens)
@@ -223,11 +223,12 @@ class PendingDocument:
 
 @dataclass
 class IngestRun:
-    """One call of `Ingestor.ingest`.
+    """One call of `Ingestor.ingest`, or of `copy`: what is there already, under the same version, is then left alone.
 
     bench: for what is needed of single documents
     work:  reads and computes, given the report to fill and what to tell of progress
     uses:  times that a chunk without KV is to be retrieved before its KV is kept
+    copied: another store's documents, in place of inputs, and what gives their passages ids of this model's tokenizer
     """
 
     to: Ingestor
@@ -239,6 +240,7 @@ class IngestRun:
     replace: bool = True
     sync: bool = False
     dry_run: bool = False
+    copied: tuple[DocumentStore, PassthroughSplitter] | None = None
 
     def __post_init__(self) -> None:
         self.chunker = self.bench.chunker
@@ -295,6 +297,9 @@ class IngestRun:
             yield window
 
     def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
+        if self.copied is not None:
+            yield from self._copies(*self.copied)
+            return
         for record, file in self._records(inputs):
             if isinstance(record.found, ReaderError):
                 self._fail(record.found.path, record.found, file)
@@ -393,6 +398,27 @@ class IngestRun:
             return None
         chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
         return PendingDocument(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
+
+    def _copies(self, source: DocumentStore, whole: PassthroughSplitter) -> Iterator[PendingDocument]:
+        there = self.to.documents.versions()
+        for document in source.documents():
+            LIMIT.get().check()
+            made = Document(document.id, "", document.metadata, document.title, document.source)
+            if there.get(made.id) == StoredVersion(document.content_hash, document.source, document.file or ""):
+                self._tell_unchanged(made.id)
+                continue
+            stored = source.chunks_of(made.id)
+            try:
+                rows = whole.encode([chunk.text for chunk in stored])
+                for ids in rows:
+                    self.to.names.check(ids, made.where)
+            except PromptError as error:  # too long for this model
+                self._fail(made.where, error, "")
+                continue
+            chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
+            names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
+            file, replaces = document.file or "", made.id in there
+            yield PendingDocument(made, file, document.content_hash, chunks, keys, replaces, ids=names)
 
     # Computing
 
@@ -547,44 +573,6 @@ class IngestRun:
     def _tell(self, event: ProgressEvent) -> None:
         if self.progress is not None:
             self.progress(event)
-
-
-# Copy the documents of another store, which may be of another model.
-
-
-@dataclass(kw_only=True)
-class CopyRun(IngestRun):
-    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone.
-
-    whole: gives the source's passages the ids of this model's tokenizer
-    """
-
-    source: DocumentStore
-    whole: PassthroughSplitter
-
-    def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
-        there = self.to.documents.versions()
-        for document in self.source.documents():
-            LIMIT.get().check()
-            version = StoredVersion(document.content_hash, document.source, document.file or "")
-            if there.get(document.id) == version:
-                self._tell_unchanged(document.id)
-            elif (prepared := self._copied(document, replaces=document.id in there)) is not None:
-                yield prepared
-
-    def _copied(self, document: StoredDocument, *, replaces: bool) -> PendingDocument | None:
-        made = Document(document.id, "", document.metadata, document.title, document.source)
-        stored = self.source.chunks_of(document.id)
-        try:
-            rows = self.whole.encode([chunk.text for chunk in stored])
-            for ids in rows:
-                self.to.names.check(ids, made.where)
-        except PromptError as error:  # too long for this model
-            self._fail(made.where, error, "")
-            return None
-        chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
-        names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
-        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces, ids=names)
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:
