@@ -235,14 +235,12 @@ class ResolvedKV:
 
     path:    the prompt as the prefix tree knows it; None where it is of no use to the method
     prefix:  exact KV of its first tokens
-    base:    all that stands before its suffix, as another question placed it
     loaded:  its passages' blocks
     sources: its passages, with where their KV came from
     """
 
     path: Path | None
     prefix: PrefixKV
-    base: SharedContext | None
     loaded: LoadedBlocks
     sources: list[Source]
 
@@ -266,7 +264,9 @@ class KVLookup:
 
     @contextmanager
     def resolve(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
-        """Everything that the prompt is read from, which stays until the block ends. base: as in `ResolvedKV`
+        """Everything that the prompt is read from, which stays until the block ends.
+
+        base: all that stands before its suffix, as another question placed it
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
@@ -289,7 +289,7 @@ class KVLookup:
                 keys = loaded.handles or encoder.keys([hit.chunk for hit in asked.hits])
                 rows = zip(asked.hits, keys, origins, strict=True)
                 sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
-            yield ResolvedKV(path, prefix, base, loaded, sources)
+            yield ResolvedKV(path, prefix, loaded, sources)
 
     def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: Fused) -> None:
         """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""

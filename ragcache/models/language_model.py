@@ -231,10 +231,7 @@ class LanguageModel(ModelCard):
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
         run = ForwardRequest(ids, positions, cache, slots is None if ordered is None else ordered)
-
-        def alone() -> Tensor:
-            return self._run_alone(run, slots, before_layer, num_logits)
-
+        alone = partial(self._run_alone, run, slots, before_layer, num_logits)
         if self.scheduler.is_current_thread:  # a method that runs the model while it places or chooses
             return alone()
         special = slots is not None or before_layer is not None or num_logits is not None or OBSERVER.get() is not None
