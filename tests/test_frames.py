@@ -27,11 +27,11 @@ ENDS = {"scheduler": (Scheduler, "run"), "placer": (Placer, "place"), "store": (
 """The functions of the package where ways end, themselves counted. One more end is the model's first layer."""
 
 FRAMES = {
-    "question to scheduler": 12,  # on the caller's thread; the plan has 8
+    "question to scheduler": 8,  # on the caller's thread; the plan has 8
     "question to model": 3,  # on the model's thread, from here on; the plan has 3
-    "question to placer": 7,  # 6
-    "question to store": 7,  # a block of a question, on the caller's thread; the plan has 6
-    "ingestion to model": 11,  # 8
+    "question to placer": 6,  # the plan has 6
+    "question to store": 6,  # a block of a question, on the caller's thread; the plan has 6
+    "ingestion to model": 8,  # 8
 }
 """The longest way of each kind today."""
 

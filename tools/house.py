@@ -31,14 +31,14 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_327, 7, 1_120, 7),
-    "ragcache/kv": Room(2_407, 10, 1_870, 9),
-    "ragcache/models": Room(5_564, 27, 4_300, 20),
+    "ragcache/kv": Room(2_406, 10, 1_870, 9),
+    "ragcache/models": Room(5_548, 27, 4_300, 20),
     "ragcache/codecs": Room(1_280, 8, 2_321, 15),
-    "ragcache/fusion": Room(1_962, 12, 1_863, 15),
+    "ragcache/fusion": Room(1_924, 12, 1_863, 15),
     "ragcache/store": Room(5_709, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_414, 6, 1_776, 9),
-    "ragcache/ingest": Room(3_256, 18, 3_348, 21),
-    "ragcache/engine": Room(7_998, 32, 5_518, 26),
+    "ragcache/ingest": Room(3_228, 18, 3_348, 21),
+    "ragcache/engine": Room(7_988, 32, 5_518, 26),
     "ragcache/server": Room(3_527, 19, 3_620, 20),
     "ragcache/cli": Room(1_668, 9, 1_448, 8),
     # Annexes.

@@ -223,28 +223,25 @@ class SharedPrefixRef:
         self._admission.grow(self.claim, max(0, num_bytes - held), limit)
 
     @property
-    def is_shared(self) -> bool:
-        return self._context.key is not None
-
-    @property
     def placed(self) -> SharedContext | None:
         """The context, where some question has placed it."""
         return self._context.placed
 
     @contextmanager
-    def placing(self, limit: Limit) -> Iterator[SharedContext | Callable[[SharedContext], None]]:
-        """The placed context; or, for the only question that places it at a time, the function to tell it.
+    def placing(self, limit: Limit) -> Iterator[Callable[[SharedContext], None] | None]:
+        """The function to tell a context that others may read, for the only question that places it at a time; others
+        that want it wait. None: it is `placed`, or no other can read it.
 
-        Others that want it wait. Raises what `limit` raises while it waits.
+        Raises what `limit` raises while it waits.
         """
         context = self._context
         with self._changed:
             while context.is_being_placed:
                 limit.check()
                 self._changed.wait(limit.poll_s())
-            context.is_being_placed = context.placed is None
-        if context.placed is not None:
-            yield context.placed
+            context.is_being_placed = places = context.placed is None and context.key is not None
+        if not places:
+            yield None
             return
         try:
             yield self._tell

@@ -7,7 +7,7 @@ import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ragcache.errors import CancelledError, StoreClosedError
@@ -29,26 +29,21 @@ class Threads:
         self._home = Home("this store was opened", "open it")
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The function's result, run with the caller's context variables. Raises StoreClosedError, ForkedError."""
+        """The function's result, run with the caller's context variables. An Event `cancelled` among the options is set
+        when the caller's task is cancelled. Raises StoreClosedError, ForkedError."""
         self._check_open()
-        context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: context.run(function, *args, **options)
-        )
-
-    async def call_cancellable(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """`call` for a function that takes `cancelled`: an Event, set when the caller's task is cancelled."""
-        cancelled = options.pop("cancelled", None) or threading.Event()
+        run = partial(contextvars.copy_context().run, function, *args, **options)
         try:
-            return await self.call(function, *args, cancelled=cancelled, **options)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
         except asyncio.CancelledError:
-            cancelled.set()
+            if "cancelled" in options:
+                options["cancelled"].set()
             raise
 
-    async def iterate(self, function: Callable[..., Iterator[T]], *args: Any, **options: Any) -> AsyncIterator[T]:
-        """Items of the iterator that the function returns; `cancelled` as for `call_cancellable`, set when the caller
-        stops early."""
-        cancelled = options.pop("cancelled", None) or threading.Event()
+    async def iterate(
+        self, function: Callable[..., Iterator[T]], *args: Any, cancelled: threading.Event, **options: Any
+    ) -> AsyncIterator[T]:
+        """Items of the iterator that the function returns; `cancelled` is set when the caller stops early."""
         self._check_open()
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[object, BaseException | None]] = asyncio.Queue()
@@ -99,17 +94,19 @@ def threaded(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 
 def cancellable(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """`threaded` for a method that takes `cancelled`: cancelling the task stops the work."""
-    return _twin(call, Threads.call_cancellable)
+    return _twin(call, Threads.call, cancels=True)
 
 
 def streamed(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncIterator[T]]:
     """`cancellable` for a method that returns an iterator: closing the other one stops the work."""
-    return _twin(call, Threads.iterate)
+    return _twin(call, Threads.iterate, cancels=True)
 
 
-def _twin(call: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _twin(call: Callable[..., Any], run: Callable[..., Any], *, cancels: bool = False) -> Callable[..., Any]:
     @wraps(call)
     def twin(self: Any, *args: Any, **options: Any) -> Any:
+        if cancels:
+            options["cancelled"] = options.get("cancelled") or threading.Event()
         return run(self._threads, getattr(self, call.__name__), *args, **options)
 
     twin.__name__ = f"a{call.__name__}"

@@ -30,7 +30,7 @@ from ragcache.engine.store_config import Store, open_kv_to_fill
 from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, EmbedderMismatchError, ModelMismatchError, StoreMismatchError
-from ragcache.fusion.fuse import block_recipe, check_method
+from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.place_check import place_kernel
 from ragcache.fusion.snapkv import SnapKV
@@ -142,10 +142,9 @@ def assemble(
     )
     choice = choose_method(card, chosen.method, chosen.method_options, stored)
     method = choice.method
-    check_method(card, method)
+    own = replace(block_recipe(card, method, choice.recipe), neighbours=number)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    own = replace(block_recipe(card, method, choice.recipe), neighbours=number)
     used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
     near = None
     if number:

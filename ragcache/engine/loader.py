@@ -184,10 +184,6 @@ class BlockLoader:
             blocks.append(loaded.block)
         return blocks
 
-    def ahead(self) -> Prefetch:
-        """The early reads of one question; close it when the question has its blocks, or was given up."""
-        return Prefetch(self)
-
     def counts(self) -> LoadCounts:
         with self._lock:
             return LoadCounts(**{name: self._counts[name] for name in asdict(LoadCounts())})
@@ -250,7 +246,8 @@ def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
 
 
 class Prefetch:
-    """Reads that one question begins while retrieval still ranks (RAGCache's speculative step).
+    """Reads that one question begins while retrieval still ranks (RAGCache's speculative step). Close it when the
+    question has its blocks, or was given up.
 
     They are few and short: at most `speculative_bytes` over all questions, and only what is expected to be here within
     AHEAD_S. A slow tier is not read for a guess.

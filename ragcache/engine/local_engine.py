@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -22,7 +22,7 @@ from ragcache.fusion.fuse import Fused, fuse
 from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import PrefixMatch, PrefixStats
+from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
@@ -68,23 +68,73 @@ class LocalEngine:
 
         Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `Prompts.prompt` raises.
         """
+        asked = self._request(ends, hits, reading, clock, kept)
+        prompt, reading, limit = asked.prompt, asked.reading, asked.limit
+        method, need = reading.method, self._need(prompt, reading)
+        # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
+        keep = method.reuses_blocks and bool(prompt.chunk_ids)
+        key = asked.context_key if self.lookup.shares_context_of(method) else None
+        waiting = time.perf_counter()
+        with self.contexts.admit(key, need, limit, keep=keep) as seat:
+            clock.queue_s = time.perf_counter() - waiting
+            with ExitStack() as leases:
+                with limited(limit):
+                    ready = leases.enter_context(self.lookup.resolve(asked, seat.placed))
+                yield Sources(ready.sources, method.name, reading.choice.why)
+                limit.check()
+                # Over the context of another question where there is one; else others may find this one's.
+                with limited(limit), seat.placing(limit) as tell:
+                    started = time.perf_counter()
+                    fused = fuse(
+                        self.lm,
+                        ready.path.parts if ready.path is not None and ready.path.layout.separate else prompt,
+                        method,
+                        ready.loaded.blocks,
+                        recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
+                        reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
+                        evict=reading.evict,
+                        exact=ready.prefix.exact if seat.placed is None else None,
+                        base=seat.placed,
+                        scope=self._scope_of(asked),
+                    )
+                    if tell is not None:
+                        tell(fused.share())
+                if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
+                    self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
+                    self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
+            times, loaded, written = fused.timings, ready.loaded, OutputProcessor()
+            encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
+            clock.read(times.prefill_s, ready.prefix.load_s + loaded.load_s, encode_s, times.place_s)
+            try:
+                most = self._most(self._num_tokens(prompt, reading), reading)
+                most = min(most, self.prompts.room(fused.next_position, reading))
+                yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
+            finally:
+                self.lookup.keep(asked, ready, written.ids if written.has_run_all else written.ids[:-1], fused)
+                fused.cache.release()
+            if kept is not None:
+                kept.answered(asked.hits, written.turn, written.said(self.lm))
+            yield Done(written.answer(asked, ready.sources, ready.usage(fused, written)))
+
+    def _request(
+        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None
+    ) -> Request:
+        """The question with its prompt, and by full prefill where nothing of that can be reused."""
         limit = reading.limit(clock.started)
         if kept is None:  # a conversation's order is what it was, and its later prompts would lack the hint
             reading = self.prompts.settled(ends, hits, reading)
             ends, hits = self.prompts.ordered(ends, hits, reading)
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
         if kept is None and not prompt.chunk_ids and reading.method.reuses_blocks:
-            # In full, on from what earlier prompts have in common with it: no method places, weighs or evicts anything.
+            # On from what earlier prompts have in common with it: no method places, weighs or evicts anything.
             reading = replace(reading.exactly(NOTHING_TO_REUSE), evict=None)
-        asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
-        need = self._need(prompt, reading)
-        # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
-        keep = reading.method.reuses_blocks and bool(prompt.chunk_ids)
-        waiting = time.perf_counter()
-        key = asked.context_key if self.lookup.shares_context_of(reading.method) else None
-        with self.contexts.admit(key, need, limit, keep=keep) as seat:
-            clock.queue_s = time.perf_counter() - waiting
-            yield from self._answer(asked, seat)
+        return Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
+
+    def _scope_of(self, asked: Request) -> Scope:
+        """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
+        passage was deleted meanwhile."""
+        scope = self._scope  # before the look at what is stored: with any later change a new scope begins
+        return scope if asked.reading.method.remembers and self.lookup.is_of_store(asked) else Scope()
 
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone."""
@@ -141,34 +191,6 @@ class LocalEngine:
         free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
-    def _answer(self, asked: Request, seat: SharedPrefixRef) -> Iterator[Event]:
-        with ExitStack() as leases:
-            with limited(asked.limit):
-                ready = leases.enter_context(self.lookup.resolve(asked, seat.placed))
-            yield Sources(ready.sources, asked.reading.method.name, asked.reading.choice.why)
-            asked.limit.check()
-            with limited(asked.limit):
-                fused = self._read(asked, ready, seat)
-        loaded, times = ready.loaded, fused.timings
-        encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
-        load_s = ready.prefix.load_s + loaded.load_s
-        asked.clock.read(times.prefill_s, load_s, encode_s, times.place_s)
-        written = OutputProcessor()
-        try:
-            room = self.prompts.room(fused.next_position, asked.reading)
-            most = min(room, self._most(self._num_tokens(asked.prompt, asked.reading), asked.reading))
-            yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
-        finally:
-            self.lookup.keep(asked, ready, written.ids if written.has_run_all else written.ids[:-1], fused)
-            fused.cache.release()
-        if asked.kept is not None:
-            asked.kept.answered(asked.hits, written.turn, written.said(self.lm))
-        created = ready.prefix.created_tokens + loaded.encoded_tokens
-        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
-        cached = max(0, fused.prompt_tokens - computed)
-        usage = Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
-        yield Done(written.answer(asked, ready.sources, usage))
-
     def _decode(
         self, asked: Request, fused: Fused, written: OutputProcessor, seat: SharedPrefixRef, most: int
     ) -> Generator[int, None, None]:
@@ -203,37 +225,6 @@ class LocalEngine:
             room=self.prompts.room_at_first(fused.next_position, reading),
         )
 
-    def _read(self, asked: Request, ready: ResolvedKV, seat: SharedPrefixRef) -> Fused:
-        """Run the prompt over the context of another question where there is one; else others may find this one's."""
-        prompt, reading, path, base = asked.prompt, asked.reading, ready.path, ready.base
-        method = reading.method
-        # What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
-        # passage was deleted meanwhile. Before the look at what is stored: with any later change a new scope begins.
-        scope = self._scope
-        if not (method.remembers and self.lookup.is_of_store(asked)):
-            scope = Scope()
-        with seat.placing(asked.limit) if seat.is_shared and base is None else nullcontext() as found:
-            started = time.perf_counter()
-            base = found if isinstance(found, SharedContext) else base
-            fused = fuse(
-                self.lm,
-                path.parts if path is not None and path.layout.separate else prompt,
-                method,
-                ready.loaded.blocks,
-                recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
-                reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
-                evict=reading.evict,
-                exact=ready.prefix.exact if base is None else None,
-                base=base,
-                scope=scope,
-            )
-            if callable(found):
-                found(fused.share())
-        if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
-            self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
-            self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
-        return fused
-
 
 # The KV that is at hand for a prompt, and what has to be loaded or computed before it is read.
 
@@ -244,16 +235,20 @@ class ResolvedKV:
 
     path:    the prompt as the prefix tree knows it; None where it is of no use to the method
     prefix:  exact KV of its first tokens
-    base:    all that stands before its suffix, as another question placed it
     loaded:  its passages' blocks
     sources: its passages, with where their KV came from
     """
 
     path: Path | None
     prefix: PrefixKV
-    base: SharedContext | None
     loaded: LoadedBlocks
     sources: list[Source]
+
+    def usage(self, fused: Fused, written: OutputProcessor) -> Usage:
+        created = self.prefix.created_tokens + self.loaded.encoded_tokens
+        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
+        cached = max(0, fused.prompt_tokens - computed)
+        return Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
 
 
 @dataclass(eq=False, repr=False)
@@ -269,7 +264,9 @@ class KVLookup:
 
     @contextmanager
     def resolve(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
-        """Everything that the prompt is read from, which stays until the block ends. base: as in `ResolvedKV`
+        """Everything that the prompt is read from, which stays until the block ends.
+
+        base: all that stands before its suffix, as another question placed it
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
@@ -292,7 +289,7 @@ class KVLookup:
                 keys = loaded.handles or encoder.keys([hit.chunk for hit in asked.hits])
                 rows = zip(asked.hits, keys, origins, strict=True)
                 sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
-            yield ResolvedKV(path, prefix, base, loaded, sources)
+            yield ResolvedKV(path, prefix, loaded, sources)
 
     def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: Fused) -> None:
         """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
@@ -330,33 +327,33 @@ class KVLookup:
         hits = [*(kept.earlier.hits if kept else ()), *asked.hits]
         return Path(parts, layout, hits, len(asked.hits), self._prefixes.drops)
 
-    @contextmanager
-    def _prefix(self, asked: Request, path: Path | None, base: SharedContext | None) -> Iterator[PrefixKV]:
-        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what the tree has,
-        all but the last token at most, and nothing of the suffix where its rows vote on what is evicted."""
-        prompt, reading = asked.prompt, asked.reading
-        method = reading.method
+    def _prefix(
+        self, asked: Request, path: Path | None, base: SharedContext | None
+    ) -> AbstractContextManager[PrefixKV]:
+        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what is known."""
+        method = asked.reading.method
         if base is not None or not (method.reuses_blocks or method.takes_exact):
-            yield PrefixKV()
-        elif path is None:
-            with self._prefixes.text(method.prefix_ids(self.lm, prompt)) as prefix:
-                yield prefix
-        else:
-            most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
-            with self._prefixes.match(method, path, most) as (lease, load_s):
-                if reading.found and (lease is None or lease.num_tokens <= len(prompt.prefix_ids)):
-                    with self._prefixes.text(prompt.prefix_ids) as prefix:
-                        yield prefix
-                    return
-                prefix = self._before(asked, lease)
-                yield prefix._replace(load_s=prefix.load_s + load_s)
+            return nullcontext(PrefixKV())
+        if path is None:
+            return self._prefixes.text(method.prefix_ids(self.lm, asked.prompt))
+        return self._known(asked, path)
 
-    def _before(self, asked: Request, known: PrefixMatch | None) -> PrefixKV:
-        """What the tree has; of a store that is read whole, everything before the question."""
-        count, generation = asked.prompt.context_tokens, asked.reading.whole
-        if generation is None or (known.num_tokens if known else 0) >= count:
-            return PrefixKV(known)
-        return self._whole.read(asked.prompt.ids[:count], generation)
+    @contextmanager
+    def _known(self, asked: Request, path: Path) -> Iterator[PrefixKV]:
+        """What the tree has, all but the last token at most, and nothing of the suffix where its rows vote on what is
+        evicted; of a store that is read whole, everything before the question."""
+        prompt, reading = asked.prompt, asked.reading
+        most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
+        with self._prefixes.match(reading.method, path, most) as (lease, load_s):
+            count = 0 if lease is None else lease.num_tokens
+            if reading.found and count <= len(prompt.prefix_ids):
+                with self._prefixes.text(prompt.prefix_ids) as prefix:
+                    yield prefix
+            elif reading.whole is None or count >= prompt.context_tokens:
+                yield PrefixKV(lease, load_s=load_s)
+            else:
+                prefix = self._whole.read(prompt.ids[: prompt.context_tokens], reading.whole)
+                yield prefix._replace(load_s=prefix.load_s + load_s)
 
     def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
         """The store's own, or one that encodes behind another prefix where blocks depend on that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -125,25 +125,23 @@ class Prefixes:
         """
         if not ids:
             yield PrefixKV()
-        elif not self._tree.budget_bytes:
-            yield self._read_on(ids, None)
-        else:
-            load_s = self._bring(self._text, ids, self._quoting(ids))
-            with self._tree.match(self._text, ids) as known:
-                found = PrefixKV(known) if known.num_tokens == len(ids) else self._read_on(ids, known)
-                yield found._replace(load_s=load_s)
+            return
+        load_s = self._bring(self._text, ids, self._quoting(ids))
+        with self._tree.match(self._text, ids) if self._tree.budget_bytes else nullcontext() as known:
+            num_known = 0 if known is None else known.num_tokens
+            if num_known == len(ids):
+                yield PrefixKV(known, load_s=load_s)
+                return
+            started, drops = time.perf_counter(), self.drops
+            context = self._lm.read(ids, known)
+            self._keep(self._text, ids, context, self._quoting(ids), drops)
+            yield PrefixKV(context, len(ids) - num_known, time.perf_counter() - started, load_s)
 
     @contextmanager
     def exact(self, ids: Sequence[int]) -> Iterator[Exact | None]:
         """`text` without what it cost."""
         with self.text(ids) as prefix:
             yield prefix.exact
-
-    def _read_on(self, ids: Sequence[int], known: PrefixMatch | None) -> PrefixKV:
-        started, drops = time.perf_counter(), self.drops
-        context = self._lm.read(ids, known)
-        self._keep(self._text, ids, context, self._quoting(ids), drops)
-        return PrefixKV(context, len(ids) - (known.num_tokens if known else 0), time.perf_counter() - started)
 
     @contextmanager
     def match(self, method: FusionMethod, path: Path, most: int) -> Iterator[tuple[PrefixMatch | None, float]]:

@@ -110,7 +110,7 @@ class Questions:
             raise ConfigError(
                 f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}", "context"
             )
-        reading = replace(self._thinking(self._reading(options)), continues=conversation.continues)
+        reading = replace(self._reading(options, templated=True), continues=conversation.continues)
         system = self._system(conversation, options, reading)
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
@@ -157,7 +157,7 @@ class Questions:
 
     def _asked(self, question: str, options: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
         """How a question is read, and what makes its prompt's ends."""
-        reading, shown = self._thinking(self._reading(options)), self._shown(options)
+        reading, shown = self._reading(options, templated=True), self._shown(options)
         ends, system = self._parts.reader.prompts.question_ends, options.get("system")
         if not shown.variables:
             return reading, partial(ends, question, system)
@@ -168,10 +168,8 @@ class Questions:
         effort, enable, given = (options.get(name) for name in TEMPLATE_OPTIONS)
         return Shown(variables=template_variables(self._parts.card.tokenizer, effort, enable, given))
 
-    def _thinking(self, reading: RequestOptions) -> RequestOptions:
-        return replace(reading, thinking=thinking_of(self._parts.card.tokenizer))
-
-    def _reading(self, options: ReadOptions) -> RequestOptions:
+    def _reading(self, options: ReadOptions, *, templated: bool = False) -> RequestOptions:
+        """templated: whether the chat template makes the prompt, and may have the model think"""
         parts = self._parts
         sampling = options.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
@@ -191,9 +189,10 @@ class Questions:
             options.get("on_overflow", "error"),
             options.get("cancelled"),
             options.get("timeout_s"),
-            parts.loader.ahead() if parts.loader and parts.loader.chooses and choice.method.reuses_blocks else None,
+            Prefetch(parts.loader) if parts.loader and parts.loader.chooses and choice.method.reuses_blocks else None,
             options.get("order", "relevance"),
             options.get("hint", True),
+            thinking=thinking_of(parts.card.tokenizer) if templated else None,
             thinking_budget=options.get("thinking_budget"),
         )
         with blaming("method"):

@@ -43,16 +43,13 @@ class CacheBlend(RecomputeMethod):
     name: ClassVar[str] = "cacheblend"
     paper: ClassVar[str] = "CacheBlend (arXiv 2405.16444)"
     summary: ClassVar[str] = "runs the tokens again whose keys and values deviate most"
+    keeps_context: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
-
-    @property
-    def keeps_context(self) -> bool:
-        return True
 
     def candidates(self, context: Context) -> Tensor:
         slots = context.chunk_slots()

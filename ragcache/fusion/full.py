@@ -25,19 +25,14 @@ class Full(FusionMethod):
     summary: ClassVar[str] = "reads the whole prompt"
     reuses_blocks: ClassVar[bool] = False
     joins_states: ClassVar[bool] = True
+    keeps_context: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool):
             raise ConfigError(f"reuse is {self.reuse!r}; give true or false")
 
     @property
-    def takes_exact(self) -> bool:
+    def takes_exact(self) -> bool:  # type: ignore[override]
         return self.reuse
 
-    @property
-    def shares_context(self) -> bool:
-        return self.reuse
-
-    @property
-    def keeps_context(self) -> bool:
-        return True
+    shares_context = takes_exact

@@ -164,7 +164,7 @@ def fuse(
         ballot = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
         with observing(ballot):
             done = chosen.prefill(job)
-        with job.running():
+        with job.running(done.cache):
             done = replace(done, kept_tokens=ballot.evict(done.cache, reserve_tokens))
     return Fused(
         **vars(done),
@@ -184,13 +184,10 @@ def _used_recipe(
     added: Additions | None,
 ) -> Recipe:
     """The recipe asked for, or what the blocks say, or the method's own. Raises StaleBlockError where these differ."""
-    found = list(dict.fromkeys(block.recipe for block in blocks or () if block.recipe is not None))
-    if len(found) > 1:
-        raise StaleBlockError(f"blocks of recipe {found[0]} and of {found[1]} were given; encode them alike")
-    stated = found[0] if found else None
-    used = _recipe(lm, method, recipe if recipe is not None else stated, added)
-    if stated not in (None, used):
-        raise StaleBlockError(f"blocks of recipe {stated} were given for {used}; encode them alike")
+    stated = [block.recipe for block in blocks or () if block.recipe is not None]
+    used = _recipe(lm, method, next(iter(stated), None) if recipe is None else recipe, added)
+    if other := next((one for one in stated if one != used), None):
+        raise StaleBlockError(f"blocks of recipe {other} were given for {used}; encode them alike")
     return used
 
 

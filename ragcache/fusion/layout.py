@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from ragcache.errors import ConfigError
 from ragcache.kv.anchor_tokens import Anchors
-from ragcache.kv.block_key import Around, Recipe, around, sides
+from ragcache.kv.block_key import Recipe, Sides, sides_of
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Part, Text
 
@@ -64,7 +64,7 @@ class Additions:
     """
 
     behind_prefix: tuple[int, ...] = ()
-    markers: Around | None = None
+    markers: Sides | None = None
     links: tuple[tuple[int, ...], ...] = ()
     behind_chunks: tuple[int, ...] = ()
     reserved: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class Additions:
     anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "markers", around(self.markers))
+        object.__setattr__(self, "markers", sides_of(self.markers))
         object.__setattr__(self, "anchors", Anchors.of(self.anchors))
 
     @classmethod
@@ -100,7 +100,7 @@ class Additions:
         if not chunks:
             return 0
         links = sum(len(behind_one) for behind_one in self.links[: len(chunks)])
-        markers = len(chunks) * sum(len(side) for side in sides(self.markers))
+        markers = len(chunks) * sum(len(side) for side in self.markers or ())
         anchors = 0 if self.anchors is None else sum(map(self.anchors.count, chunks))
         return len(self.behind_prefix) + markers + anchors + links + len(self.behind_chunks)
 

@@ -46,7 +46,7 @@ class Link(FusionMethod):
         object.__setattr__(self, "link_ids", _lists_of_ids(self.link_ids))
 
     @property
-    def keeps_context(self) -> bool:
+    def keeps_context(self) -> bool:  # type: ignore[override]
         return self.link_ids is None
 
     def additions(self, lm: ModelCard) -> Additions:

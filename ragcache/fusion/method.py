@@ -7,7 +7,7 @@ engine knows nothing of any method beyond what stands here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
-    from ragcache.kv.fused_cache import Adjust, FusedCache
+    from ragcache.kv.fused_cache import FusedCache, Place
     from ragcache.kv.prefix_cache import Exact
     from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
-
-Place = Callable[["FusedCache", int], None]
-"""Puts one layer's context into a cache."""
 
 
 class Scope:
@@ -113,54 +110,41 @@ class Job:
         pieces = self.layout.placed(self.known)
         return [(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
 
-    def read(self, adjust: Adjust | None = None) -> Prefilled:
-        """Place all blocks and run the text. adjust: changes attention scores; see FusedCache."""
-        if self.base is not None:
-            room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
-            return self.run_text(self.lm.new_cache(room, base=self.base))
-        cache = self.new_cache(self.place())
-        cache.adjust = adjust
-        return self.run_text(cache)
-
     def place(self) -> Place:
         """Places everything that is at hand: the first tokens, then the blocks."""
         return Placer(self.lm, self.placements, self.exact).place
 
-    def new_cache(self, place: Place, num_tokens: int | None = None) -> FusedCache:
-        """An empty cache.
+    def new_cache(self, place: Place | None = None, num_tokens: int | None = None) -> FusedCache:
+        """A cache to run the prompt over.
 
-        place:      called for each layer just before it runs, so that loading overlaps with computing
+        place:      called for each layer just before it runs, so that loading overlaps with computing; None: the cache
+                    stands on `base`, or all that is at hand is placed
         num_tokens: room to reserve; None: for the prompt and the answer
         """
-
-        def fill(layer: int) -> None:
-            with self.placing():
-                place(cache, layer)
-
+        if place is None and self.base is not None:
+            room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
+            return self.lm.new_cache(room, base=self.base)
         held = [sum(layer) for layer in zip(*(block.held_by_layer for block in self.blocks), strict=True)]
         dropped = sum(block.num_tokens for block in self.blocks) - max(held, default=0)
         room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
-        cache = self.lm.new_cache(room, fill)
-        return cache
-
-    def run_text(self, cache: FusedCache, before_layer: BeforeLayer | None = None) -> Prefilled:
-        """Run all tokens that are not placed, each over everything before it."""
-        ids, positions, behind = self.layout.running(self.known)
-        where = torch.tensor(positions, device=self.lm.device)
-        return self.run(cache, ids, where, ordered=behind, before_layer=before_layer)
+        return self.lm.new_cache(room, self.place() if place is None else place)
 
     def run(
         self,
         cache: FusedCache,
-        ids: Sequence[int] | Tensor,
-        positions: Tensor,
+        ids: Sequence[int] | Tensor | None = None,
+        positions: Tensor | None = None,
         *,
         slots: Tensor | None = None,
-        ordered: bool | None = None,
         before_layer: BeforeLayer | None = None,
     ) -> Prefilled:
-        """Run these tokens, as `LanguageModel.run` does."""
-        with self.running():
+        """Run these tokens, as `LanguageModel.run` does; without ids, all tokens that are not placed, each over
+        everything before it."""
+        ordered = None
+        if ids is None or positions is None:
+            ids, places, ordered = self.layout.running(self.known)
+            positions = torch.tensor(places, device=self.lm.device)
+        with self.running(cache):
             logits = self.lm.run(ids, positions, cache, slots=slots, ordered=ordered, before_layer=before_layer)
         return Prefilled(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
 
@@ -172,13 +156,15 @@ class Job:
         self.times.place_s += time.perf_counter() - started
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count what happens within as prefill, less the placing that it calls for."""
-        started, placed = time.perf_counter(), self.times.place_s
+    def running(self, cache: FusedCache) -> Iterator[None]:
+        """Count what happens within as prefill, and what the cache places meanwhile as placing."""
+        started, placed = time.perf_counter(), cache.place_s
         try:
             yield
         finally:
-            self.times.prefill_s += time.perf_counter() - started - (self.times.place_s - placed)
+            placed = cache.place_s - placed
+            self.times.place_s += placed
+            self.times.prefill_s += time.perf_counter() - started - placed
 
 
 class Placer:
@@ -264,6 +250,8 @@ class Placer:
 class FusionMethod:
     """Subclasses are frozen dataclasses: their fields are the method's options, checked in __post_init__.
 
+    What a method can do is stated by its class, or by a property where its options decide.
+
     name:           what users write
     paper:          where it comes from
     needs_training: whether an untrained model is expected to answer worse with it
@@ -271,6 +259,17 @@ class FusionMethod:
     recipes:        recipes its blocks may be encoded under, the default first
     joins_states:   whether it can read with a model that has recurrent layers: nothing of a passage runs again, and no
                     token but text stands between passages
+    takes_exact:    whether it goes on from KV of the prompt's first tokens that a plain pass left
+    keeps_context:  whether it can read several groups of passages with text between them, as a conversation has them:
+                    every token at its global position, blocks as they are or with tokens of theirs run again, text over
+                    everything before it
+    shares_context: whether what stands before the last text comes out the same whatever that text is, so that questions
+                    over the same passages can share it
+    takes_sparse:   whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`,
+                    `Recipe.anchors`): it moves them as they are, and neither runs passages' tokens nor chooses among
+                    them
+    remembers:      whether it keeps KV of earlier prompts, by `Job.scope`
+    reruns_in_answers: whether passages' tokens run again while an answer is written (`FusedCache.step`)
     """
 
     name: ClassVar[str]
@@ -280,45 +279,22 @@ class FusionMethod:
     reuses_blocks: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
     joins_states: ClassVar[bool] = False
+    takes_exact: ClassVar[bool] = False
+    keeps_context: ClassVar[bool] = False
+    shares_context: ClassVar[bool] = True
+    takes_sparse: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
+    reruns_in_answers: ClassVar[bool] = False
 
-    @property
-    def takes_exact(self) -> bool:
-        """Whether it goes on from KV of the prompt's first tokens that a plain pass left."""
-        return False
-
-    @property
-    def keeps_context(self) -> bool:
-        """Whether it can read several groups of passages with text between them, as a conversation has them: every
-        token at its global position, blocks as they are or with tokens of theirs run again, text over everything before
-        it."""
-        return False
+    def __init_subclass__(cls) -> None:
+        """A method with a `prefill` of its own shares no context and takes no sparse blocks, unless it says so."""
+        if "prefill" in vars(cls):
+            for name in {"shares_context", "takes_sparse"} - vars(cls).keys():
+                setattr(cls, name, False)
 
     def keeps_context_with(self, lm: ModelCard) -> bool:
         """`keeps_context` with this model: a recurrent layer's blocks are joined side by side alone."""
         return self.keeps_context and not (lm.is_recurrent and self.reuses_blocks)
-
-    @property
-    def shares_context(self) -> bool:
-        """Whether what stands before the last text comes out the same whatever that text is, so that questions over the
-        same passages can share it: so it is where `prefill` is not overridden."""
-        return type(self).prefill is FusionMethod.prefill
-
-    @property
-    def takes_sparse(self) -> bool:
-        """Whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`, `Recipe.anchors`): it
-        moves them as they are, and neither runs passages' tokens nor chooses among them. So it is where `prefill` is
-        not overridden."""
-        return type(self).prefill is FusionMethod.prefill
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it keeps KV of earlier prompts, by `Job.scope`."""
-        return False
-
-    @property
-    def reruns_in_answers(self) -> bool:
-        """Whether passages' tokens run again while an answer is written (`FusedCache.step`)."""
-        return False
 
     def reruns(self, layout: Layout) -> list[Span] | None:
         """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that
@@ -364,4 +340,4 @@ class FusionMethod:
 
     def prefill(self, job: Job) -> Prefilled:
         """Read the prompt. What is not overridden places all blocks where the layout has them and runs the text."""
-        return job.read()
+        return job.run(job.new_cache())

@@ -17,6 +17,7 @@ from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from ragcache.fusion.place_kernel import PlaceKernel
+    from ragcache.kv.fused_cache import FusedCache
     from ragcache.kv.rope import Angles
     from ragcache.models.language_model import LanguageModel
 
@@ -74,11 +75,11 @@ def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> 
         raise ArithmeticError(f"{codec} blocks cannot be read by their addresses")
     positions = torch.arange(AT, AT + sum(TOKENS), device=lm.device)
 
-    def fill(layer: int) -> None:
+    def place(cache: FusedCache, layer: int) -> None:
         keys, values = cache.reserve(layer, positions)
         kernel.place(layer, angles[layer], keys[0], values[0])
 
-    cache = lm.new_cache(sum(TOKENS), fill)
+    cache = lm.new_cache(sum(TOKENS), place)
     for layer in range(lm.shape.num_layers):
         parts = [(block.layer_keys(layer), block.layer_values(layer)) for block in blocks]
         keys, values = (torch.cat(part, dim=1).to(lm.device, lm.dtype) for part in zip(*parts, strict=True))

@@ -128,7 +128,7 @@ class RecomputeMethod(FusionMethod, ABC):
         context = Context.of(job)
         candidates = self.candidates(context)
         if not candidates.numel():
-            return job.read()
+            return super().prefill(job)
         return rerun(job, context, open_cache(job, context), candidates, self.chooser(context))
 
 

@@ -22,10 +22,7 @@ class Reposition(FusionMethod):
     paper: ClassVar[str] = "KVLink 2.2 (arXiv 2502.16002), Block-Attention (2409.15355), PIE (2407.03157)"
     summary: ClassVar[str] = "moves each block to its global positions"
     joins_states: ClassVar[bool] = True
-
-    @property
-    def keeps_context(self) -> bool:
-        return True
+    keeps_context: ClassVar[bool] = True
 
 
 # Raw reuse: the baseline that collapses.

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError
@@ -29,29 +30,27 @@ LEAST_FIRST_TOKENS = 64
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
+@dataclass(eq=False, repr=False)
 class BlockKeys:
     """Names of the blocks of one model under one recipe, prefix and tenant.
 
     first_ids:  how the store's prompts begin
-    prefix_ids: what every chunk is encoded behind: these, or nothing where the recipe does not see them
     neighbourhood: knows the chunks that each chunk is read behind, where the recipe has neighbours
     """
 
-    def __init__(
-        self,
-        card: ModelCard,
-        recipe: str | Recipe = "isolated",
-        prefix_ids: Sequence[int] = (),
-        tenant: str = "",
-        *,
-        neighbourhood: Neighbourhood | None = None,
-    ) -> None:
-        self.card = card
-        self.recipe = Recipe.of(recipe)
-        self.first_ids = tuple(prefix_ids)
-        self.prefix_ids = list(prefix_ids) if self.recipe.sees_prefix else []
-        self.tenant = tenant
-        self.neighbourhood = neighbourhood
+    card: ModelCard
+    recipe: Recipe = field(default_factory=Recipe)
+    first_ids: Sequence[int] = ()
+    tenant: str = ""
+    neighbourhood: Neighbourhood | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.first_ids = tuple(self.first_ids)
+
+    @cached_property
+    def prefix_ids(self) -> list[int]:
+        """What every chunk is encoded behind: `first_ids`, or nothing where the recipe does not see them."""
+        return list(self.first_ids) if self.recipe.sees_prefix else []
 
     @property
     def first_key(self) -> str | None:
@@ -111,28 +110,21 @@ class BlockKeys:
         return tuple(taken)
 
 
+@dataclass(eq=False, repr=False)
 class ModelEncoder(BlockKeys):
-    """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models."""
+    """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models.
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        recipe: str | Recipe = "isolated",
-        prefix_ids: Sequence[int] = (),
-        tenant: str = "",
-        *,
-        read_prefix: ReadPrefix | None = None,
-        on_encoded: OnEncoded | None = None,
-        neighbourhood: Neighbourhood | None = None,
-    ) -> None:
-        """read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
+    read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
+    on_encoded:  is told of every batch that was encoded
+    """
 
-        on_encoded: is told of every batch that was encoded
-        """
-        super().__init__(lm, recipe, prefix_ids, tenant, neighbourhood=neighbourhood)
-        self.lm = lm
-        self.on_encoded = on_encoded
-        self._read_prefix = read_prefix or self._read_once
+    card: LanguageModel
+    read_prefix: ReadPrefix | None = field(default=None, kw_only=True)
+    on_encoded: OnEncoded | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lm = self.card
         self._prefix: Exact | None = None
         self._lock = threading.Lock()
 
@@ -162,7 +154,8 @@ class ModelEncoder(BlockKeys):
         rows = [[*self.recipe.before(near), *self.recipe.marked(one)] for one, near in zip(chunks, behind, strict=True)]
         longest = max(map(len, rows), default=1)
         try:
-            with self._read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
+            read_prefix = self.read_prefix or self._read_once
+            with read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
                 started = time.perf_counter()
                 blocks = self.lm.encode(
                     chunks,

@@ -55,7 +55,7 @@ from ragcache.retrieval.retriever import Retriever, delete_documents
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage
-from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, StoredVersion
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
 KV_MODES = ("eager", "lazy", "hot")
 HOT_AFTER = 2
@@ -153,10 +153,9 @@ class Ingestor:
             nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
         ):
             uses = hot_after if kv == "hot" else 0
-            run = IngestRun(
+            return IngestRun(
                 self, bench, work, kv == "eager", progress, uses=uses, replace=replace, sync=sync, dry_run=dry_run
-            )
-            return run(inputs)
+            ).run(inputs)
 
     def copy(
         self,
@@ -178,7 +177,7 @@ class Ingestor:
         whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
         with self.layout.writer(timeout_s), closing(self._bench(whole)) as bench:
             work = partial(LocalWorkers, bench)
-            return CopyRun(self, bench, work, kv == "eager", progress, source=source, whole=whole)([])
+            return IngestRun(self, bench, work, kv == "eager", progress, copied=(source, whole)).run([])
 
     def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
         return Worker(self.reader, chunker, self.retriever.embedder, self.names, self.kv, self.config.batch_tokens)
@@ -224,11 +223,12 @@ class PendingDocument:
 
 @dataclass
 class IngestRun:
-    """One call of `Ingestor.ingest`.
+    """One call of `Ingestor.ingest`, or of `copy`: what is there already, under the same version, is then left alone.
 
     bench: for what is needed of single documents
     work:  reads and computes, given the report to fill and what to tell of progress
     uses:  times that a chunk without KV is to be retrieved before its KV is kept
+    copied: another store's documents, in place of inputs, and what gives their passages ids of this model's tokenizer
     """
 
     to: Ingestor
@@ -240,6 +240,7 @@ class IngestRun:
     replace: bool = True
     sync: bool = False
     dry_run: bool = False
+    copied: tuple[DocumentStore, PassthroughSplitter] | None = None
 
     def __post_init__(self) -> None:
         self.chunker = self.bench.chunker
@@ -257,31 +258,28 @@ class IngestRun:
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
 
-    def __call__(self, inputs: Iterable[Input] | Input) -> IngestReport:
+    def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
         started = time.perf_counter()
         given = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
         if self.sync:
             self._roots = sync_roots(one for one in given if not isinstance(one, Document | SourceFile))
-        if self.report.dry_run:
+        if self.dry_run:
             for window in self._windows(given):
                 self._foretell(window)
+            self._remove_vanished()
         else:
-            self._ingest(given)
-        self._remove_vanished()
-        if not self.report.dry_run:
+            # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+            self.to.collect_garbage()
+            self.to.retriever.refresh()
+            jobs = ((window, self._job(window)) for window in self._windows(given))
+            for window, vectors in self._work.compute(jobs):
+                self._commit_window(window, vectors)
+            self.to.collect_garbage()  # of documents that others have moved onto
+            self._save_index(force=True)
+            self._remove_vanished()
             self._encode_behind_neighbours()
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
-
-    def _ingest(self, inputs: Sequence[Input]) -> None:
-        # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
-        self.to.collect_garbage()
-        self.to.retriever.refresh()
-        jobs = ((window, self._job(window)) for window in self._windows(inputs))
-        for window, vectors in self._work.compute(jobs):
-            self._commit_window(window, vectors)
-        self.to.collect_garbage()  # of documents that others have moved onto
-        self._save_index(force=True)
 
     # Reading
 
@@ -299,6 +297,9 @@ class IngestRun:
             yield window
 
     def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
+        if self.copied is not None:
+            yield from self._copies(*self.copied)
+            return
         for record, file in self._records(inputs):
             if isinstance(record.found, ReaderError):
                 self._fail(record.found.path, record.found, file)
@@ -397,6 +398,27 @@ class IngestRun:
             return None
         chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
         return PendingDocument(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
+
+    def _copies(self, source: DocumentStore, whole: PassthroughSplitter) -> Iterator[PendingDocument]:
+        there = self.to.documents.versions()
+        for document in source.documents():
+            LIMIT.get().check()
+            made = Document(document.id, "", document.metadata, document.title, document.source)
+            if there.get(made.id) == StoredVersion(document.content_hash, document.source, document.file or ""):
+                self._tell_unchanged(made.id)
+                continue
+            stored = source.chunks_of(made.id)
+            try:
+                rows = whole.encode([chunk.text for chunk in stored])
+                for ids in rows:
+                    self.to.names.check(ids, made.where)
+            except PromptError as error:  # too long for this model
+                self._fail(made.where, error, "")
+                continue
+            chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
+            names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
+            file, replaces = document.file or "", made.id in there
+            yield PendingDocument(made, file, document.content_hash, chunks, keys, replaces, ids=names)
 
     # Computing
 
@@ -518,7 +540,7 @@ class IngestRun:
     # Reporting
 
     def _foretell(self, window: list[PendingDocument]) -> None:
-        """Report a window as `_ingest_window` would, without doing anything."""
+        """Report a window as `_commit_window` would, without doing anything."""
         for one in window:
             self._tell_stored(one)
         wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
@@ -551,44 +573,6 @@ class IngestRun:
     def _tell(self, event: ProgressEvent) -> None:
         if self.progress is not None:
             self.progress(event)
-
-
-# Copy the documents of another store, which may be of another model.
-
-
-@dataclass(kw_only=True)
-class CopyRun(IngestRun):
-    """One call of `Ingestor.copy`. What is there already, under the same version, is left alone.
-
-    whole: gives the source's passages the ids of this model's tokenizer
-    """
-
-    source: DocumentStore
-    whole: PassthroughSplitter
-
-    def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
-        there = self.to.documents.versions()
-        for document in self.source.documents():
-            LIMIT.get().check()
-            version = StoredVersion(document.content_hash, document.source, document.file or "")
-            if there.get(document.id) == version:
-                self._tell_unchanged(document.id)
-            elif (prepared := self._copied(document, replaces=document.id in there)) is not None:
-                yield prepared
-
-    def _copied(self, document: StoredDocument, *, replaces: bool) -> PendingDocument | None:
-        made = Document(document.id, "", document.metadata, document.title, document.source)
-        stored = self.source.chunks_of(document.id)
-        try:
-            rows = self.whole.encode([chunk.text for chunk in stored])
-            for ids in rows:
-                self.to.names.check(ids, made.where)
-        except PromptError as error:  # too long for this model
-            self._fail(made.where, error, "")
-            return None
-        chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
-        names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
-        return PendingDocument(made, document.file or "", document.content_hash, chunks, keys, replaces, ids=names)
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:

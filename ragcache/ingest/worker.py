@@ -173,7 +173,24 @@ class Worker:
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
         """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
-        self._encode_missing(job, report, say)
+        wanted, stored = job.wanted, self.kv.lookup(job.wanted, "flushed")
+        missing = [key for key in wanted if key not in stored]
+        report.reused_blocks += len(wanted) - len(missing)
+        say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
+        behind = {key: job.neighbours.get(key, ()) for key in missing}
+        read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
+        writes: list[Future[None]] = []
+        for batch in plan_batches(read, self.batch_tokens or self.names.encoder.batch_tokens) if missing else ():
+            keys = [missing[rank] for rank in batch]
+            with report.seconds.timed("encode_s"):
+                blocks = self.names.encoder.encode([wanted[key] for key in keys], [behind[key] for key in keys])
+            _wait(writes)  # of the batch before: at most two batches are in memory
+            writes = [
+                self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
+            ]
+            report.computed_tokens += sum(read[rank] for rank in batch)
+            say("encode", sum(len(wanted[key]) for key in keys))
+        _wait(writes)
         while not wait([embedding], POLL_S).done:
             LIMIT.get().check()
         vectors = embedding.result()
@@ -188,30 +205,6 @@ class Worker:
                 LIMIT.get().check()
                 vectors[start : start + EMBED_TEXTS] = self.embedder.embed(texts[start : start + EMBED_TEXTS])
         return vectors
-
-    def _encode_missing(self, job: EncodeJob, report: IngestReport, say: Say) -> None:
-        wanted, stored = job.wanted, self.kv.lookup(job.wanted, "flushed")
-        missing = [key for key in wanted if key not in stored]
-        report.reused_blocks += len(wanted) - len(missing)
-        say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
-        writes: list[Future[None]] = []
-        if not missing:
-            return
-        together = self.batch_tokens or self.names.encoder.batch_tokens
-        behind = {key: job.neighbours.get(key, ()) for key in missing}
-        read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
-        for batch in plan_batches(read, together):
-            keys = [missing[rank] for rank in batch]
-            with report.seconds.timed("encode_s"):
-                given, near = [wanted[key] for key in keys], [behind[key] for key in keys]
-                blocks = self.names.encoder.encode(given, near)
-            _wait(writes)  # of the batch before: at most two batches are in memory
-            writes = [
-                self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
-            ]
-            report.computed_tokens += sum(read[rank] for rank in batch)
-            say("encode", sum(len(wanted[key]) for key in keys))
-        _wait(writes)
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):

@@ -11,22 +11,21 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.kv.anchor_tokens import Anchors
 
 RECIPE_NAMES = ("isolated", "prefix")
 
-Around = tuple[int | tuple[int, ...], int | tuple[int, ...]]
-"""Ids in front of a chunk and behind it; a lone id stands for one."""
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids in front of a chunk and behind it."""
 Neighbours = Sequence[Sequence[int]]
 """Ids of the chunks that a chunk is read behind, nearest first."""
 
 
-def around(given: Around | None) -> Sides | None:
-    """Both sides as tuples of ids; None where there is no id on either. Raises ConfigError for anything else."""
+def sides_of(given: Sides | None) -> Sides | None:
+    """Both sides as tuples of ids, a lone id as one; None where there is no id at all. Raises ConfigError otherwise."""
     if given is None:
         return None
     wrong = ConfigError(f"markers {given!r} are no pair: give the ids before and behind a chunk, as ((5, 6), (7,))")
@@ -37,11 +36,6 @@ def around(given: Around | None) -> Sides | None:
     if not all(is_whole(id) for id in (*front, *back)):
         raise wrong
     return (front, back) if front or back else None
-
-
-def sides(markers: Around | None) -> Sides:
-    """Both sides of markers that `around` has put into form."""
-    return ((), ()) if markers is None else cast(Sides, markers)
 
 
 @dataclass(frozen=True)
@@ -64,14 +58,14 @@ class Recipe:
 
     name: str = "isolated"
     bos: bool = False
-    markers: Around | None = None
+    markers: Sides | None = None
     neighbours: int = 0
     kept: float = 1.0
     task: str = ""
     anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "markers", around(self.markers))
+        object.__setattr__(self, "markers", sides_of(self.markers))
         object.__setattr__(self, "anchors", Anchors.of(self.anchors))
         if not is_whole(self.neighbours) or self.neighbours < 0:
             raise ConfigError(f"recipe neighbours={self.neighbours!r} is no number of chunks; choose 0 or more")
@@ -120,12 +114,12 @@ class Recipe:
     @property
     def front(self) -> tuple[int, ...]:
         """Ids in front of every chunk."""
-        return sides(self.markers)[0]
+        return self.markers[0] if self.markers else ()
 
     @property
     def back(self) -> tuple[int, ...]:
         """Ids behind every chunk."""
-        return sides(self.markers)[1]
+        return self.markers[1] if self.markers else ()
 
     def __str__(self) -> str:
         """Name used in errors: "isolated", "isolated with markers 5 and 6"."""

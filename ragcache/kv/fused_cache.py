@@ -1,13 +1,14 @@
 """The transformers Cache that fused prefill and decoding run on.
 
 Room is reserved once; placed blocks and new tokens are written in place and nothing is ever concatenated. Layers may
-hold different tokens: every layer has its own length and its own key positions. `fill(layer)` is called the first
+hold different tokens: every layer has its own length and its own key positions. `fill` is called the first
 time a layer is touched, so placing (and waiting for) a layer's blocks happens just before that layer needs them; where
 the pool has a lane, all are called then, and a layer that is touched waits for its own part of it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from ragcache.kv.state import State
 Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[["FusedCache", Tensor, Tensor], Tensor]
+Place = Callable[["FusedCache", int], None]
+"""Puts one layer's context into a cache; recurrent layers are numbered behind the others."""
 
 
 class CacheMark(NamedTuple):
@@ -40,8 +43,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     """Placed context, then every token that runs.
 
     capacity: tokens to reserve, those of `base` aside; grows by half when more arrive
-    fill:     called once a layer, before the layer is first used; places that layer's context. Recurrent layers are
-              numbered behind the others
+    fill:     called once a layer, before the layer is first used; place_s: the seconds that it took so far
     base:     what it stands on instead: the context that another cache has shared. It is copied only where its tokens
               are replaced or dropped
 
@@ -60,7 +62,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         self,
         pool: BufferPool,
         capacity: int,
-        fill: Callable[[int], None] | None = None,
+        fill: Place | None = None,
         base: SharedContext | None = None,
     ) -> None:
         super().__init__(layers=[])
@@ -70,6 +72,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._shared: SharedContext | None = None
         self.base = base
         self.fill = fill
+        self.place_s = 0.0
         self.lengths = [self._base_tokens] * pool.shape.num_layers
         self.states: list[State | None] = [*base.states] if base and base.states else [None] * len(pool.shape.states)
         self._placed_states = list(self.states)
@@ -309,23 +312,25 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     def _ensure(self, layer: int) -> None:
         if self.fill is not None and not self._filled[layer]:
+            started = time.perf_counter()
             if self._pool.lane is None or layer >= len(self.lengths):  # a state is made anew, and by the current stream
                 self._filled[layer] = True
-                self.fill(layer)
+                self.fill(self, layer)
                 self._note_placed(layer)
             else:
                 self._fill_beside(self._pool.lane, self.fill)
+            self.place_s += time.perf_counter() - started
         if self._arriving and (wait := self._arriving.pop(layer, None)) is not None:
             wait()
             if self._pool.lane is not None and layer in self._head_positions:
                 self._pool.lane.share(self._head_positions[layer])
 
-    def _fill_beside(self, lane: Lane, fill: Callable[[int], None]) -> None:
+    def _fill_beside(self, lane: Lane, fill: Place) -> None:
         lane.follow()
         held, buffers = (fill, self._loan), self._buffers
         for layer in [layer for layer in range(len(self.lengths)) if not self._filled[layer]]:
             self._filled[layer] = True
-            self._arriving[layer] = last = lane.run(partial(fill, layer), held)
+            self._arriving[layer] = last = lane.run(partial(fill, self, layer), held)
             self._note_placed(layer)
         if buffers is not self._buffers:  # they had to grow: all of them are there with the last one
             self._arriving = dict.fromkeys(self._arriving, last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from ragcache.kv.block import HybridBlock, KVBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.rope import Rope
 from ragcache.kv.state import State
-from ragcache.models.attention import CURRENT, EncodePass, FusedPass
-from ragcache.models.layerwise import BeforeLayer, walking
+from ragcache.models.attention import CURRENT, EncodePass
 from ragcache.runtime import during
 
 
@@ -99,20 +97,8 @@ def encode_batch(
         padded = [own + [OPEN] * (longest - len(own)) for own in numbers]
         current.numbers = torch.tensor(padded, device=shape.device)
     recorder = Recorder([len(chunk) for chunk in chunks], shape, skips, wanted)
-    run_decoder(model, ids, positions, recorder, current)
+    with during(CURRENT, current):  # the model without its head: encoding needs no logits
+        model.base_model(input_ids=ids, position_ids=positions, past_key_values=recorder, use_cache=True)
     if shape.states:
         return [HybridBlock(kv, maps) for kv, maps in zip(recorder.blocks, current.maps, strict=True)]
     return recorder.blocks
-
-
-def run_decoder(
-    model: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor,
-    cache: Cache,
-    current: EncodePass | FusedPass,
-    before_layer: BeforeLayer | None = None,
-) -> Any:
-    """The model without its head: encoding needs no logits."""
-    with during(CURRENT, current), walking(before_layer):
-        return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)

@@ -24,15 +24,16 @@ from torch import Tensor
 
 from ragcache.kv.block import KVBlock, keep
 from ragcache.kv.block_key import Recipe
-from ragcache.models.attention import Attended, FusedPass, observing
+from ragcache.models.attention import CURRENT, Attended, FusedPass, observing
 from ragcache.models.card import ModelCard
-from ragcache.models.encode import AbandonedSignal, run_decoder
+from ragcache.models.encode import AbandonedSignal
 from ragcache.prompt import encode_text
+from ragcache.runtime import during
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ragcache.kv.fused_cache import FusedCache
+    from ragcache.kv.fused_cache import FusedCache, Place
     from ragcache.kv.rope import Rope
 
 REPEAT = "\n\nRepeat the previous text exactly.\n\n"
@@ -92,7 +93,7 @@ class KVzipScorer:
 def measure_worth(
     model: PreTrainedModel,
     rope: Rope,
-    new_cache: Callable[[int, Callable[[int], None]], FusedCache],
+    new_cache: Callable[[int, Place], FusedCache],
     block: KVBlock,
     behind_ids: Sequence[int],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
@@ -107,7 +108,7 @@ def measure_worth(
     start = prefix[0][0].shape[2] if prefix else 0
     end = start + block.num_tokens
 
-    def place(layer: int) -> None:
+    def place(cache: FusedCache, layer: int) -> None:
         keys, values = cache.reserve(layer, torch.arange(end, device=model.device))
         if prefix:
             keys[:, :, :start], values[:, :, :start] = prefix[layer]
@@ -122,7 +123,8 @@ def measure_worth(
             if wanted is not None and not wanted():
                 raise AbandonedSignal
             cache.begin(where)
-            run_decoder(model, own[None], where[None], cache, FusedPass(cache, where, ordered=True))
+            with during(CURRENT, FusedPass(cache, where, ordered=True)):
+                model.base_model(input_ids=own[None], position_ids=where[None], past_key_values=cache, use_cache=True)
     cache.release()
     return [worth.by_layer[layer] for layer in range(block.num_layers)]
 

@@ -15,7 +15,7 @@ from ragcache.kv.block import KVBlock, keep
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import BufferPool, SharedContext
 from ragcache.kv.cache_shape import CacheShape
-from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.fused_cache import FusedCache, Place
 from ragcache.kv.prefix_cache import Exact, place_exact
 from ragcache.kv.rope import Rope
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
@@ -185,12 +185,7 @@ class LanguageModel(ModelCard):
         """
         self.check_ids(ids, "the prefix")
         start = 0 if known is None else known.num_tokens
-
-        def place(layer: int) -> None:
-            if known is not None:
-                place_exact(cache, layer, known)
-
-        cache = self.new_cache(len(ids), place if start else None)
+        cache = self.new_cache(len(ids), partial(place_exact, exact=known) if known is not None and start else None)
         if start < len(ids):
             self.run(ids[start:], start, cache)
         cache.place()
@@ -201,9 +196,7 @@ class LanguageModel(ModelCard):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def new_cache(
-        self, capacity: int, fill: Callable[[int], None] | None = None, base: SharedContext | None = None
-    ) -> FusedCache:
+    def new_cache(self, capacity: int, fill: Place | None = None, base: SharedContext | None = None) -> FusedCache:
         """A cache with room for `capacity` tokens; see FusedCache."""
         return FusedCache(self.pool, capacity, fill, base)
 
@@ -238,10 +231,7 @@ class LanguageModel(ModelCard):
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
         run = ForwardRequest(ids, positions, cache, slots is None if ordered is None else ordered)
-
-        def alone() -> Tensor:
-            return self._run_alone(run, slots, before_layer, num_logits)
-
+        alone = partial(self._run_alone, run, slots, before_layer, num_logits)
         if self.scheduler.is_current_thread:  # a method that runs the model while it places or chooses
             return alone()
         special = slots is not None or before_layer is not None or num_logits is not None or OBSERVER.get() is not None

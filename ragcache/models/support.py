@@ -37,12 +37,13 @@ from ragcache.kv.cache_shape import (
 )
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pairs
-from ragcache.models.attention import RANK, EncodePass, FusedPass, hook_latent, hook_rotary, layer_of
+from ragcache.models.attention import CURRENT, RANK, EncodePass, FusedPass, hook_latent, hook_rotary, layer_of
 from ragcache.models.card import longest_alike
-from ragcache.models.encode import encode_batch, run_decoder
+from ragcache.models.encode import encode_batch
 from ragcache.models.latent import LATENT, expand
-from ragcache.models.layerwise import hook_layers
+from ragcache.models.layerwise import hook_layers, walking
 from ragcache.models.recurrence import Mixer, hook_mixers
+from ragcache.runtime import during
 
 STATE_OBSTACLES = {
     "jamba": "its Mamba layers read several tokens without the state that enters them",
@@ -194,8 +195,8 @@ def _run_probe(model: PreTrainedModel) -> _Plain:
 
     handles = [rotary.register_forward_hook(keep) for rotary in _rotary_modules(model)]
     try:
-        with watch.watching(model):
-            run_decoder(model, ids, positions, probe, plain)
+        with watch.watching(model), during(CURRENT, plain):
+            model.base_model(input_ids=ids, position_ids=positions, past_key_values=probe, use_cache=True)
     except Exception as error:  # a foreign architecture may fail in any way; the reason is all that can be said
         dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()})
         mixed = f"; its weights mix {' and '.join(dtypes)}: bring it to one dtype, such as by model.float()"
@@ -339,9 +340,10 @@ def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) 
     """
     ids, positions = _probe_ids(model)
     cache, held = FusedCache(BufferPool(shape, 0), _PROBE_TOKENS), _PROBE_TOKENS - 2
-    cache.begin(positions[0, :held])
-    with Watch().watching(model, plain.watch, slice(held)):
-        run_decoder(model, ids[:, :held], positions[:, :held], cache, FusedPass(cache, positions[0, :held], True))
+    first = positions[:, :held]
+    cache.begin(first[0])
+    with Watch().watching(model, plain.watch, slice(held)), during(CURRENT, FusedPass(cache, first[0], True)):
+        model.base_model(input_ids=ids[:, :held], position_ids=first, past_key_values=cache, use_cache=True)
     aside = torch.tensor([held, held], device=model.device)  # any tokens at all, in front of the last two
     ids, positions = (
         torch.cat([ids[:, aside], ids[:, held:]], 1),
@@ -351,9 +353,12 @@ def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) 
     cache.begin(positions[0])
     watch = Watch()
     try:
-        with watch.watching(model, plain.watch, slice(held, None)):
-            current = FusedPass(cache, positions[0], True)
-            run_decoder(model, ids, positions, cache, current, lambda point: None if point.layer else last)
+        with (
+            watch.watching(model, plain.watch, slice(held, None)),
+            during(CURRENT, FusedPass(cache, positions[0], True)),
+            walking(lambda point: None if point.layer else last),
+        ):
+            model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except Exception as error:  # see _run_probe
         raise UnsupportedModelError(f"its layers cannot run some of the tokens alone ({error})") from error
     for layer, (keys, values) in plain.seen.items():

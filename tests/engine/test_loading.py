@@ -16,7 +16,7 @@ from blocks import size_of, tier_of
 from waiting import until
 
 from ragcache.codecs import get_codec
-from ragcache.engine.loader import BlockLoader, LoadCounts
+from ragcache.engine.loader import BlockLoader, LoadCounts, Prefetch
 from ragcache.engine.rates import Rates
 from ragcache.errors import CancelledError, ConfigError, SchemaVersionError, TimedOutError
 from ragcache.ingest.encoder import ModelEncoder
@@ -385,7 +385,7 @@ def test_reads_begun_ahead_are_taken_or_counted_as_wasted(setup):
     setup.clock.stands = True
     loader = setup.loader(FAST, ahead_bytes=1 << 30)
     sizes = [size_of(setup.kv, handle) for handle in setup.handles]
-    ahead = loader.ahead()
+    ahead = Prefetch(loader)
     ahead.begin(setup.handles[:4])
     assert loader.counts().ahead_bytes == sum(sizes[:4])
     until(lambda: len(setup.kv.fetched) == 4)  # what has not begun is taken back
@@ -399,7 +399,7 @@ def test_reads_begun_ahead_are_taken_or_counted_as_wasted(setup):
 
 def test_a_question_that_is_given_up_wastes_what_it_began(setup):
     loader = setup.loader(FAST, ahead_bytes=1 << 30)
-    ahead = loader.ahead()
+    ahead = Prefetch(loader)
     ahead.begin(setup.handles[:2])
     ahead.close()
     ahead.close()
@@ -411,7 +411,7 @@ def test_bytes_ahead_never_exceed_their_budget(setup):
     size = max(size_of(setup.kv, handle) for handle in setup.handles)
     loader = setup.loader(FAST, ahead_bytes=2 * size)
     setup.kv.gate.clear()
-    first, second = loader.ahead(), loader.ahead()
+    first, second = Prefetch(loader), Prefetch(loader)
     first.begin(setup.handles)
     second.begin(setup.handles[3:])
     held = loader.counts().ahead_bytes
@@ -425,13 +425,13 @@ def test_bytes_ahead_never_exceed_their_budget(setup):
 
 def test_nothing_is_read_ahead_from_a_slow_tier_from_memory_or_without_a_budget(setup):
     for loader in (setup.loader(HOPELESS, ahead_bytes=1 << 30), setup.loader(FAST)):
-        ahead = loader.ahead()
+        ahead = Prefetch(loader)
         setup.rates.tier("disk").set(1e-9, HOPELESS if loader is setup.loaders[0] else FAST)
         ahead.begin(setup.handles)
         assert loader.counts().ahead_bytes == 0
     setup.load(loader)
     roomy = setup.loader(FAST, ahead_bytes=1 << 30)
-    roomy.ahead().begin(setup.handles)
+    Prefetch(roomy).begin(setup.handles)
     assert roomy.counts().ahead_bytes == 0
 
 

@@ -136,8 +136,8 @@ def test_one_places_and_the_others_wait(lm):
         return seat.claim.num_bytes
 
     def want():
-        with contexts.admit("key", NEED, NO_LIMIT) as seat, seat.placing(NO_LIMIT) as other:
-            found.append(other)
+        with contexts.admit("key", NEED, NO_LIMIT) as seat, seat.placing(NO_LIMIT) as tell:
+            found.append((tell, seat.placed))
         return seat.claim.num_bytes
 
     with ThreadPoolExecutor(2) as pool:
@@ -153,7 +153,7 @@ def test_one_places_and_the_others_wait(lm):
             assert not found
         go.set()
         assert (first.result(WAIT_S), second.result(WAIT_S)) == (100, 10)
-    assert found == [context]
+    assert found == [(None, context)]
     assert admission.reserved_bytes == 0
 
 
@@ -204,11 +204,10 @@ def test_a_context_that_is_over_blocks_nobody_who_waits_for_memory(lm):
 
 def leave(contexts, lm, key, num_tokens):
     """One question over a context, from beginning to end; whether it was known."""
-    with contexts.admit(key, NEED, NO_LIMIT, keep=True) as seat, seat.placing(NO_LIMIT) as found:
-        if isinstance(found, SharedContext):
-            return True
-        found(placed(lm, num_tokens))
-    return False
+    with contexts.admit(key, NEED, NO_LIMIT, keep=True) as seat, seat.placing(NO_LIMIT) as tell:
+        if tell is not None:
+            tell(placed(lm, num_tokens))
+    return tell is None
 
 
 def test_contexts_stay_in_half_of_the_budget_and_the_least_recently_used_go(lm):

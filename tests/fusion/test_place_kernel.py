@@ -222,10 +222,10 @@ def test_a_pass_waits_for_each_layer_that_was_placed_ahead(tmp_path, family, met
 def test_what_is_moved_or_shared_was_waited_for(tiny):
     block = random_block(3, 2, 9, 12, 12, torch.float32)
     placer = Placer(tiny, [(block, 0)])
-    plain = tiny.new_cache(9, lambda layer: placer.place(plain, layer))
+    plain = tiny.new_cache(9, placer.place)
     plain.place()
     tiny.pool.lane = LateLane()
-    late = tiny.new_cache(9, lambda layer: placer.place(late, layer))
+    late = tiny.new_cache(9, placer.place)
     late.own_state(0)  # places all, waits for one
     late.make_room(5000)  # to larger buffers
     for layer in range(3):

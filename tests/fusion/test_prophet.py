@@ -156,8 +156,9 @@ def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
 
 
 def test_a_pass_that_ends_early_is_timed(load):
-    job = Job(load("llama")[0], Layout(()))
-    with suppress(KeyError), job.running():
+    lm, _ = load("llama")
+    job = Job(lm, Layout(()))
+    with suppress(KeyError), job.running(lm.new_cache(1)):
         time.sleep(0.01)
         raise KeyError
     assert job.times.prefill_s >= 0.01

@@ -84,7 +84,7 @@ class Kit:
         self.chunker = chunker_of(lm.tokenizer, max_tokens)
         near = Similar(self.documents, self.retriever, NeighbourChoice(neighbours)) if neighbours else None
         self.encoder = CountingEncoder(
-            lm, Recipe(recipe, neighbours=neighbours), prefix_ids=[1, 2, 3], neighbourhood=near
+            lm, Recipe(recipe, neighbours=neighbours), first_ids=[1, 2, 3], neighbourhood=near
         )
         config = IngestConfig(window_tokens=300, batch_tokens=128, reading=reading or ReadLimits())
         self.ingestor = Ingestor(

@@ -46,6 +46,7 @@ class Ape(FusionMethod):
     paper: ClassVar[str] = "APE (arXiv 2502.05431)"
     summary: ClassVar[str] = "reads chunks side by side behind one prefix, their attention sharpened and weighed"
     recipes: ClassVar[tuple[str, ...]] = ("prefix",)
+    takes_sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("scale", self.scale)):
@@ -55,15 +56,12 @@ class Ape(FusionMethod):
     def additions(self, lm: ModelCard) -> Additions:
         return replace(super().additions(lm), positions="parallel")
 
-    @property
-    def takes_sparse(self) -> bool:
-        return True
-
     def prefill(self, job: Job) -> Prefilled:
         passages = job.layout.passages
-        if len(passages) < 2 or self.temperature == self.scale == 1:
-            return job.read()
-        return job.read(self._adjustment(passages[0].start, max(passage.end for passage in passages)))
+        cache = job.new_cache()
+        if len(passages) > 1 and (self.temperature, self.scale) != (1, 1):
+            cache.adjust = self._adjustment(passages[0].start, max(passage.end for passage in passages))
+        return job.run(cache)
 
     def _adjustment(self, chunks_from: int, suffix_from: int) -> Adjust:
         temperature, weight = self.temperature, self.scale * self.temperature

@@ -91,7 +91,7 @@ class CacheCraft(FusionMethod):
         _ = self.pool  # made before threads share this object
 
     @property
-    def remembers(self) -> bool:
+    def remembers(self) -> bool:  # type: ignore[override]
         return self.max_variants > 0
 
     @cached_property
@@ -101,14 +101,14 @@ class CacheCraft(FusionMethod):
     def prefill(self, job: Job) -> Prefilled:
         context = Context.of(job)
         if not self.alpha or len(context.chunks) < 2 or job.lm.shape.num_layers <= SCORE_LAYER:
-            return job.read()
+            return super().prefill(job)
         names = [ids_digest(piece.ids) for piece in job.layout.placed(job.known)]
         found = self._nearest(job, names)
         blocks = [block if near is None else near.block for block, near in zip(job.blocks, found, strict=True)]
         job = replace(job, blocks=blocks)
         new = [rank for rank, near in enumerate(found) if rank and not (near and near.before == tuple(names[:rank]))]
         if not new:
-            return job.read()
+            return super().prefill(job)
         given: list[Tensor] = []
 
         def choose(running: Running) -> Tensor | None:

@@ -49,7 +49,7 @@ class Entropy(FusionMethod):
 
     def prefill(self, job: Job) -> Prefilled:
         if len(job.blocks) <= self.top_k:
-            return job.read()
+            return super().prefill(job)
         gather = Gather(job)
         prefix, lengths = job.known, [block.num_tokens for block in job.blocks]
         owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(job.lm.device)

@@ -34,6 +34,7 @@ class Epic(RecomputeMethod):
     name: ClassVar[str] = "epic"
     paper: ClassVar[str] = "EPIC (arXiv 2410.15332)"
     summary: ClassVar[str] = "runs the first tokens of each chunk again, and the last ones where asked"
+    keeps_context: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_tokens(first_tokens=self.first_tokens, last_tokens=self.last_tokens)
@@ -41,10 +42,6 @@ class Epic(RecomputeMethod):
     def reruns(self, layout: Layout) -> list[Span]:
         chunks = (Span(piece.start, piece.end) for piece in layout.passages[1:])
         return [span for chunk in chunks for span in edge_spans(chunk, self.first_tokens, self.last_tokens)]
-
-    @property
-    def keeps_context(self) -> bool:
-        return True
 
     def candidates(self, context: Context) -> Tensor:
         return context.edges(self.first_tokens, self.last_tokens)

@@ -101,4 +101,4 @@ def prefill_selecting(job: Job, gather: Gather, select: Select) -> Prefilled:
         chosen[point.layer] = select(point.layer, point.probe())
 
     cache = job.new_cache(lambda cache, layer: gather.place(cache, layer, chosen[layer]))
-    return job.run_text(cache, before_layer)
+    return job.run(cache, before_layer=before_layer)

@@ -59,7 +59,7 @@ class InfLLM(FusionMethod):
 
     def prefill(self, job: Job) -> Prefilled:
         if len(job.blocks) < 2:
-            return job.read()
+            return super().prefill(job)
         gather = Gather(job)
         first = job.known + self.initial_tokens
         last = max(first, gather.slots.shape[0] - self.local_tokens)

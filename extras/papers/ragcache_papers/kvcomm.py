@@ -65,6 +65,7 @@ class KVComm(FusionMethod):
     name: ClassVar[str] = "kvcomm"
     paper: ClassVar[str] = "KVCOMM (arXiv 2510.12872)"
     summary: ClassVar[str] = "adds offsets that full prefills of the same passages left under other contexts"
+    remembers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("pool_bytes", 0), ("max_anchors", FEWEST_ANCHORS)):
@@ -77,10 +78,6 @@ class KVComm(FusionMethod):
             raise ConfigError(f"temperature is {self.temperature!r}; choose a number above 0")
         _ = self.pool  # made before threads share this object
 
-    @property
-    def remembers(self) -> bool:
-        return True
-
     @cached_property
     def pool(self) -> AnchorPool[Anchor]:
         return AnchorPool(self.pool_bytes, self.max_anchors)
@@ -89,8 +86,8 @@ class KVComm(FusionMethod):
         with torch.inference_mode(), job.placing():
             blocks = self._interpolated(job)
         if blocks is not None:
-            return replace(job, blocks=blocks).read()
-        done = replace(job, layout=replace(job.layout, separate=False), blocks=()).read()
+            return super().prefill(replace(job, blocks=blocks))
+        done = super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=()))
         with torch.inference_mode(), job.placing():
             self._observe(job, done.cache)
         return done

@@ -51,7 +51,7 @@ class KVShare(FusionMethod):
         check_tokens(decode_tokens=self.decode_tokens)
 
     @property
-    def reruns_in_answers(self) -> bool:
+    def reruns_in_answers(self) -> bool:  # type: ignore[override]
         return self.decode_tokens > 0
 
     def prefill(self, job: Job) -> Prefilled:
@@ -59,7 +59,7 @@ class KVShare(FusionMethod):
         slots = context.chunk_slots()
         count = round(self.ratio * slots.shape[0])
         if job.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
-            return job.read()
+            return super().prefill(job)
         wrong, stale = slots[:0], slots[:0]
 
         def choose(running: Running) -> Tensor | None:

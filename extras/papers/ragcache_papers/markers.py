@@ -9,7 +9,6 @@ from typing import ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import COMPOSITE, Additions
 from ragcache.fusion.method import FusionMethod
-from ragcache.kv.block_key import sides
 from ragcache.models.card import ModelCard
 from ragcache.models.trained_tokens import POSITIONS
 
@@ -44,7 +43,7 @@ class Markers(FusionMethod):
             for id in (self.doc_start_id, self.doc_end_id):
                 if not isinstance(id, int) or not 0 <= id < lm.vocab_size:
                     raise ConfigError(f"marker {id!r} is no token id; {lm.name} has ids 0 to {lm.vocab_size - 1}")
-            added = Additions(markers=(self.doc_start_id, self.doc_end_id))
+            added = Additions(markers=((self.doc_start_id,), (self.doc_end_id,)))
         elif trained is None:
             raise ConfigError(
                 f"{lm.name} has no trained markers; train them with `ragcache train --reuse markers`, choose another "
@@ -78,6 +77,7 @@ class Packet(FusionMethod):
     paper: ClassVar[str] = "KV Packet (arXiv 2604.13226)"
     summary: ClassVar[str] = "stores trained vectors with each block, on frozen weights; only the suffix runs"
     needs_training: ClassVar[bool] = True
+    keeps_context: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.header_ids is None) != (self.trailer_ids is None):
@@ -89,15 +89,10 @@ class Packet(FusionMethod):
                     raise ConfigError(f"{name} is {given!r}; give a list of token ids, such as [5, 6]")
                 object.__setattr__(self, name, tuple(given))
 
-    @property
-    def keeps_context(self) -> bool:
-        return True
-
     def additions(self, lm: ModelCard) -> Additions:
         if self.header_ids is not None and self.trailer_ids is not None:
             added = Additions(markers=(tuple(self.header_ids), tuple(self.trailer_ids)))
-            front, back = sides(added.markers)
-            outside = [id for id in (*front, *back) if not 0 <= id < lm.vocab_size]
+            outside = [id for side in added.markers or () for id in side if not 0 <= id < lm.vocab_size]
             if outside:
                 raise ConfigError(f"the packet holds id {outside[0]}; {lm.name} has ids 0 to {lm.vocab_size - 1}")
             return added

@@ -87,7 +87,7 @@ class Prophet(FusionMethod):
         slots, always = context.chunk_slots(), context.edges(self.boundary_tokens, self.tail_tokens)
         count = max(round(self.ratio * slots.shape[0]), always.shape[0])
         if not count:
-            return job.read()
+            return super().prefill(job)
         cache, scores = open_cache(job, context), torch.zeros(slots.shape[0], device=job.lm.device)
         if always.shape[0] < count < slots.shape[0]:
             self._ask(job, context, cache, scores)

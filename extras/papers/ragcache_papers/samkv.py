@@ -97,7 +97,7 @@ class SamKV(FusionMethod):
 
     def prefill(self, job: Job) -> Prefilled:
         if len(job.blocks) < 2:
-            return job.read()
+            return super().prefill(job)
         context, gather = Context.of(job), Gather(job)
         pieces = BlockPartition.of(context, self.block_size, self.initial_blocks, self.local_blocks)
         survey, surveyed = self._survey(job, context, pieces, gather)
@@ -180,10 +180,10 @@ def _finish(job: Job, context: Context, gather: Gather, kept: Tensor, again: Ten
     count = int(entries.sum(1).max()) + context.text_slots().shape[0] + 1
     cache = job.new_cache(place, count + job.reserve_tokens)
     if bool(again.any()):
-        with job.running():
+        with job.running(cache):
             _recompute(context, cache, kept, needed, entries, fusion)
             cache.merge = None
-    return job.run_text(cache)
+    return job.run(cache)
 
 
 def _recompute(
