@@ -23,7 +23,8 @@ from ragcache.server.status import models_router, mount_page, operation_router, 
 PARTS = (chat, embeddings, document_routes)
 ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
-"""Routes of packages. A router's attribute `error_body`, where it has one, makes the errors below its prefix."""
+"""Routes of packages. Attributes that a router may have: `error_body` makes the errors below its prefix; `view` makes
+of the knowledge base what all requests see, without the documents that the package keeps for its own routes."""
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -35,7 +36,8 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     Raises ConfigError when the page is wanted and not installed.
     """
     settings = settings or ServerSettings()
-    service = Service(kb, settings)
+    added = [ADDED[name] for name in ADDED]
+    service = Service(kb, settings, [router.view for router in added if hasattr(router, "view")])
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +58,6 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         redirect_slashes=False,
     )
     app.state.service = service
-    added = [ADDED[name] for name in ADDED]
     for router in (*ROUTERS, *added):
         app.include_router(router)
     forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added}

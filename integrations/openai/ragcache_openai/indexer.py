@@ -86,7 +86,7 @@ class Indexer:
         """Delete the documents of a file that was taken out while it was indexed."""
         while True:
             try:
-                await self.service.change(deletion(self.service, where=inside(file))).last()
+                await self.service.change(deletion(self.service, where=inside(file), of=self.service.unfiltered)).last()
                 return
             except StoreBusyError:
                 await asyncio.sleep(PAUSE_S)
@@ -130,7 +130,8 @@ class Indexer:
         if current is None or current.state != WAITING:
             yield None
             return
-        async with aclosing(add_documents(self.service, documents, split=True)) as adding:
+        adding = add_documents(self.service, documents, split=True, to=self.service.unfiltered)
+        async with aclosing(adding):
             async for said in adding:
                 if isinstance(said, IngestReport):
                     yield said

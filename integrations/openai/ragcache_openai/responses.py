@@ -53,8 +53,9 @@ from ragcache_openai.items import (
     messages_of,
     text_of,
 )
+from ragcache_openai.own_documents import only_files_in
 from ragcache_openai.records import Record, new_id
-from ragcache_openai.search import FILE_FIELD, FileSearchTool, check_stores, shown_hits, where
+from ragcache_openai.search import FILE_FIELD, FileSearchTool, check_stores, shown_hits, translated
 
 
 class FlatSchemaFormat(JsonSchema):
@@ -174,9 +175,9 @@ class ResponsesRequest(Ignored):
         """The extension with what file search adds to it."""
         if self.search is None:
             return self.ragcache
-        found = where(self.search.vector_store_ids, self.search.filters, "tools[0].filters")
-        own = self.extension.filter
-        given: dict[str, Any] = {"filter": {"$and": [own, found]} if own else found, "retrieve": True}
+        found = self.search.filters and translated(self.search.filters, "tools[0].filters")
+        both = [one for one in (self.extension.filter, found) if one]
+        given: dict[str, Any] = {"filter": {"$and": both} if both else None, "retrieve": True}
         if self.search.max_num_results is not None:
             given["k"] = self.search.max_num_results
         if self.search.ranking_options is not None:
@@ -305,16 +306,17 @@ async def create_response(request: Request) -> Response:
     caller = caller_of(request)
     service = caller.service
     asked = await read_json(request, ResponsesRequest)
-    retrieves, history = service.retrieves(asked.model), await history_of(caller, asked)
+    retrieves, history, kb = service.retrieves(asked.model), await history_of(caller, asked), service.kb
     if asked.search is not None:
         await check_stores(caller, asked.search.vector_store_ids, "tools[0].vector_store_ids")
+        kb = only_files_in(service.unfiltered, asked.search.vector_store_ids)
     check_room(len(history) + len(asked.items) + 1, 0, "input")
     chat = asked.as_chat(history)
     call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
     writer = ResponseWriter(
         service, request, asked.model, asked=asked, sampling=call.options["sampling"], caller=caller
     )
-    events = service.kb.astream_chat(call.messages, **call.options)
+    events = kb.astream_chat(call.messages, **call.options)
     return await respond(writer, chat, [_kept(events, writer)], asked.extension.timeout_s)
 
 

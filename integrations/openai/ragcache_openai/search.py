@@ -1,7 +1,7 @@
 """File search: OpenAI's filters as the store's, and what is found in vector stores.
 
-A file in a vector store is documents of the store whose metadata name both. So a search in vector stores is a retrieval
-with a filter, and KV of a text is kept once, in however many of them it is.
+A file in a vector store is documents of the store whose metadata name both (see `own_documents`). So a search in vector
+stores is a retrieval among these, and KV of a text is kept once, in however many of them it is.
 """
 
 from __future__ import annotations
@@ -71,17 +71,12 @@ class FileSearchTool(RequestModel):
     ranking_options: RankingOptions | None = None
 
 
-def where(stores: Sequence[str], filters: Comparison | Compound | None, param: str) -> dict[str, Any]:
-    """The filter of documents in these vector stores whose attributes pass. Raises ApiError (400) naming `param`."""
-    inside = {STORE_FIELD: {"$in": list(stores)}}
-    return inside if filters is None else {"$and": [inside, _translated(filters, param)]}
-
-
-def _translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
+def translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
+    """The filter of documents whose attributes pass. Raises ApiError (400) naming `param`."""
     if isinstance(filters, Compound):
         if depth == DEEPEST:
             raise ApiError(400, f"filters are nested deeper than {DEEPEST}; simplify them", "invalid_filter", param)
-        return {f"${filters.type}": [_translated(one, param, depth + 1) for one in filters.filters]}
+        return {f"${filters.type}": [translated(one, param, depth + 1) for one in filters.filters]}
     wants_list = filters.type in ("in", "nin")
     if isinstance(filters.value, list) != wants_list:
         wanted = "a list of values" if wants_list else "one value"
