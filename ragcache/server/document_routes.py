@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache import Document, IngestReport, ProgressEvent, RagCache
-from ragcache import Document as NewDocument
 from ragcache.errors import NoSuchDocumentError
 from ragcache.ingest.readers import SourceFile
 from ragcache.server.body import MULTIPART, content_type, read_json, request_body
@@ -235,7 +234,7 @@ async def _additions(service: Service, request: Request, replace: bool) -> Async
     if content_type(request) == MULTIPART:
         return add_uploads(service, await _files(request, service.settings.max_upload_files), replace=replace)
     asked = await read_json(request, AddDocuments, also=MULTIPART)
-    documents = [NewDocument(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
+    documents = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
     return add_documents(service, documents, split=asked.split)
 
 

@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match
 from starlette.types import Scope
 
 from ragcache import errors as engine
@@ -24,6 +24,7 @@ MAX_MESSAGE = 1000
 TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
 FAILURE = "the server failed; its log says more under this request's id"
 OWN_FAULTS = (500, 502)
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # A client that waits no longer: nobody reads the status, but logs and metrics show it.
 CLIENT_GONE = 499
 # Asking again would take as long again. OpenAI's clients obey this header.
@@ -216,9 +217,8 @@ def add_handlers(app: FastAPI) -> None:
 
 def _methods_at(request: Request) -> list[str]:
     """Methods that the path takes, over all of its routes: the framework names those of the first one."""
-    path = request.scope["path"]
-    routes = [route for route in request.app.state.routes if isinstance(route, Route)]
-    return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
+    asked = [{**request.scope, "method": method} for method in METHODS]
+    return [one["method"] for one in asked if any(route.matches(one)[0] is Match.FULL for route in request.app.routes)]
 
 
 STATUS_MEANINGS = {

@@ -12,21 +12,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import (
-    Column,
-    Connection,
-    RowMapping,
-    Select,
-    Table,
-    bindparam,
-    delete,
-    exists,
-    func,
-    insert,
-    literal,
-    select,
-    update,
-)
+from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, exists, func, insert, literal, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import (
@@ -56,7 +42,6 @@ from ragcache.store.schema import advance, chunks, current, documents, garbage, 
 ROWS = 1000  # inserted together
 _IN_LIMIT = 1000  # values in one IN list
 _T = TypeVar("_T")
-_Row = TypeVar("_Row", bound=tuple[Any, ...])
 
 
 @dataclass(eq=False, repr=False)
@@ -281,7 +266,7 @@ class DocumentStore:
         """The filter of a search for what passes `where`."""
         return where
 
-    def _narrowed(self, query: Select[_Row], _table: Table) -> Select[_Row]:
+    def _narrowed(self, query: Any, _table: Any) -> Any:
         """A query over documents, or chunks."""
         return query
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from sqlalchemy import Select, Table
+from typing import Any
 
 from ragcache import RagCache
 from ragcache.errors import IngestError, MetadataError
@@ -21,8 +19,6 @@ from ragcache_openai.search import STORE_FIELD
 
 FILES: Filter = {STORE_FIELD: {"$exists": True}}
 OTHERS: Filter = {STORE_FIELD: {"$exists": False}}
-
-Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 def without_files(kb: RagCache) -> RagCache:
@@ -45,7 +41,7 @@ class SomeDocuments(DocumentStore):
     def visible(self, where: Filter | None) -> Filter | None:
         return {"$and": [self.passing, where]} if where else self.passing
 
-    def _narrowed(self, query: Select[Row], table: Table) -> Select[Row]:
+    def _narrowed(self, query: Any, table: Any) -> Any:
         return query.where(compile_filter(self.passing, table.c.metadata, self.database.dialect, own={}))
 
 

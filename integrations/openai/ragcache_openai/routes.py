@@ -36,4 +36,4 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 router = APIRouter(lifespan=_running)
 router.view = without_files  # type: ignore[attr-defined]  # what the server lets other routes see
 for part in (responses, conversations, files, vector_stores):
-    router.routes += part.router.routes  # the server guards the paths that it finds here
+    router.include_router(part.router)
