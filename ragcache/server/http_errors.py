@@ -156,8 +156,6 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """
     problem = max(problems, key=lambda one: len(one["loc"]))
     place = list(problem["loc"])
-    if len(place) > 1 and place[0] in ("query", "path", "body"):  # of a parameter; a body has no such first part
-        del place[0]
     param = param_of(place) or None
     kind, message = str(problem["type"]), str(problem["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
@@ -172,7 +170,7 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             "unsupported_parameter",
             str(place[0]),
         )
-    if param and param.endswith(".type") and not within:
+    if param and "content" in place and param.endswith(".type") and not within:
         message = f"only parts of type 'text' can be read ({message})"
     return ApiError(400, f"'{param}': {message}" if param else message, "invalid_value", param)
 
@@ -203,6 +201,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
+        problems = [{**one, "loc": one["loc"][1:] or one["loc"]} for one in problems]  # not whether of path or query
         return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:

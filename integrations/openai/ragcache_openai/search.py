@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from ragcache import Hit, Source
 from ragcache.server.http_errors import ApiError
-from ragcache.server.wire import RequestModel, Text
-from ragcache.store.filters import Filter
+from ragcache.server.wire import INT64, RequestModel, Text
+from ragcache.store.filters import MAX_CONDITIONS, Filter
 from ragcache_openai.api import Caller, Id, Key, ShortText
 from ragcache_openai.records import Record
 
@@ -26,7 +26,14 @@ MOST_RESULTS = 50
 MOST_STORES = 100
 DEEPEST = 8
 
-Number = int | float
+
+def _fits(number: float) -> float:
+    if isinstance(number, int) and not -INT64 <= number < INT64:
+        raise ValueError("it holds a number of more than 64 bits")
+    return number
+
+
+Number = Annotated[int | float, AfterValidator(_fits)]
 Value = ShortText | bool | Number
 
 
@@ -38,7 +45,19 @@ class Comparison(RequestModel):
 
 class Compound(RequestModel):
     type: Literal["and", "or"]
-    filters: Annotated[list[Comparison | Compound], Field(min_length=1, max_length=100)]
+    filters: Annotated[list[Filters], Field(min_length=1, max_length=100)]
+
+
+def _form(given: Any) -> str:
+    """Which of the two was meant: the errors are then about that one."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "Compound" if kind in ("and", "or") else "Comparison"
+
+
+Filters = Annotated[
+    Annotated[Comparison, Tag("Comparison")] | Annotated[Compound, Tag("Compound")], Discriminator(_form)
+]
+Compound.model_rebuild()
 
 
 class HybridSearch(RequestModel):
@@ -67,12 +86,15 @@ class FileSearchTool(RequestModel):
     type: Literal["file_search"]
     vector_store_ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_STORES)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
-    filters: Comparison | Compound | None = None
+    filters: Filters | None = None
     ranking_options: RankingOptions | None = None
 
 
 def translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
     """The filter of documents whose attributes pass. Raises ApiError (400) naming `param`."""
+    if not depth and (count := _comparisons(filters)) > MAX_CONDITIONS:
+        message = f"filters are {count} comparisons, and {MAX_CONDITIONS} can be made; use 'in' for lists of values"
+        raise ApiError(400, message, "invalid_filter", param)
     if isinstance(filters, Compound):
         if depth == DEEPEST:
             raise ApiError(400, f"filters are nested deeper than {DEEPEST}; simplify them", "invalid_filter", param)
@@ -85,6 +107,10 @@ def translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Fi
         message = f"the filter {filters.type!r} of {filters.key!r} compares numbers or texts, not true and false"
         raise ApiError(400, message, "invalid_filter", param)
     return {ATTRIBUTE + filters.key: {f"${filters.type}": filters.value}}
+
+
+def _comparisons(filters: Comparison | Compound) -> int:
+    return sum(map(_comparisons, filters.filters)) if isinstance(filters, Compound) else 1
 
 
 async def check_stores(caller: Caller, ids: Sequence[str], param: str) -> None:

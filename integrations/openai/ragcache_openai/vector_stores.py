@@ -42,8 +42,7 @@ from ragcache_openai.search import (
     MOST_RESULTS,
     STORE,
     STORE_FIELD,
-    Comparison,
-    Compound,
+    Filters,
     Number,
     RankingOptions,
     check_stores,
@@ -131,7 +130,7 @@ class StoreChange(RequestModel):
 class StoreSearch(RequestModel):
     query: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=32)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] = DEFAULT_RESULTS
-    filters: Comparison | Compound | None = None
+    filters: Filters | None = None
     ranking_options: RankingOptions | None = None
     rewrite_query: bool | None = Field(default=None, description="Accepted, and of no consequence here")
 
@@ -577,7 +576,7 @@ def _shown_batch(caller: Caller, batch: Record) -> FileBatch:
 
 
 def _file(caller: Caller, file: Record) -> VectorStoreFile:
-    failure = file.body.get("error") if file.state == FAILED else None
+    failure = file.body.get("error") if file.state in (FAILED, DONE) else None  # of a part, or of all of it
     return VectorStoreFile(
         id=file.body["file_id"],
         object="vector_store.file",
