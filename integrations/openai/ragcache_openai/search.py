@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragcache import Hit, Source
 from ragcache.server.http_errors import ApiError
@@ -27,20 +27,21 @@ MOST_STORES = 100
 DEEPEST = 8
 
 
-def _fits(number: float) -> float:
-    if isinstance(number, int) and not -INT64 <= number < INT64:
+def _fits(given: Any) -> Any:
+    if isinstance(given, int) and not -INT64 <= given < INT64:
         raise ValueError("it holds a number of more than 64 bits")
-    return number
+    return given
 
 
-Number = Annotated[int | float, AfterValidator(_fits)]
-Value = ShortText | bool | Number
+Number = int | float
+Value = Annotated[ShortText | bool | Number, BeforeValidator(_fits)]
+ListedValue = Annotated[ShortText | Number, BeforeValidator(_fits)]
 
 
 class Comparison(RequestModel):
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
     key: Key
-    value: Value | Annotated[list[ShortText | Number], Field(min_length=1, max_length=1000)]
+    value: Value | Annotated[list[ListedValue], Field(min_length=1, max_length=1000)]
 
 
 class Compound(RequestModel):

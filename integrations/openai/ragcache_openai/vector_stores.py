@@ -45,6 +45,7 @@ from ragcache_openai.search import (
     Filters,
     Number,
     RankingOptions,
+    Value,
     check_stores,
     shown_hits,
     translated,
@@ -60,7 +61,7 @@ DONE: Literal["completed"] = "completed"
 FAILED: Literal["failed"] = "failed"
 CANCELLED: Literal["cancelled"] = "cancelled"
 STATES: tuple[State, ...] = (WAITING, DONE, FAILED, CANCELLED)
-Attributes = Annotated[dict[Key, ShortText | bool | Number], Field(max_length=MOST_PAIRS)]
+Attributes = Annotated[dict[Key, Value], Field(max_length=MOST_PAIRS)]
 
 
 def _never(given: Any) -> None:
