@@ -51,7 +51,7 @@ ROOMS = {
     "integrations/completions/ragcache_completions": Room(448, 4, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(320, 4, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(735, 3, 725, 3),
-    "integrations/openai/ragcache_openai": Room(2_450, 12, 2_340, 11),
+    "integrations/openai/ragcache_openai": Room(2_500, 12, 2_340, 11),
     "integrations/postgres/ragcache_postgres": Room(275, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),
     "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),
