@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -96,11 +97,11 @@ def describe(app: FastAPI, packages: Sequence[str], open_paths: Sequence[str] | 
 
 
 def _document(app: FastAPI, packages: Sequence[str], open_paths: Sequence[str] | None) -> dict[str, Any]:
-    about = {"title": app.title, "version": app.version, "summary": app.summary, "description": app.description}
+    say = partial(get_openapi, title=app.title, version=app.version, summary=app.summary, description=app.description)
     first, document = 1 + len(ROUTERS), dict[str, Any]()  # behind /openapi.json and these
-    _take_in(document, get_openapi(**about, routes=app.routes[:first]), "")
+    _take_in(document, say(routes=app.routes[:first]), "")
     for rank, package in enumerate(packages, start=first):
-        _take_in(document, get_openapi(**about, routes=[app.routes[rank]]), package)
+        _take_in(document, say(routes=[app.routes[rank]]), package)
     components = document["components"]
     if open_paths is not None:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}

@@ -10,7 +10,7 @@ import pytest
 from ragcache.errors import ConfigError, NoSuchDocumentError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
-from ragcache_openai.own_documents import OtherDocuments, SomeDocuments
+from ragcache_openai.own_documents import OTHERS, OtherDocuments, SomeDocuments
 from ragcache_openai.records import PIECE, Record, Records
 from ragcache_openai.search import STORE_FIELD
 
@@ -114,8 +114,14 @@ def test_files_are_seen_by_whom_they_belong_to(url):
             assert documents.vector_ids(view.visible(None)) == {seen}
             assert [one.vector_id for one in view.chunks_by_vector_ids(documents.vector_ids())] == [seen]
             assert view.unknown_fields({"key": 1})[0] == ([] if id == "two" else ["key"])
+        before = others.vector_ids(OTHERS)
+        assert others.vector_ids(OTHERS) is before  # looked up once
+        documents.replace_document(
+            NewDocument("new", "", "hash", {}), [NewChunk("new#0", "t", [1], np.ones(2, np.float32))]
+        )
+        assert others.vector_ids(OTHERS) == before | {documents.chunks_of("new")[0].vector_id}
         assert others.delete_documents(["one", "two", "plain"]) == ["plain"]
-        assert documents.count() == 2
+        assert documents.count() == 3
 
 
 def test_words_are_looked_for_as_they_are(records):

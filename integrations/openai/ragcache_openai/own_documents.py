@@ -49,11 +49,11 @@ class SomeDocuments(DocumentStore):
 class OtherDocuments(SomeDocuments):
     """The documents that are no files in vector stores. Nothing becomes one through it, or takes a file's place."""
 
-    passing: Filter = field(default_factory=lambda: OTHERS)
+    passing: Filter = field(default_factory=lambda: OTHERS, init=False)
 
     def __post_init__(self) -> None:
         self._all = DocumentStore(self.database)
-        self._looked = (-1, False)
+        self._looked, self._others = (-1, False), (-1, set[int]())  # of which generation that is
 
     def visible(self, where: Filter | None) -> Filter | None:
         """`where` itself in a store without such files: the search is as it is without these routes."""
@@ -61,6 +61,15 @@ class OtherDocuments(SomeDocuments):
         if self._looked[0] != generation:
             self._looked = (generation, bool(self._all.documents(FILES, limit=1)))
         return super().visible(where) if self._looked[1] else where
+
+    def vector_ids(self, where: Filter | None = None) -> set[int]:
+        """Those of all documents here are looked up once for every change of them: a look goes over all chunks."""
+        if where is not OTHERS:
+            return super().vector_ids(where)
+        generation = self.generation()  # read before: at worst, it is looked again
+        if self._others[0] != generation:
+            self._others = (generation, super().vector_ids(where))
+        return self._others[1]
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
         """Raises MetadataError for a document that pretends to be such a file, IngestError for the id of one."""
