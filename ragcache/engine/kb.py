@@ -7,6 +7,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -67,6 +69,7 @@ from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder, Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
+from ragcache.store.documents import DocumentStore
 
 log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
@@ -160,6 +163,17 @@ class RagCache(Library):
         except BaseException:
             opened.close()
             raise
+
+    def seen_through(self, documents: DocumentStore) -> Self:
+        """This knowledge base by another view of its documents, which leaves some out: those are not found, listed,
+        changed or deleted through it. The rest is shared, and this one is the one to close."""
+        parts, seen = self._parts, copy(self)
+        seen.store, ingestor = parts.store._replace(documents=documents), copy(parts.ingestor)
+        ingestor.documents = documents
+        turns = replace(parts.turns, _documents=documents)
+        seen._parts = replace(parts, store=seen.store, ingestor=ingestor, turns=turns)
+        seen._questions = self._questions.of(seen._parts)
+        return seen
 
     # Parts
 

@@ -110,6 +110,7 @@ class PassageFinder:
 
     _file:    of the index, so that a large store's passages are read once. It is written again as they grow
     _foreign: passages of no document, of which those of `_owner` are found
+    generation: of the documents when they were last looked at for deleted ones
     """
 
     _documents: DocumentStore
@@ -120,6 +121,7 @@ class PassageFinder:
 
     def __post_init__(self) -> None:
         self._index, self._foreign_index, self._lock = ContentIndex(), ContentIndex(), threading.Lock()
+        self.generation = -1
         self._last: int | None = None
         self._last_foreign = self._saved = 0
         self._is_stale, self._has_spoken = True, False
@@ -128,13 +130,14 @@ class PassageFinder:
         """Documents changed."""
         self._is_stale = True
 
-    def cut(self, ids: Sequence[int], *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
+    def cut(self, ids: Sequence[int], seen: DocumentStore, *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
         """The same ids in the same order, around the stored passages among them; no passages where too few are found.
 
         ids:   a prompt's, as it is read without any passage
+        seen:  a view of the documents; passages that it leaves out are not found
         parts: whether a passage may be found without its outermost tokens
         """
-        runs = [run for run in self._runs(ids) if parts or run.chunk.cut_from is None]
+        runs = [run for run in self._runs(ids, seen) if parts or run.chunk.cut_from is None]
         if _is_little(runs):
             return PromptEnds((), ids), []
         between = [ids[before.end : run.start] for before, run in pairwise(runs)]
@@ -148,7 +151,7 @@ class PassageFinder:
         """
         if self._has_spoken or sum(map(len, texts)) < LEAST_CHARACTERS:
             return
-        found = [run for text in texts for run in self._runs(encode_text(self._tokenizer, text))]
+        found = [run for text in texts for run in self._runs(encode_text(self._tokenizer, text), self._documents)]
         if _is_little(found):
             return
         self._has_spoken = True
@@ -160,11 +163,11 @@ class PassageFinder:
             len(found),
         )
 
-    def _runs(self, ids: Sequence[int]) -> list[Run]:
+    def _runs(self, ids: Sequence[int], seen: DocumentStore) -> list[Run]:
         """Passages in order, of those that overlap the first and longest. What a prompt ends with runs, in any case."""
         self._refresh()
         own = self._index.find(ids)
-        chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in own})}
+        chunks = {chunk.vector_id: chunk for chunk in seen.chunks_by_vector_ids({one.name for one in own})}
         foreign = self._find_foreign(ids)
         found = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
         known: list[tuple[Found, Chunk]] = []  # of those that overlap the first, the longest of these

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,13 @@ class Questions:
         self._parts = parts
         layout, documents, kv = parts.store
         self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.passages, parts.names.owner)
-        self._generation = -1
         self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # not yet, that is
+
+    def of(self, parts: Components) -> Self:
+        """The same, of other parts over the same store."""
+        questions = copy(self)
+        questions._parts = parts
+        return questions
 
     def retrieve(
         self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Prefetch | None = None
@@ -63,7 +69,8 @@ class Questions:
         self.drop_deleted()
         if isinstance(question, str):
             check_text(question)
-        return self._parts.retriever.retrieve(question, k, **options, foresee=None if ahead is None else ahead.begin)
+        foresee, documents = None if ahead is None else ahead.begin, self._parts.store.documents
+        return self._parts.retriever.retrieve(question, k, **options, foresee=foresee, documents=documents)
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
         check_type("question", question, str, "give its text")
@@ -147,11 +154,11 @@ class Questions:
         """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
         store = self._parts.store
         generation = store.documents.generation()
-        if generation != self._generation:
+        if generation != self.finder.generation:
             store.kv.refresh()
             self.finder.forget()
             self._parts.reader.drop_deleted()
-            self._generation = generation
+            self.finder.generation = generation
 
     # Options
 
@@ -228,7 +235,7 @@ class Questions:
         card, found, recipe = self._parts.card, list[Hit](), self._parts.reader.prompts.names.recipe
         parts = recipe.keeps_all and not recipe.neighbours and recipe.markers is None  # of a block that is as read
         if not given and self._reuses_text(reading) and len(ends.suffix_ids) <= card.max_positions:
-            ends, found = self.finder.cut(ends.suffix_ids, parts=parts)
+            ends, found = self.finder.cut(ends.suffix_ids, self._parts.store.documents, parts=parts)
         if not found:
             self._look(texts, reading)
         return ends, found or given, replace(reading, found=bool(found))

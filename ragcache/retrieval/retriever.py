@@ -104,6 +104,7 @@ class Retriever:
         fetch_k: int | None = None,
         rerank: bool | None = None,
         foresee: Foresee | None = None,
+        documents: DocumentStore | None = None,
     ) -> list[Hit]:
         """The k chunks that answer best, best first; all of them when there are fewer.
 
@@ -121,6 +122,7 @@ class Retriever:
                          product
         foresee:         told the handles of the k nearest as soon as they are found, before their texts are read and
                          before threshold and MMR have their say; once more where the search has to be repeated
+        documents:       another view of the same documents: what is not seen through it is not found
 
         Raises PromptError (empty question), ConfigError (numbers out of range, a vector where words are needed),
         FilterError (also where nothing passes the filter because no chunk has a field that it names).
@@ -129,10 +131,11 @@ class Retriever:
         reranker = self._reranker(rerank, mmr_lambda) if isinstance(query, str) else None
         count = k if reranker is None and mmr_lambda is None else fetch_k or FETCH_FACTOR * k
         question, vector = (query, self.embedder.embed_query(query)) if isinstance(query, str) else ("", query)
-        rank = partial(self._rank, question, vector, search, filter, count)
-        found, chunks = self._search(rank, min(k, FORESEEN), foresee)
+        seen = self.documents if documents is None else documents
+        rank = partial(self._rank, seen, question, vector, search, filter, count)
+        found, chunks = self._search(seen, rank, min(k, FORESEEN), foresee)
         if filter and not len(found.ids):
-            self._refuse_unknown_fields(filter)
+            self._refuse_unknown_fields(seen, filter)
         if score_threshold is not None:
             found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
         if mmr_lambda is not None:
@@ -175,7 +178,7 @@ class Retriever:
             self.index.save(path)
 
     def _search(
-        self, rank: Callable[[], SearchResult], nearest: int, foresee: Foresee | None
+        self, seen: DocumentStore, rank: Callable[[], SearchResult], nearest: int, foresee: Foresee | None
     ) -> tuple[SearchResult, list[Chunk]]:
         """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
         that as many come back as there are."""
@@ -184,18 +187,21 @@ class Retriever:
             found = rank()
             ids = found.ids.tolist()
             if foresee is not None:
-                foresee(self.documents.handles_by_vector_ids(ids[:nearest]))
-            chunks = self.documents.chunks_by_vector_ids(ids)
+                foresee(seen.handles_by_vector_ids(ids[:nearest]))
+            chunks = seen.chunks_by_vector_ids(ids)
             if len(chunks) == len(ids):
                 break
         return found, chunks
 
-    def _rank(self, question: str, vector: Vectors, search: Search, where: Filter | None, k: int) -> SearchResult:
+    def _rank(
+        self, seen: DocumentStore, question: str, vector: Vectors, search: Search, where: Filter | None, k: int
+    ) -> SearchResult:
+        where = seen.visible(where)
         if search == "vector":
-            return self.index.find(self.documents, vector, k, where)
-        rankings = [self.documents.search_text(question, FETCH_FACTOR * k, where)]
+            return self.index.find(seen, vector, k, where)
+        rankings = [seen.search_text(question, FETCH_FACTOR * k, where)]
         if search == "hybrid":
-            rankings.insert(0, self.index.find(self.documents, vector, FETCH_FACTOR * k, where).ids.tolist())
+            rankings.insert(0, self.index.find(seen, vector, FETCH_FACTOR * k, where).ids.tolist())
         ids = np.array(fused_ranks(rankings)[:k], np.int64)
         rows, vectors = self.index.vectors_present(ids)
         return SearchResult(ids[rows], vectors @ np.asarray(vector, np.float32))
@@ -212,10 +218,10 @@ class Retriever:
             raise ConfigError("mmr_lambda and rerank both choose among the candidates; give one of them", "mmr_lambda")
         return self.reranker
 
-    def _refuse_unknown_fields(self, where: Filter) -> None:
+    def _refuse_unknown_fields(self, seen: DocumentStore, where: Filter) -> None:
         """A filter that nothing passes because of a misspelt field should not look like an empty store. Fields that
         begin with _ are some framework's own, which names them whether any passage has them or not."""
-        found = self.documents.unknown_fields(where)
+        found = seen.unknown_fields(where)
         unknown, shown = ([name for name in names if not name.startswith("_")] for names in found)
         if unknown and len(self.index):
             raise FilterError(

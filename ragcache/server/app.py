@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -12,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from ragcache import RagCache, __version__
 from ragcache.plugins import ROUTES, Registry
 from ragcache.server import chat, document_routes, embeddings
-from ragcache.server.auth import Guard
+from ragcache.server.auth import Guard, is_open
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import SizeLimit
 from ragcache.server.observe import Observe
@@ -20,10 +22,12 @@ from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
 
-PARTS = (chat, embeddings, document_routes)
-ROUTERS = (*(part.router for part in PARTS), models_router, store_router, operation_router)
+ROUTERS = (chat.router, embeddings.router, document_routes.router, models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
-"""Routes of packages. A router's attribute `error_body`, where it has one, makes the errors below its prefix."""
+"""Routes of packages. Attributes that a router may have: `error_body` makes the errors below its prefix; `view` makes
+of the knowledge base what all requests see, without the documents that the package keeps for its own routes."""
+OPEN, PAGE = ("/healthz", "/readyz", "/openapi.json"), ("/", "/static/")
+"""Paths that need no API key; those of the chat page."""
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -35,7 +39,8 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     Raises ConfigError when the page is wanted and not installed.
     """
     settings = settings or ServerSettings()
-    service = Service(kb, settings)
+    added = {name: ADDED[name] for name in ADDED}
+    service = Service(kb, settings, [router.view for router in added.values() if hasattr(router, "view")])
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -56,54 +61,68 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         redirect_slashes=False,
     )
     app.state.service = service
-    added = [ADDED[name] for name in ADDED]
-    for router in (*ROUTERS, *added):
+    for router in (*ROUTERS, *added.values()):
         app.include_router(router)
-    forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added}
+    forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added.values()}
     app.state.error_forms = {start: form for start, form in forms.items() if form is not None}
-    app.state.routes = [*app.routes, *(route for router in (*ROUTERS, *added) for route in router.routes)]
     if web:
         mount_page(app, page_directory())
     add_handlers(app)
-    theirs = (getattr(route, "path", "/").partition("{")[0] for router in added for route in router.routes)
-    protected = ("/v1", *theirs, *(() if settings.open_metrics else ("/metrics",)))
-    describe(app, protected if settings.api_keys else ())
+    # Whatever routes a package has, and however they are nested, they need a key.
+    open_paths = (*OPEN, *(PAGE if web else ()), *(("/metrics",) if settings.open_metrics else ()))
+    describe(app, list(added), open_paths if settings.api_keys else None)
     # The last one added is the first to see a request.
     app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, document_routes.PATH)
-    app.add_middleware(Guard, settings.api_keys, protected, settings.allowed_hosts)
+    app.add_middleware(Guard, settings.api_keys, open_paths, settings.allowed_hosts)
     app.add_middleware(Observe, service.metrics)
     return app
 
 
 RETRY_LATER = ("409", "503")
+REF = "#/components/schemas/"
 
 
-def describe(app: FastAPI, locked: tuple[str, ...]) -> None:
-    """Make `app.openapi` complete. locked: beginnings of the paths that need a key."""
+def describe(app: FastAPI, packages: Sequence[str], open_paths: Sequence[str] | None) -> None:
+    """Make `app.openapi` complete.
+
+    packages: whose routers the application's last ones are; open_paths: those that need no key; None: no path does
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app, locked)
+            app.openapi_schema = _document(app, packages, open_paths)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, locked: tuple[str, ...]) -> dict[str, Any]:
-    document = get_openapi(
-        title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
-    )
-    components = document.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    schemas.update(_definitions(document["paths"]))
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answer to bad input, which is not ours
-        schemas.pop(name, None)
-    if locked:
+def _document(app: FastAPI, packages: Sequence[str], open_paths: Sequence[str] | None) -> dict[str, Any]:
+    say = partial(get_openapi, title=app.title, version=app.version, summary=app.summary, description=app.description)
+    first, document = 1 + len(ROUTERS), dict[str, Any]()  # behind /openapi.json and these
+    _take_in(document, say(routes=app.routes[:first]), "")
+    for rank, package in enumerate(packages, start=first):
+        _take_in(document, say(routes=[app.routes[rank]]), package)
+    components = document["components"]
+    if open_paths is not None:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            _complete(operation, locked=path.startswith(locked))
+            _complete(operation, locked=open_paths is not None and not is_open(path, open_paths))
     return document
+
+
+def _take_in(document: dict[str, Any], part: dict[str, Any], package: str) -> None:
+    """Add what get_openapi says of a package. A schema whose name has another one by then gets the package's before it:
+    packages do not know of each other's."""
+    known = document.setdefault("components", {}).setdefault("schemas", {})
+    paths, schemas = part["paths"], part.get("components", {}).get("schemas", {}) | _definitions(part["paths"])
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answer to bad input, which is not ours
+        schemas.pop(name, None)
+    while name := next((name for name, schema in schemas.items() if known.get(name, schema) != schema), ""):
+        text = json.dumps([paths, schemas]).replace(f'"{REF}{name}"', f'"{REF}{package}.{name}"')
+        paths, schemas = json.loads(text)
+        schemas[f"{package}.{name}"] = schemas.pop(name)
+    document |= {**part, "components": {"schemas": known | schemas}, "paths": document.get("paths", {}) | paths}
 
 
 def _definitions(node: Any) -> dict[str, Any]:
@@ -118,7 +137,7 @@ def _complete(operation: dict[str, Any], *, locked: bool) -> None:
     responses.pop("422", None)
     if locked:
         operation["security"] = [{"bearer": []}]
-        responses["401"] = {**responses["500"], "description": STATUS_MEANINGS[401]}  # the form is the same
+        responses["401"] = {**responses.get("500", {}), "description": STATUS_MEANINGS[401]}  # the form is the same
     for status, response in responses.items():
         headers = response.setdefault("headers", {})
         headers["X-Request-ID"] = {"description": "Names the request in the log", "schema": {"type": "string"}}

@@ -59,20 +59,25 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+def is_open(path: str, open_paths: Sequence[str]) -> bool:
+    """Whether a path needs no key: one of the open ones, or below one that is a folder ("/static/")."""
+    return path in open_paths or path.startswith(tuple(one for one in open_paths if one.endswith("/") and one != "/"))
+
+
 class Guard:
     """Lets in requests for open paths, and others with a key. Before a body is read.
 
-    protected:     beginnings of paths that need a key
+    open_paths:    see `is_open`
     allowed_hosts: names that the Host header may hold, against pages that rebind a name of theirs to this address;
                    empty: any
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], protected: Sequence[str], allowed_hosts: Sequence[str]
+        self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], allowed_hosts: Sequence[str]
     ) -> None:
         self.app = app
         self.keys = ApiKeys(keys)
-        self.protected = tuple(protected)
+        self.open_paths = open_paths
         self.allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +95,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD") and not _same_host(origin, host):
             return ApiError(403, "pages of another origin cannot use this server", "origin_not_allowed")
-        if self.keys and scope["path"].startswith(self.protected):
+        if self.keys and not is_open(scope["path"], self.open_paths):
             return self._key_problem(headers)
         return None
 

@@ -14,8 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ragcache import Document, IngestReport, ProgressEvent
-from ragcache import Document as NewDocument
+from ragcache import Document, IngestReport, ProgressEvent, RagCache
 from ragcache.errors import NoSuchDocumentError
 from ragcache.ingest.readers import SourceFile
 from ragcache.server.body import MULTIPART, content_type, read_json, request_body
@@ -47,9 +46,17 @@ async def add_uploads(
 
 
 async def add_documents(
-    service: Service, documents: Sequence[Document | SourceFile], *, split: bool, replace: bool = True
+    service: Service,
+    documents: Sequence[Document | SourceFile],
+    *,
+    split: bool,
+    replace: bool = True,
+    to: RagCache | None = None,
 ) -> AsyncGenerator[Said, None]:
-    """Progress, then the report. Closed early, the ingestion is cancelled, and waited for; what was committed stays."""
+    """Progress, then the report. Closed early, the ingestion is cancelled, and waited for; what was committed stays.
+
+    to: in place of what requests see
+    """
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[ProgressEvent | None] = asyncio.Queue()
     left = threading.Event()
@@ -59,7 +66,9 @@ async def add_documents(
 
     wait_s = service.settings.write_wait_s
     ingestion = asyncio.create_task(
-        service.kb.aingest(documents, split=split, replace=replace, progress=progress, timeout_s=wait_s, cancelled=left)
+        (to or service.kb).aingest(
+            documents, split=split, replace=replace, progress=progress, timeout_s=wait_s, cancelled=left
+        )
     )
     ingestion.add_done_callback(lambda _done: events.put_nowait(None))
     try:
@@ -225,7 +234,7 @@ async def _additions(service: Service, request: Request, replace: bool) -> Async
     if content_type(request) == MULTIPART:
         return add_uploads(service, await _files(request, service.settings.max_upload_files), replace=replace)
     asked = await read_json(request, AddDocuments, also=MULTIPART)
-    documents = [NewDocument(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
+    documents = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
     return add_documents(service, documents, split=asked.split)
 
 
@@ -323,11 +332,11 @@ async def delete_document(request: Request, id: str) -> Response:
 
 
 async def deletion(
-    service: Service, ids: Sequence[str] = (), where: Filter | None = None
+    service: Service, ids: Sequence[str] = (), where: Filter | None = None, of: RagCache | None = None
 ) -> AsyncGenerator[list[str], None]:
-    """The work of a deletion, for `Service.change`: ids of what was deleted."""
+    """The work of a deletion, for `Service.change`: ids of what was deleted. of: in place of what requests see"""
     try:
-        yield await service.kb.adelete(ids, filter=where, timeout_s=service.settings.write_wait_s)
+        yield await (of or service.kb).adelete(ids, filter=where, timeout_s=service.settings.write_wait_s)
     finally:
         service.figures.forget()
 

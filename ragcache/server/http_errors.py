@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match
 from starlette.types import Scope
 
 from ragcache import errors as engine
@@ -24,6 +24,7 @@ MAX_MESSAGE = 1000
 TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
 FAILURE = "the server failed; its log says more under this request's id"
 OWN_FAULTS = (500, 502)
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # A client that waits no longer: nobody reads the status, but logs and metrics show it.
 CLIENT_GONE = 499
 # Asking again would take as long again. OpenAI's clients obey this header.
@@ -155,8 +156,6 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """
     problem = max(problems, key=lambda one: len(one["loc"]))
     place = list(problem["loc"])
-    if len(place) > 1 and place[0] in ("query", "path", "body"):  # of a parameter; a body has no such first part
-        del place[0]
     param = param_of(place) or None
     kind, message = str(problem["type"]), str(problem["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
@@ -171,7 +170,7 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             "unsupported_parameter",
             str(place[0]),
         )
-    if param and param.endswith(".type") and not within:
+    if param and "content" in place and param.endswith(".type") and not within:
         message = f"only parts of type 'text' can be read ({message})"
     return ApiError(400, f"'{param}': {message}" if param else message, "invalid_value", param)
 
@@ -202,6 +201,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
+        problems = [{**one, "loc": one["loc"][1:] or one["loc"]} for one in problems]  # not whether of path or query
         return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:
@@ -216,9 +216,8 @@ def add_handlers(app: FastAPI) -> None:
 
 def _methods_at(request: Request) -> list[str]:
     """Methods that the path takes, over all of its routes: the framework names those of the first one."""
-    path = request.scope["path"]
-    routes = [route for route in request.app.state.routes if isinstance(route, Route)]
-    return sorted({method for route in routes if route.path_regex.match(path) for method in route.methods or ()})
+    asked = [{**request.scope, "method": method} for method in METHODS]
+    return [one["method"] for one in asked if any(route.matches(one)[0] is Match.FULL for route in request.app.routes)]
 
 
 STATUS_MEANINGS = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import reduce
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from ragcache.server.settings import ServerSettings
 from ragcache.server.uploads import UploadFolder
 
 T = TypeVar("T")
+View = Callable[[RagCache], RagCache]
 THREADS = 8
 # Requests for embeddings that share the embedder; they leave the slots of questions, and most threads, alone.
 EMBEDDING_SLOTS = 4
@@ -33,14 +35,17 @@ EMBEDDING_SLOTS = 4
 class Service:
     """One knowledge base, served.
 
+    kb:          what requests see of it
+    unfiltered:  all of it, for the package that a part of its documents belongs to
     chat_model, embedding_model, reranking_model: names that requests use; None for a reranker that there is not
     plain_model: the chat model for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
     ready:    whether it takes questions: warmed up, and not told to stop
     """
 
-    def __init__(self, kb: RagCache, settings: ServerSettings) -> None:
-        self.kb = kb
+    def __init__(self, kb: RagCache, settings: ServerSettings, views: Iterable[View] = ()) -> None:
+        self.unfiltered = kb
+        self.kb = kb = reduce(lambda seen, view: view(seen), views, kb)
         self.settings = settings
         self.slots = Slots(settings.slots, settings.max_queue)
         self.embedding_slots = Slots(EMBEDDING_SLOTS, settings.max_queue)

@@ -162,7 +162,7 @@ class DocumentStore:
         with self.database.write() as connection:
             advance(connection, "generation", 0)
             there = (select(documents.c.id).where(documents.c.id.in_(part)) for part in _parts(wanted))
-            found = {id for query in there for id in connection.scalars(query)}
+            found = {id for query in there for id in connection.scalars(self._narrowed(query, documents))}
             for part in _parts([id for id in wanted if id in found]):
                 discard_chunks(connection, part)
                 connection.execute(delete(documents).where(documents.c.id.in_(part)))
@@ -197,15 +197,16 @@ class DocumentStore:
     # Documents and chunks
 
     def document(self, id: str) -> StoredDocument | None:
+        query = self._narrowed(rows.select_documents().where(documents.c.id == id), documents)
         with self.database.read() as connection:
-            row = connection.execute(rows.select_documents().where(documents.c.id == id)).mappings().one_or_none()
+            row = connection.execute(query).mappings().one_or_none()
         return None if row is None else rows.document(row)
 
     def documents(
         self, where: Filter | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[StoredDocument]:
         """Documents whose metadata pass the filter, by id. Raises FilterError."""
-        query = rows.select_documents().order_by(documents.c.id).limit(limit).offset(offset)
+        query = self._narrowed(rows.select_documents(), documents).order_by(documents.c.id).limit(limit).offset(offset)
         if where:
             query = query.where(self._passing(where))
         with self.database.read() as connection:
@@ -213,7 +214,7 @@ class DocumentStore:
 
     def count(self, where: Filter | None = None) -> int:
         """How many documents pass the filter. Raises FilterError."""
-        query = select(func.count()).select_from(documents)
+        query = self._narrowed(select(func.count()).select_from(documents), documents)
         if where:
             query = query.where(self._passing(where))
         with self.database.read() as connection:
@@ -221,9 +222,9 @@ class DocumentStore:
 
     def versions(self) -> dict[str, StoredVersion]:
         """Versions by document id: they tell unchanged input from changed."""
-        columns = (documents.c[name] for name in ("id", *StoredVersion._fields))
+        query = self._narrowed(select(*(documents.c[name] for name in ("id", *StoredVersion._fields))), documents)
         with self.database.read() as connection:
-            return {row.id: StoredVersion(*row[1:]) for row in connection.execute(select(*columns))}
+            return {row.id: StoredVersion(*row[1:]) for row in connection.execute(query)}
 
     def chunks(self, ids: Iterable[str]) -> list[Chunk]:
         """The chunks of these ids, in their order. An id that is not there is left out."""
@@ -236,7 +237,8 @@ class DocumentStore:
 
     def chunks_of(self, document_id: str) -> list[Chunk]:
         """A document's chunks in order; none for an unknown document."""
-        query = rows.select_chunks().where(chunks.c.document_id == document_id).order_by(chunks.c.ordinal)
+        query = self._narrowed(rows.select_chunks().where(chunks.c.document_id == document_id), chunks)
+        query = query.order_by(chunks.c.ordinal)
         with self.database.read() as connection:
             return [rows.chunk(row) for row in connection.execute(query).mappings()]
 
@@ -258,6 +260,16 @@ class DocumentStore:
         """
         return text_search.search(self.database, question, limit, where)
 
+    # What a view sees, of all documents here: a subclass that leaves some out narrows both.
+
+    def visible(self, where: Filter | None) -> Filter | None:
+        """The filter of a search for what passes `where`."""
+        return where
+
+    def _narrowed(self, query: Any, _table: Any) -> Any:
+        """A query over documents, or chunks."""
+        return query
+
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
@@ -268,7 +280,8 @@ class DocumentStore:
     def unknown_fields(self, where: Filter) -> tuple[list[str], list[str]]:
         """Fields of the filter that no chunk's metadata has, and all the fields that there are; both sorted."""
         with self.database.read() as connection:
-            known = set(connection.scalars(field_names(chunks.c.metadata, self.database.dialect)))
+            query = self._narrowed(field_names(chunks.c.metadata, self.database.dialect), chunks)
+            known = set(connection.scalars(query))
         return sorted(fields_of(where) - known - set(OWN_FIELDS)), sorted(known)
 
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
@@ -367,7 +380,7 @@ class DocumentStore:
         found: dict[Any, Chunk] = {}
         with self.database.read() as connection:
             for part in _parts(wanted):
-                query = rows.select_chunks().where(column.in_(part))
+                query = self._narrowed(rows.select_chunks().where(column.in_(part)), chunks)
                 found.update((row[column.name], rows.chunk(row)) for row in connection.execute(query).mappings())
         return [found[value] for value in wanted if value in found]
 

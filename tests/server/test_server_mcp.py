@@ -85,7 +85,7 @@ async def test_a_client_that_hangs_up_ends_its_question(served, kb, monkeypatch,
         async with Client(f"{served.url}/mcp", mode=mode) as client:
             await client.call_tool("ask", {"question": BARKS})
 
-    monkeypatch.setattr(kb, "aask", watched)
+    monkeypatch.setattr(served.service.kb, "aask", watched)
     asking = asyncio.create_task(ask())
     await asyncio.to_thread(wait_for, lambda: served.service.slots.in_use == 1)
     asking.cancel()

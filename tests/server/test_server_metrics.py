@@ -114,10 +114,10 @@ def test_the_store(served: Served, kb):
     assert found["ragcache_slots",] == 8
 
 
-def test_scrapes_do_not_walk_the_disk(serve, kb, monkeypatch):
+def test_scrapes_do_not_walk_the_disk(serve, monkeypatch):
     served = serve(figures_s=1000)
     figures(served)
-    monkeypatch.setattr(kb, "info", None)
+    monkeypatch.setattr(served.service.kb, "info", None)
     figures(served)
     served.http.get("/v1/store").raise_for_status()
 

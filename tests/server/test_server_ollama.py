@@ -91,14 +91,14 @@ def test_lines_and_sources_are_json(served, kb):
     ]  # fmt: skip
 
 
-def test_options_are_the_engines(client, kb, monkeypatch):
+def test_options_are_the_engines(client, served, kb, monkeypatch):
     asked, chat = [], kb.astream_chat
 
     def record(messages, **options):
         asked.append(options["sampling"])
         return chat(messages, **options)
 
-    monkeypatch.setattr(kb, "astream_chat", record)
+    monkeypatch.setattr(served.service.kb, "astream_chat", record)
     given = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "repeat_penalty": 1.1}
     given |= {"presence_penalty": 0.1, "frequency_penalty": 0.2, "num_ctx": 4096, "num_gpu": 1}
     sampling = rc.Sampling(

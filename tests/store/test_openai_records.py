@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 
+from ragcache.errors import ConfigError, NoSuchDocumentError
 from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NewChunk, NewDocument
+from ragcache_openai.own_documents import OTHERS, OtherDocuments, SomeDocuments
 from ragcache_openai.records import PIECE, Record, Records
+from ragcache_openai.search import STORE_FIELD
 
 
 @pytest.fixture
@@ -49,6 +54,76 @@ def test_pages_go_on_from_what_was_listed(records):
     assert page(newest_first=True) == (["a", "e"], True)
 
 
+def test_pages_go_on_from_what_was_deleted(records, monkeypatch):
+    records.add(items(*"abcde"))
+    records.add(items("x", owner="you"))
+    records.delete("bdx")
+    for bounds, right in (
+        ({"after": "b"}, "ce"),
+        ({"before": "d"}, "ac"),
+        ({"after": "d"}, "e"),
+        ({"after": ""}, "ace"),
+    ):
+        assert names(records.page("item", "me", limit=9, newest_first=False, **bounds)) == list(right)
+    records.add(items("b"))  # one that is there again bounds where it is now
+    assert names(records.page("item", "me", limit=9, newest_first=True, after="b")) == list("eca")
+    for id in ("x", "nothing", "\0"):  # another's, and what never was
+        with pytest.raises(ConfigError, match="no object") as unknown:
+            records.page("item", "me", limit=9, newest_first=True, after=id)
+        assert unknown.value.option == "after"
+    monkeypatch.setattr("ragcache_openai.records.REMEMBERED", 2)
+    records.add(items(*"fghi"))
+    records.delete("a")
+    with pytest.raises(ConfigError):
+        records.page("item", "me", limit=9, newest_first=True, after="d")  # forgotten
+    assert names(records.page("item", "me", limit=9, newest_first=True, after="a")) == []
+
+
+def test_nul_is_in_nothing(records):
+    """PostgreSQL refuses it."""
+    records.add(items("a"))
+    assert records.get("item", "me", "\0") is None
+    assert names(records.page("item", "me", limit=9, newest_first=True, words=["\0"])) == []
+    assert names(records.page("item", "me", limit=9, newest_first=True, state="\0")) == []
+
+
+def test_nothing_is_below_what_is_not_there(records):
+    with pytest.raises(NoSuchDocumentError, match="'gone' was deleted"):
+        records.add([*items("a"), *items("b", parent="gone")])
+    assert records.among(["a", "b"]) == []
+    records.add([*items("top"), *items("a", parent="top")])
+    assert records.length("top")[0] == 1
+
+
+def test_files_are_seen_by_whom_they_belong_to(url):
+    """The views of the documents, in either database."""
+    with DocumentStore.open(url) as documents:
+        for id, metadata in (("plain", {}), ("one", {STORE_FIELD: "vs_1"}), ("two", {STORE_FIELD: "vs_2", "key": 1})):
+            chunk = NewChunk(f"{id}#0", f"text of {id}", [1], np.ones(2, np.float32), handle="same")
+            documents.replace_document(NewDocument(id, "", "hash", metadata), [chunk])
+        others = OtherDocuments(documents.database)
+        inside = SomeDocuments(documents.database, {STORE_FIELD: {"$in": ["vs_2"]}})
+        for view, id in ((others, "plain"), (inside, "two")):
+            assert [one.id for one in view.documents()] == list(view.versions()) == [id]
+            assert (view.count(), view.count({"key": 1})) == (1, int(id == "two"))
+            assert [one for one in ("plain", "one", "two") if view.document(one)] == [id]
+            assert [one for one in ("plain", "one", "two") if view.chunks_of(one)] == [id]
+            assert [one.document_id for one in view.chunks(["plain#0", "one#0", "two#0"])] == [id]
+            assert [one.document_id for one in view.chunks_by_handle(["same"])] == [id]
+            [seen] = documents.vector_ids(view.visible({"document_id": id}))
+            assert documents.vector_ids(view.visible(None)) == {seen}
+            assert [one.vector_id for one in view.chunks_by_vector_ids(documents.vector_ids())] == [seen]
+            assert view.unknown_fields({"key": 1})[0] == ([] if id == "two" else ["key"])
+        before = others.vector_ids(OTHERS)
+        assert others.vector_ids(OTHERS) is before  # looked up once
+        documents.replace_document(
+            NewDocument("new", "", "hash", {}), [NewChunk("new#0", "t", [1], np.ones(2, np.float32))]
+        )
+        assert others.vector_ids(OTHERS) == before | {documents.chunks_of("new")[0].vector_id}
+        assert others.delete_documents(["one", "two", "plain"]) == ["plain"]
+        assert documents.count() == 3
+
+
 def test_words_are_looked_for_as_they_are(records):
     records.add(items("100% sure", "100 sure", "a_b", "axb"))
     assert names(records.page("item", "me", limit=9, newest_first=False, words=["0%", "sure"])) == ["100% sure"]
@@ -58,6 +133,7 @@ def test_words_are_looked_for_as_they_are(records):
 def test_a_files_bytes_go_with_it(records):
     content = bytes(range(256)) * (PIECE // 200)
     body = {"bytes": len(content)}
+    records.add(items("store"))
     [file] = records.add([Record("f", "file", "me", body, parent="store", state="done")], io.BytesIO(content))
     assert b"".join(records.content(file)) == content
     assert records.states("file", "store") == {"done": (1, len(content))}

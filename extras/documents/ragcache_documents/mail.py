@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document, headed
-from ragcache.ingest.readers.html import markdown_of
 from ragcache.ingest.readers.plain import read_bytes, storable
+from ragcache_documents.html import markdown_of
 
 HEADERS = ("From", "To", "Cc", "Date")
 

@@ -14,9 +14,9 @@ from zipfile import BadZipFile, ZipFile
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.html import markdown_of
 from ragcache.ingest.readers.plain import decode, read_bytes, storable
 from ragcache.ingest.text_blocks import first_heading
+from ragcache_documents.html import markdown_of
 
 TEXTUAL = (".ipynb", ".csv")
 # What converters write of a file without text: comments that number slides, and names of sheets.

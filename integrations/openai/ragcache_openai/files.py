@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ragcache.server.body import MULTIPART, content_type, request_body
-from ragcache.server.http_errors import ApiError, errors
+from ragcache.server.http_errors import ApiError, errors, printable
+from ragcache.server.observe import warn
+from ragcache.server.service import service_of
 from ragcache.server.uploads import plain_name
 from ragcache.server.wire import AnswerModel
-from ragcache_openai.api import After, Caller, Deleted, Limit, ListOf, Order, caller_of
+from ragcache_openai.api import After, Caller, Deleted, ListOf, Order, caller_of
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import ATTACHED, FILE, FILE_FIELD
 from ragcache_openai.vector_stores import delete_indexed
 
 PATH = "/v1/files"
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
-FORM = {
+MOST_FILES = 10_000
+FilesLimit = Annotated[int, Query(ge=1, le=MOST_FILES)]
+FORM: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}},
@@ -54,6 +58,7 @@ async def create_file(request: Request) -> Response:
         raise ApiError(415, f"send the file as Content-Type: {MULTIPART}", "unsupported_media_type")
     async with request.form(max_files=1, max_fields=8) as form:
         upload, purpose = form.get("file"), form.get("purpose")
+        _check_names(request, [name for name in form if name not in FORM["properties"]])
         if not isinstance(upload, UploadFile) or not upload.filename:
             raise ApiError(400, "the form has no file in the field 'file'", "missing_required_parameter", "file")
         if purpose not in PURPOSES:
@@ -66,9 +71,25 @@ async def create_file(request: Request) -> Response:
     return FileObject(**shown(kept)).to_response()
 
 
+def _check_names(request: Request, unknown: list[str]) -> None:
+    """Fields of the form that are not known, as `read_json` has it for those of a body. Raises ApiError (400)."""
+    if any(name.startswith("expires_after") for name in unknown):
+        message = "files do not expire here; leave it out, and delete them"
+        raise ApiError(400, message, "unsupported_parameter", "expires_after")
+    if unknown and service_of(request).settings.strict:
+        param = printable(unknown[0])[:200]
+        raise ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
+    if unknown:
+        warn(request, f"unknown fields ignored: {', '.join(unknown)}")
+
+
 @router.get(PATH, summary="The files of this key", responses={200: {"model": ListOf}, **errors(400)})
 async def list_files(
-    request: Request, limit: Limit = 100, order: Order = "desc", after: After = None, purpose: str | None = None
+    request: Request,
+    limit: FilesLimit = MOST_FILES,
+    order: Order = "desc",
+    after: After = None,
+    purpose: str | None = None,
 ) -> Response:
     return await caller_of(request).list(FILE, shown, limit=limit, order=order, after=after, state=purpose)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from tempfile import SpooledTemporaryFile
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ragcache import Document, IngestReport
 from ragcache.errors import IngestError, ReaderError, StoreBusyError
@@ -64,9 +64,10 @@ class Indexer:
         """Index a file, or say why not; a store that is busy or a server that stops leave it waiting."""
         failure: Exception | None
         try:
-            documents = await self._documents(file)
+            documents, failed = await self._documents(file)
             report = await self.service.add(self._store(file, documents)).last()
-            failure = None if report is None else _failure(report)
+            stored, failed = (True, []) if report is None else _outcome(report, failed)
+            failure = failed[0] if failed else None
         except StoreBusyError:
             await asyncio.sleep(PAUSE_S)
             return
@@ -75,8 +76,8 @@ class Indexer:
         except Exception as error:
             if not isinstance(error, IngestError):
                 logs.write_failure(error)
-            failure = error
-        body, state = (file.body, DONE) if failure is None else ({**file.body, "error": _told(failure)}, FAILED)
+            stored, failure = False, error
+        body, state = {**file.body, "error": failure and _told(failure)}, DONE if stored else FAILED
         # One that was changed meanwhile waits still.
         current = await self.service.in_thread(self.records.settle, file, body, state)
         if current is None or current.state == CANCELLED:
@@ -86,17 +87,17 @@ class Indexer:
         """Delete the documents of a file that was taken out while it was indexed."""
         while True:
             try:
-                await self.service.change(deletion(self.service, where=inside(file))).last()
+                await self.service.change(deletion(self.service, where=inside(file), of=self.service.unfiltered)).last()
                 return
             except StoreBusyError:
                 await asyncio.sleep(PAUSE_S)
 
-    async def _documents(self, file: Record) -> list[Document]:
-        """Raises IngestError."""
+    async def _documents(self, file: Record) -> tuple[list[Document], list[Exception]]:
+        """What is in a file, and what cannot be read in it. Raises IngestError where nothing can."""
         left = threading.Event()
         return await self.service.in_thread(self._read, file, left, cancelled=left)
 
-    def _read(self, file: Record, left: threading.Event) -> list[Document]:
+    def _read(self, file: Record, left: threading.Event) -> tuple[list[Document], list[Exception]]:
         named, original = inside(file), self.records.get(FILE, file.owner, file.body["file_id"])
         if original is None:
             raise ReaderError(file.body["filename"], "the file was deleted")
@@ -109,7 +110,8 @@ class Indexer:
             upload = Upload(file.body["filename"], cast(BinaryIO, copy))
             files, failures = stack.enter_context(self.service.uploads.holding([upload]))
             found = [record for one in files for record in self.reader.read(SourceFile(one.path, file.id, one.source))]
-        failed = [*(one.error for one in failures), *(one for one in found if isinstance(one, ReaderError))]
+        failed: list[Exception] = [one.error for one in failures]
+        failed += [one for one in found if isinstance(one, ReaderError)]
         documents = [one for one in found if isinstance(one, Document)]
         if not documents:
             raise failed[0] if failed else ReaderError(file.body["filename"], "there is no text in it")
@@ -119,10 +121,10 @@ class Indexer:
                 one,
                 id=file.id if len(documents) == 1 else f"{file.id}/{rank:06}",
                 source=file.body["filename"],
-                metadata={**one.metadata, **attributes, **named},
+                metadata={**_own(one.metadata), **attributes, **named},
             )
             for rank, one in enumerate(documents)
-        ]
+        ], failed
 
     async def _store(self, file: Record, documents: Sequence[Document]) -> AsyncGenerator[IngestReport | None, None]:
         """The report; None for a file that does not wait any more."""
@@ -130,16 +132,25 @@ class Indexer:
         if current is None or current.state != WAITING:
             yield None
             return
-        async with aclosing(add_documents(self.service, documents, split=True)) as adding:
+        adding = add_documents(self.service, documents, split=True, to=self.service.unfiltered)
+        async with aclosing(adding):
             async for said in adding:
                 if isinstance(said, IngestReport):
                     yield said
 
 
-def _failure(report: IngestReport) -> Exception | None:
-    """Why nothing of a file could be stored."""
-    stored = report.added or report.updated or report.unchanged
-    return None if stored or not report.failed else report.failed[0].error
+def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of itself, which are no attributes: these are given when it is attached."""
+    return {name: value for name, value in metadata.items() if not name.startswith(ATTRIBUTE)}
+
+
+def _outcome(report: IngestReport, failed: Sequence[Exception]) -> tuple[bool, list[Exception]]:
+    """Whether anything of a file was stored, and why some of it was not."""
+    errors = [*failed, *(one.error for one in report.failed)]
+    stored = bool(report.added or report.updated or report.unchanged) or not errors
+    if stored and len(errors) > 1:
+        errors = [IngestError(f"{len(errors)} parts of the file could not be read; the first: {errors[0]}")]
+    return stored, errors
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -33,11 +33,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
+from ragcache.errors import ConfigError, NoSuchDocumentError
 from ragcache.store.database import Database
 
 PIECE = 1 << 20
 AT_ONCE = 500
-"""Bytes of a file in one row, and rows that one statement names."""
+REMEMBERED = 100_000
+"""Bytes of a file in one row; rows that one statement names; objects back to which deleted ones are remembered."""
 
 _metadata = MetaData()
 _Text = Text().with_variant(Text(collation="C"), "postgresql")
@@ -56,6 +58,13 @@ objects = Table(
     Column("body", JSON().with_variant(JSONB(), "postgresql"), nullable=False),
     Column("text", _Text, nullable=False),  # to be searched, in lower case
     sqlite_autoincrement=True,  # a number is never given out twice: pages go on from one
+)
+gone = Table(  # objects that were deleted: a list that was read up to one of them goes on from there
+    "ragcache_openai_gone",
+    _metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", _Text, nullable=False, index=True),
+    Column("owner", _Text, nullable=False),
 )
 pieces = Table(
     "ragcache_openai_pieces",
@@ -93,7 +102,7 @@ class Records:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._made = False
+        self._made = self._complete = False
 
     @property
     def read_only(self) -> bool:
@@ -102,10 +111,14 @@ class Records:
     def add(self, records: Sequence[Record], content: BinaryIO | None = None) -> list[Record]:
         """Keep new objects, all of them or none; one that has the id of another takes its place.
 
-        content: bytes of the only one of them, a file. Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
+        content: bytes of the only one of them, a file. Raises NoSuchDocumentError where what they are to be below was
+        deleted meanwhile, StoreReadOnlyError, StoreBusyError, StoreFullError.
         """
-        now = time.time()
+        now, parents = time.time(), {one.parent for one in records} - {"", *(one.id for one in records)}
         with self._writing() as connection:
+            there = set(connection.scalars(select(objects.c.id).where(objects.c.id.in_(parents))))
+            if parents - there:
+                raise NoSuchDocumentError(f"{min(parents - there)!r} was deleted meanwhile; nothing was added to it")
             _delete(connection, objects.c.id.in_([one.id for one in records]))
             for one in records:
                 row = {**one._asdict(), "created_at": one.created_at or now}
@@ -125,7 +138,8 @@ class Records:
         """Those of these ids that are there, in the order of their making."""
         found: list[Record] = []
         for start in range(0, len(ids), AT_ONCE):
-            found += self._select(objects.c.id.in_(ids[start : start + AT_ONCE]))
+            part = [id for id in ids[start : start + AT_ONCE] if "\0" not in id]  # which PostgreSQL would refuse
+            found += self._select(objects.c.id.in_(part))
         return found
 
     def of_state(self, kind: str, state: str, limit: int) -> list[Record]:
@@ -147,23 +161,26 @@ class Records:
         words: Sequence[str] = (),
         any_parent: bool = False,
     ) -> Page:
-        """Objects of a kind in the order of their making, from behind `after`, up to `before`. An id that is not there
-        bounds nothing.
+        """Objects of a kind in the order of their making, from behind `after`, up to `before`, which may have been
+        deleted meanwhile.
 
         words: in lower case, all of which their text holds
+
+        Raises ConfigError for a bound that never was there.
         """
+        if any("\0" in text for text in (*words, state or "")):  # which PostgreSQL would refuse
+            return Page([], False)
         wanted = [objects.c.kind == kind, objects.c.owner == owner]
         wanted += [] if any_parent else [objects.c.parent == parent]
         wanted += [] if state is None else [objects.c.state == state]
         wanted += [] if ids is None else [objects.c.id.in_(ids)]
         wanted += [objects.c.text.contains(word, autoescape=True) for word in words]
-        for id, behind in ((after, True), (before, False)):
-            if id is not None:
-                bound = select(objects.c.number).where(objects.c.id == id).scalar_subquery()
-                rises = behind != newest_first
-                wanted.append(or_(bound.is_(None), objects.c.number > bound if rises else objects.c.number < bound))
+        for name, id, behind in (("after", after, True), ("before", before, False)):
+            if id:
+                bound, rises = self._number(owner, id, name), behind != newest_first
+                wanted.append(objects.c.number > bound if rises else objects.c.number < bound)
         # What stands right before an object is read backwards from it.
-        backwards = before is not None and after is None
+        backwards = bool(before) and not after
         found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first != backwards)
         page = found[:limit]
         return Page(page[::-1] if backwards else page, len(found) > limit)
@@ -235,6 +252,17 @@ class Records:
                 return
             yield piece
 
+    def _number(self, owner: str, id: str, name: str) -> int:
+        """The number of an object that bounds a list, or had it."""
+        if found := [one.number for one in self.among([id]) if one.owner == owner]:
+            return found[0]
+        with self._reading() as connection:
+            if connection is not None and "\0" not in id and inspect(connection).has_table(gone.name):
+                query = select(func.max(gone.c.number)).where(gone.c.id == id, gone.c.owner == owner)
+                if (number := connection.scalar(query)) is not None:
+                    return int(number)
+        raise unknown_bound(name, id)
+
     def _select(
         self, *wanted: ColumnElement[bool], limit: int | None = None, newest_first: bool = False
     ) -> list[Record]:
@@ -255,18 +283,27 @@ class Records:
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         with self._db.write() as connection:
-            if not self._made:
+            if not self._complete:
                 _metadata.create_all(connection)
             yield connection
-        self._made = True
+        self._made = self._complete = True
 
 
 def _delete(connection: Connection, wanted: ColumnElement[bool]) -> None:
+    """Delete objects, and note them among those that are gone, of which the oldest are forgotten."""
+    oldest = select(func.max(objects.c.number) - REMEMBERED).scalar_subquery()
+    connection.execute(delete(gone).where(gone.c.number < oldest))
+    noted = select(objects.c.number, objects.c.id, objects.c.owner).where(wanted)
+    connection.execute(insert(gone).from_select(["number", "id", "owner"], noted))
     connection.execute(delete(objects).where(wanted))
 
 
 def _record(row: RowMapping) -> Record:
     return Record(**{name: row[name] for name in Record._fields})
+
+
+def unknown_bound(name: str, id: str) -> ConfigError:
+    return ConfigError(f"there is no object {id!r} to list from; leave {name!r} out to begin at the beginning", name)
 
 
 def new_id(beginning: str) -> str:

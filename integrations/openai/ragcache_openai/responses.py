@@ -39,7 +39,7 @@ from ragcache.server.chat_types import (
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import RunningTask, merged
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
-from ragcache_openai.api import Bounds, Caller, Deleted, Id, ListOf, absent, caller_of
+from ragcache_openai.api import Bounds, Caller, Deleted, Id, ListOf, Metadata, absent, caller_of
 from ragcache_openai.conversations import append, find_conversation
 from ragcache_openai.items import (
     ITEM,
@@ -53,8 +53,9 @@ from ragcache_openai.items import (
     messages_of,
     text_of,
 )
-from ragcache_openai.records import Record, new_id
-from ragcache_openai.search import FILE_FIELD, FileSearchTool, check_stores, shown_hits, where
+from ragcache_openai.own_documents import only_files_in
+from ragcache_openai.records import Record, new_id, unknown_bound
+from ragcache_openai.search import FILE_FIELD, FileSearchTool, check_stores, shown_hits, translated
 
 
 class FlatSchemaFormat(JsonSchema):
@@ -100,6 +101,7 @@ class ResponsesRequest(Ignored):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
+    metadata: Metadata | None = None  # type: ignore[assignment]  # it is kept, and given back
     ragcache: Extension | None = None
     reasoning: ReasoningField | None = None
     previous_response_id: Id | None = None
@@ -174,9 +176,9 @@ class ResponsesRequest(Ignored):
         """The extension with what file search adds to it."""
         if self.search is None:
             return self.ragcache
-        found = where(self.search.vector_store_ids, self.search.filters, "tools[0].filters")
-        own = self.extension.filter
-        given: dict[str, Any] = {"filter": {"$and": [own, found]} if own else found, "retrieve": True}
+        found = self.search.filters and translated(self.search.filters, "tools[0].filters")
+        both = [one for one in (self.extension.filter, found) if one]
+        given: dict[str, Any] = {"filter": {"$and": both} if both else None, "retrieve": True}
         if self.search.max_num_results is not None:
             given["k"] = self.search.max_num_results
         if self.search.ranking_options is not None:
@@ -305,16 +307,20 @@ async def create_response(request: Request) -> Response:
     caller = caller_of(request)
     service = caller.service
     asked = await read_json(request, ResponsesRequest)
-    retrieves, history = service.retrieves(asked.model), await history_of(caller, asked)
+    retrieves, history, kb = service.retrieves(asked.model), await history_of(caller, asked), service.kb
     if asked.search is not None:
+        if asked.extension.documents is not None:
+            message = "file_search finds the passages; leave ragcache.documents out, or tools"
+            raise ApiError(400, message, "invalid_value", "ragcache.documents")
         await check_stores(caller, asked.search.vector_store_ids, "tools[0].vector_store_ids")
+        kb = only_files_in(service.unfiltered, asked.search.vector_store_ids)
     check_room(len(history) + len(asked.items) + 1, 0, "input")
     chat = asked.as_chat(history)
     call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
     writer = ResponseWriter(
         service, request, asked.model, asked=asked, sampling=call.options["sampling"], caller=caller
     )
-    events = service.kb.astream_chat(call.messages, **call.options)
+    events = kb.astream_chat(call.messages, **call.options)
     return await respond(writer, chat, [_kept(events, writer)], asked.extension.timeout_s)
 
 
@@ -382,7 +388,10 @@ async def list_input_items(request: Request, id: str, bounds: Bounds) -> Respons
     limit, order, after = bounds.values()
     kept = await caller_of(request).find(RESPONSE, id, "response", "response_id")
     items = kept.body["input"][:: -1 if order == "desc" else 1]
-    start = next((rank + 1 for rank, item in enumerate(items) if item["id"] == after), 0)
+    ids = [item["id"] for item in items]
+    if after and after not in ids:
+        raise unknown_bound("after", after)
+    start = ids.index(after) + 1 if after else 0
     page, more = items[start : start + limit], len(items) > start + limit
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return ListOf(object="list", data=page, first_id=ends[0], last_id=ends[1], has_more=more).to_response()

@@ -1,7 +1,7 @@
 """File search: OpenAI's filters as the store's, and what is found in vector stores.
 
-A file in a vector store is documents of the store whose metadata name both. So a search in vector stores is a retrieval
-with a filter, and KV of a text is kept once, in however many of them it is.
+A file in a vector store is documents of the store whose metadata name both (see `own_documents`). So a search in vector
+stores is a retrieval among these, and KV of a text is kept once, in however many of them it is.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragcache import Hit, Source
 from ragcache.server.http_errors import ApiError
-from ragcache.server.wire import RequestModel, Text
-from ragcache.store.filters import Filter
+from ragcache.server.wire import INT64, RequestModel, Text
+from ragcache.store.filters import MAX_CONDITIONS, Filter
 from ragcache_openai.api import Caller, Id, Key, ShortText
 from ragcache_openai.records import Record
 
@@ -26,19 +26,39 @@ MOST_RESULTS = 50
 MOST_STORES = 100
 DEEPEST = 8
 
+
+def _fits(given: Any) -> Any:
+    if isinstance(given, int) and not -INT64 <= given < INT64:
+        raise ValueError("it holds a number of more than 64 bits")
+    return given
+
+
 Number = int | float
-Value = ShortText | bool | Number
+Value = Annotated[ShortText | bool | Number, BeforeValidator(_fits)]
+ListedValue = Annotated[ShortText | Number, BeforeValidator(_fits)]
 
 
 class Comparison(RequestModel):
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
     key: Key
-    value: Value | Annotated[list[ShortText | Number], Field(min_length=1, max_length=1000)]
+    value: Value | Annotated[list[ListedValue], Field(min_length=1, max_length=1000)]
 
 
 class Compound(RequestModel):
     type: Literal["and", "or"]
-    filters: Annotated[list[Comparison | Compound], Field(min_length=1, max_length=100)]
+    filters: Annotated[list[Filters], Field(min_length=1, max_length=100)]
+
+
+def _form(given: Any) -> str:
+    """Which of the two was meant: the errors are then about that one."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "Compound" if kind in ("and", "or") else "Comparison"
+
+
+Filters = Annotated[
+    Annotated[Comparison, Tag("Comparison")] | Annotated[Compound, Tag("Compound")], Discriminator(_form)
+]
+Compound.model_rebuild()
 
 
 class HybridSearch(RequestModel):
@@ -67,21 +87,19 @@ class FileSearchTool(RequestModel):
     type: Literal["file_search"]
     vector_store_ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_STORES)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
-    filters: Comparison | Compound | None = None
+    filters: Filters | None = None
     ranking_options: RankingOptions | None = None
 
 
-def where(stores: Sequence[str], filters: Comparison | Compound | None, param: str) -> dict[str, Any]:
-    """The filter of documents in these vector stores whose attributes pass. Raises ApiError (400) naming `param`."""
-    inside = {STORE_FIELD: {"$in": list(stores)}}
-    return inside if filters is None else {"$and": [inside, _translated(filters, param)]}
-
-
-def _translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
+def translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
+    """The filter of documents whose attributes pass. Raises ApiError (400) naming `param`."""
+    if not depth and (count := _comparisons(filters)) > MAX_CONDITIONS:
+        message = f"filters are {count} comparisons, and {MAX_CONDITIONS} can be made; use 'in' for lists of values"
+        raise ApiError(400, message, "invalid_filter", param)
     if isinstance(filters, Compound):
         if depth == DEEPEST:
             raise ApiError(400, f"filters are nested deeper than {DEEPEST}; simplify them", "invalid_filter", param)
-        return {f"${filters.type}": [_translated(one, param, depth + 1) for one in filters.filters]}
+        return {f"${filters.type}": [translated(one, param, depth + 1) for one in filters.filters]}
     wants_list = filters.type in ("in", "nin")
     if isinstance(filters.value, list) != wants_list:
         wanted = "a list of values" if wants_list else "one value"
@@ -90,6 +108,10 @@ def _translated(filters: Comparison | Compound, param: str, depth: int = 0) -> F
         message = f"the filter {filters.type!r} of {filters.key!r} compares numbers or texts, not true and false"
         raise ApiError(400, message, "invalid_filter", param)
     return {ATTRIBUTE + filters.key: {f"${filters.type}": filters.value}}
+
+
+def _comparisons(filters: Comparison | Compound) -> int:
+    return sum(map(_comparisons, filters.filters)) if isinstance(filters, Compound) else 1
 
 
 async def check_stores(caller: Caller, ids: Sequence[str], param: str) -> None:

@@ -32,6 +32,7 @@ from ragcache_openai.api import (
     caller_of,
     kept_of,
 )
+from ragcache_openai.own_documents import only_files_in
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import (
     ATTACHED,
@@ -41,13 +42,13 @@ from ragcache_openai.search import (
     MOST_RESULTS,
     STORE,
     STORE_FIELD,
-    Comparison,
-    Compound,
+    Filters,
     Number,
     RankingOptions,
+    Value,
     check_stores,
     shown_hits,
-    where,
+    translated,
 )
 
 PATH = "/v1/vector_stores"
@@ -60,7 +61,7 @@ DONE: Literal["completed"] = "completed"
 FAILED: Literal["failed"] = "failed"
 CANCELLED: Literal["cancelled"] = "cancelled"
 STATES: tuple[State, ...] = (WAITING, DONE, FAILED, CANCELLED)
-Attributes = Annotated[dict[Key, ShortText | bool | Number], Field(max_length=MOST_PAIRS)]
+Attributes = Annotated[dict[Key, Value], Field(max_length=MOST_PAIRS)]
 
 
 def _never(given: Any) -> None:
@@ -130,7 +131,7 @@ class StoreChange(RequestModel):
 class StoreSearch(RequestModel):
     query: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=32)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] = DEFAULT_RESULTS
-    filters: Comparison | Compound | None = None
+    filters: Filters | None = None
     ranking_options: RankingOptions | None = None
     rewrite_query: bool | None = Field(default=None, description="Accepted, and of no consequence here")
 
@@ -290,9 +291,9 @@ async def search_store(request: Request, id: str) -> Response:
     caller, asked = caller_of(request), await read_json(request, StoreSearch)
     await check_stores(caller, [id], "vector_store_id")
     options = asked.ranking_options.options() if asked.ranking_options else {}
-    options["filter"] = where([id], asked.filters, "filters")
-    service = caller.service
-    hits = await service.compute(request, _found, service.kb.retrieve, asked.queries, asked.max_num_results, options)
+    options["filter"] = asked.filters and translated(asked.filters, "filters")
+    retrieve = only_files_in(caller.service.unfiltered, [id]).retrieve
+    hits = await caller.service.compute(request, _found, retrieve, asked.queries, asked.max_num_results, options)
     return FoundPage(
         object="vector_store.search_results.page",
         search_query=asked.queries,
@@ -514,7 +515,7 @@ async def delete_indexed(caller: Caller, documents: Filter | None, ids: Sequence
 
     async def work() -> AsyncGenerator[None, None]:
         if documents is not None:
-            async for _ in deletion(caller.service, where=documents):
+            async for _ in deletion(caller.service, where=documents, of=caller.service.unfiltered):
                 pass
         await caller.read(caller.records.delete, ids)
         yield
@@ -528,7 +529,7 @@ def inside(file: Record) -> dict[str, str]:
 
 
 def _texts(caller: Caller, file: Record) -> list[str]:
-    kb = caller.service.kb
+    kb = caller.service.unfiltered
     return [chunk.text for document in kb.documents(inside(file)) for chunk in kb.chunks_of(document.id)]
 
 
@@ -576,7 +577,7 @@ def _shown_batch(caller: Caller, batch: Record) -> FileBatch:
 
 
 def _file(caller: Caller, file: Record) -> VectorStoreFile:
-    failure = file.body.get("error") if file.state == FAILED else None
+    failure = file.body.get("error") if file.state in (FAILED, DONE) else None  # of a part, or of all of it
     return VectorStoreFile(
         id=file.body["file_id"],
         object="vector_store.file",

@@ -30,7 +30,6 @@ _HERE = "ragcache.ingest.readers"
 OWN = {
     **dict.fromkeys((".txt", ".text", ".rst"), f"{_HERE}.plain:read_text"),
     **dict.fromkeys((".md", ".markdown"), f"{_HERE}.markdown:read_markdown"),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), f"{_HERE}.html:read_html"),
     **dict.fromkeys((".jsonl", ".ndjson"), f"{_HERE}.jsonl:read_jsonl"),
     **dict.fromkeys(CODE.split(), f"{_HERE}.plain:read_code"),
 }

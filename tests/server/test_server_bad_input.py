@@ -1,0 +1,374 @@
+"""What goes wrong with files, vector stores, answers and lists of them, by the official client."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from serving import serving, wait_for
+
+import ragcache as rc
+from ragcache.errors import NoSuchDocumentError
+from ragcache_demo.bag_of_words import BagOfWords
+from ragcache_openai.records import Record
+
+TEXT = b"Jonas wears a green hat in Kelbrook."
+
+
+@pytest.fixture(scope="module")
+def running(lm, made, tmp_path_factory):
+    path = shutil.copytree(made, tmp_path_factory.mktemp("bad") / "kb")
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb, serving(kb) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with OpenAI(base_url=running.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def store(client) -> str:
+    return client.vector_stores.create().id
+
+
+def send(client, name="hat.md", content=TEXT) -> str:
+    return client.files.create(file=(name, content), purpose="assistants").id
+
+
+def attach(client, store, name="hat.md", content=TEXT, **more):
+    file = send(client, name, content)
+    client.vector_stores.files.create(store, file_id=file, **more)
+    return client.vector_stores.files.poll(file, vector_store_id=store, poll_interval_ms=20)
+
+
+def answer(client, **more):
+    return client.responses.create(**{"model": "tiny", "input": "Who?", "max_output_tokens": 1, **more})
+
+
+def searching(store, **more):
+    return {"tools": [{"type": "file_search", "vector_store_ids": [store], **more}]}
+
+
+def refused(call) -> APIStatusError:
+    """An error in OpenAI's form that names what is wrong."""
+    with pytest.raises(APIStatusError) as found:
+        call()
+    assert set(found.value.body) == {"message", "type", "param", "code"}
+    assert found.value.body["type"] == "invalid_request_error"
+    return found.value
+
+
+def nested(depth: int) -> dict:
+    return {"type": "and", "filters": [nested(depth - 1)]} if depth else EQUAL
+
+
+EQUAL = {"type": "eq", "key": "year", "value": 1}
+MANY = {"type": "or", "filters": [{"type": "or", "filters": [EQUAL] * 100}] * 11}
+FILTERS = [
+    ({}, "filters.type", "is missing"),
+    ({**EQUAL, "type": "near"}, "filters.type", "'eq', 'ne'"),
+    ({"type": "eq", "key": "year"}, "filters.value", "is missing"),
+    ({**EQUAL, "key": 1}, "filters.key", "valid string"),
+    ({**EQUAL, "key": ""}, "filters.key", "at least 1"),
+    ({**EQUAL, "value": None}, "filters.value", "valid"),
+    ({**EQUAL, "value": 2**70}, "filters.value", "64 bits"),
+    ({**EQUAL, "type": "in", "value": [True]}, "filters.value[0]", "valid"),
+    ({"type": "and", "filters": []}, "filters.filters", "at least 1"),
+    ({"type": "or"}, "filters.filters", "is missing"),
+    ({"type": "or", "filters": [{**EQUAL, "type": "is"}]}, "filters.filters[0].type", "'eq', 'ne'"),
+    (nested(9), "filters", "deeper than 8"),
+    (MANY, "filters", "1100 comparisons"),
+    ([], "filters", "an object"),
+    ("year", "filters", "an object"),
+]
+
+
+@pytest.mark.parametrize(("filters", "param", "said"), FILTERS, ids=[str(one[0])[:40] for one in FILTERS])
+def test_filters_that_are_none(client, store, filters, param, said):
+    searched = refused(lambda: client.vector_stores.search(store, query="hat", filters=filters))
+    asked = refused(lambda: answer(client, **searching(store, filters=filters)))
+    assert (searched.status_code, searched.param, asked.param) == (400, param, f"tools[0].{param}")
+    for error in (searched, asked):
+        assert said in error.message
+        assert "parts of type 'text'" not in error.message
+
+
+QUERIES = ["", " ", [], [""], ["a", ""], ["a"] * 33, 3, None]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_that_are_none(client, store, query):
+    assert refused(lambda: client.vector_stores.search(store, query=query)).param == "query"
+
+
+METADATA = [
+    {str(rank): "1" for rank in range(17)},
+    {"k" * 65: "1"},
+    {"": "1"},
+    {"k": "v" * 513},
+    {"k": 1},
+    {"k": None},
+    [],
+]
+
+
+@pytest.mark.parametrize("metadata", METADATA)
+def test_metadata_has_openais_limits(client, store, metadata):
+    for call in (
+        lambda: client.vector_stores.create(metadata=metadata),
+        lambda: client.vector_stores.update(store, metadata=metadata),
+        lambda: client.conversations.create(metadata=metadata),
+        lambda: answer(client, metadata=metadata),
+    ):
+        assert refused(call).param.startswith("metadata")
+    largest = {f"{rank:064}": "v" * 512 for rank in range(16)}
+    assert client.vector_stores.create(metadata=largest).metadata == largest
+    assert answer(client, metadata=largest).metadata == largest
+
+
+def test_attributes_that_are_none(client, store):
+    file = send(client)
+    for attributes in ({str(rank): 1 for rank in range(17)}, {"k" * 65: 1}, {"k": "v" * 513}, {"k": 2**70}, {"k": [1]}):
+        call = lambda given=attributes: client.vector_stores.files.create(store, file_id=file, attributes=given)  # noqa: E731
+        assert refused(call).param.startswith("attributes")
+
+
+def test_attributes_are_not_what_a_file_says_of_itself(client, store):
+    own = b"---\n_attributes.year: 1\n_file_id: file-other\n_vector_store_id: vs_other\n---\nThe hat is green."
+    attach(client, store, content=own, attributes={"kind": "hat"})
+    assert client.vector_stores.search(store, query="hat", filters=EQUAL).data == []
+    assert len(client.vector_stores.search(store, query="hat").data) == 1
+
+
+# Lists
+
+
+def test_a_list_goes_on_behind_what_was_deleted(client):
+    ids = [send(client) for _ in range(4)]
+    page = client.files.list(limit=2)
+    assert [one.id for one in page.data] == ids[:1:-1]
+    for one in page.data:
+        client.files.delete(one.id)
+    assert [one.id for one in client.files.list(limit=2, after=page.data[-1].id).data] == ids[1::-1]
+    seen = [client.files.delete(one.id).id for one in client.files.list(limit=1) if one.id in ids]
+    assert seen == ids[1::-1]  # each once, deleted while it is listed
+
+
+def test_a_list_goes_on_behind_a_detached_file(client, store):
+    ids = [attach(client, store).id for _ in range(3)]
+    client.vector_stores.files.delete(ids[1], vector_store_id=store)
+    rest = client.vector_stores.files.list(store, after=ids[1], order="asc")
+    assert [one.id for one in rest.data] == ids[2:]
+
+
+def test_cursors_that_never_were_are_refused(client, store):
+    first, conversation = answer(client).id, client.conversations.create().id
+    for call in (
+        lambda **at: client.files.list(**at),
+        lambda **at: client.vector_stores.list(**at),
+        lambda **at: client.vector_stores.files.list(store, **at),
+        lambda **at: client.conversations.items.list(conversation, **at),
+        lambda **at: client.responses.input_items.list(first, **at),
+    ):
+        for id in ("nothing", "\0", "file-\U0001f600"):
+            error = refused(lambda call=call, id=id: call(after=id))
+            assert (error.status_code, error.param) == (400, "after")
+        call(after="")  # as if it were left out
+    assert refused(lambda: client.vector_stores.list(before="nothing")).param == "before"
+    assert refused(lambda: client.files.list(limit=10_001)).param == "limit"
+    assert client.files.list(limit=10_000).data is not None
+
+
+# Files
+
+
+def test_names_of_files(client, store):
+    for name in (
+        "\u202ecod.md",
+        "e\u0301.md",
+        "\U0001f600.md",
+        "n" * 300 + ".md",
+        " .md",
+        "a;b.md",
+        "日本語.txt",
+        "A.MD",
+    ):
+        attached = attach(client, store, name)
+        assert (attached.status, client.files.retrieve(attached.id).filename) == ("completed", name)
+    assert client.files.retrieve(send(client, "../../x.md")).filename == "x.md"
+    for name in (".md", "README", "song.mp3"):
+        error = refused(lambda name=name: attach(client, store, name))
+        assert (error.code, error.param) == ("unsupported_file", "file_id")
+
+
+UNREAD = {
+    "latin.txt": (b"caf\xe9 in the town", "latin.txt: the file is not UTF-8"),
+    "binary.txt": (b"\0\1\2" * 50, "binary.txt: the file is binary"),
+    "broken.json": (b"{nope", "broken.json: the file is not JSON"),
+    "broken.pdf": (b"%PDF-nope", "broken.pdf: the PDF is damaged"),
+    "broken.docx": (b"PK nope", "broken.docx: the file is damaged"),
+    "markup.html": (b"<html><script>x</script></html>", "markup.html: there is no text in it"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_files_that_cannot_be_read(client, store, name):
+    content, said = UNREAD[name]
+    failed = attach(client, store, name, content)
+    assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
+    assert failed.last_error.message.startswith(said)
+
+
+def test_a_part_that_cannot_be_read_is_said(client, store):
+    lines = b'{"text": "A green hat."}\n{"no": 1}\nnonsense\n{"text": "A blue coat."}\n'
+    read = attach(client, store, "mixed.jsonl", lines)
+    assert (read.status, read.last_error.code) == ("completed", "invalid_file")
+    assert read.last_error.message.startswith("2 parts of the file could not be read; the first: mixed.jsonl:2")
+    assert len(client.vector_stores.search(store, query="hat coat").data) == 2
+    assert attach(client, store, "whole.jsonl", lines[:24]).last_error is None
+
+
+def test_files_do_not_expire_and_unknown_fields_are_named(client, running):
+    error = refused(
+        lambda: client.files.create(
+            file=("hat.md", TEXT), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+    )
+    assert (error.param, error.code) == ("expires_after", "unsupported_parameter")
+    form = {"purpose": (None, "assistants"), "colour": (None, "red"), "file": ("hat.md", TEXT)}
+    sent = running.http.post("/v1/files", files=form)
+    assert (sent.status_code, sent.headers["x-ragcache-warning"]) == (200, "unknown fields ignored: colour")
+
+
+def test_unknown_fields_of_a_form_are_refused_by_a_strict_server(serve):
+    form = {"purpose": (None, "assistants"), "colour": (None, "red"), "file": ("hat.md", TEXT)}
+    answered = serve(strict=True).http.post("/v1/files", files=form)
+    assert (answered.status_code, answered.json()["error"]["param"]) == (400, "colour")
+
+
+# What is gone, or two things at once
+
+
+def test_documents_and_a_file_search_exclude_each_other(client, store):
+    told = {"ragcache": {"documents": [{"text": "A hat."}]}}
+    assert refused(lambda: answer(client, **searching(store), extra_body=told)).param == "ragcache.documents"
+
+
+def test_what_is_gone(client, store):
+    first = answer(client, **searching(store))
+    client.vector_stores.delete(store)
+    for call, param in (
+        (lambda: answer(client, **searching(store)), "tools[0].vector_store_ids"),
+        (lambda: answer(client, **searching(store), previous_response_id=first.id), "tools[0].vector_store_ids"),
+        (lambda: answer(client, **searching(store), stream=True), "tools[0].vector_store_ids"),
+        (lambda: client.vector_stores.search(store, query="hat"), "vector_store_id"),
+        (lambda: client.vector_stores.files.list(store), "vector_store_id"),
+        (lambda: client.vector_stores.files.create(store, file_id=send(client)), "vector_store_id"),
+    ):
+        error = refused(call)
+        assert (type(error), error.param) == (NotFoundError, param)
+    assert answer(client, previous_response_id=first.id).output_text is not None  # without the search it goes on
+    client.responses.delete(first.id)
+    gone = refused(lambda: answer(client, previous_response_id=first.id, stream=True))
+    assert (type(gone), gone.param) == (BadRequestError, "previous_response_id")
+
+
+def test_nothing_is_added_below_what_was_deleted_meanwhile(client, running, store):
+    """Else it would be indexed, and stay, where nobody finds it."""
+    records = running.app.state.openai.records
+    client.vector_stores.delete(store)
+    with pytest.raises(NoSuchDocumentError, match="deleted meanwhile"):
+        records.add([Record(f"{store}/file-1", "vector_store.file", "", {"bytes": 1}, parent=store)])
+    assert records.among([f"{store}/file-1"]) == []
+
+
+def test_two_at_once(client, store):
+    """The same file and others, sent and attached side by side."""
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda rank: send(client, f"{rank}.md", TEXT + b" %d" % rank), range(8)))
+        assert len(set(ids)) == 8
+        list(pool.map(lambda id: client.vector_stores.files.create(store, file_id=id), [*ids, *ids]))
+    wait_for(lambda: client.vector_stores.retrieve(store).status == "completed")
+    assert client.vector_stores.retrieve(store).file_counts.completed == 8
+    found = client.vector_stores.search(store, query="hat", max_num_results=50).data
+    assert sorted(one.file_id for one in found) == sorted(ids)
+
+
+def test_clients_that_hang_up(client, running, store):
+    attach(client, store)
+    head = f"POST {{}} HTTP/1.1\r\nHost: x\r\nContent-Type: {{}}\r\nContent-Length: 100000\r\n\r\n{'x' * 500}"
+    for path, kind in (
+        ("/v1/files", "multipart/form-data; boundary=b"),
+        (f"/v1/vector_stores/{store}/search", "application/json"),
+        ("/v1/responses", "application/json"),
+    ):
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as wire:
+            wire.sendall(head.format(path, kind).encode())
+    with client.responses.create(
+        model="tiny", input="Who wears a hat?", max_output_tokens=2000, stream=True, **searching(store)
+    ) as events:
+        next(iter(events))
+    wait_for(lambda: running.service.slots.in_use == 0)
+    assert len(client.vector_stores.search(store, query="hat").data) == 1
+
+
+SERVER = """
+import sys, ragcache as rc, uvicorn
+from ragcache.server.app import create_app
+from ragcache_demo.bag_of_words import BagOfWords
+kb = rc.RagCache.open(sys.argv[1], model=sys.argv[2], method="reposition", embedder=BagOfWords())
+uvicorn.run(create_app(kb), host="127.0.0.1", port=int(sys.argv[3]), log_level="error")
+"""
+
+
+def test_a_server_that_is_killed_while_it_indexes(lm, made, tmp_path):
+    """The next one goes on: every file is indexed, once."""
+    path = shutil.copytree(made, tmp_path / "kb")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVER, str(path), str(lm.name), str(port)]
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with killed_later(command, client):
+            ids = [send(client, f"{rank}.md", TEXT * 40 + b" %d" % rank) for rank in range(12)]
+            store = client.vector_stores.create(file_ids=ids).id
+            wait_for(lambda: client.vector_stores.retrieve(store).file_counts.completed >= 2)
+        with killed_later(command, client):
+            wait_for(lambda: client.vector_stores.retrieve(store).status == "completed")
+            assert client.vector_stores.retrieve(store).file_counts.completed == 12
+            found = client.vector_stores.search(store, query="hat", max_num_results=50).data
+            assert {one.file_id for one in found} == set(ids)
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+        assert sorted(one.id for one in kb.documents() if one.id.startswith("vs_")) == sorted(
+            f"{store}/{id}" for id in ids
+        )
+
+
+@contextmanager
+def killed_later(command, client):
+    process = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    try:
+        wait_for(lambda: answers(client))
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(client) -> bool:
+    try:
+        return bool(client.models.list().data)
+    except Exception:  # it does not listen yet
+        time.sleep(0.2)
+        return False

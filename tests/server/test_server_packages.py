@@ -1,0 +1,124 @@
+"""Routes that packages add: whatever they are nested in they need a key, and what they name changes no other's."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+from pydantic import create_model
+from serving import serving
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from ragcache.plugins import Registry
+from ragcache.server import app as server_app
+from ragcache.server.body import request_body
+from ragcache.server.settings import ServerSettings
+
+
+def router_of(prefix: str, model: type, **more) -> APIRouter:
+    """POST {prefix}/things/{id}, in a router within a router, GET of the same, and an application of its own below."""
+    inner, middle, outer = APIRouter(prefix="/things"), APIRouter(), APIRouter(prefix=prefix)
+
+    @inner.post("/{id}", responses={200: {"model": model}}, openapi_extra=request_body(json=model))
+    async def post(id: str):
+        return PlainTextResponse(f"posted {id}")
+
+    @inner.get("/{id}")
+    async def get(id: str):
+        return PlainTextResponse(f"got {id}")
+
+    mounted = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    mounted.get("/inside")(lambda: "inside")
+    middle.include_router(inner)
+    middle.mount("/app", mounted)
+    outer.include_router(middle)
+    outer.routes.append(Route(f"{prefix}-plain", lambda _request: PlainTextResponse("plain")))
+    return outer
+
+
+def named(**fields) -> type:
+    return create_model("Thing", **{name: (kind, ...) for name, kind in fields.items()})
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Registered as they are by packages: after what is there."""
+
+    def register(**routers: APIRouter) -> None:
+        own = {name: server_app.ADDED[name] for name in server_app.ADDED}
+        monkeypatch.setattr(server_app, "ADDED", Registry("ragcache.no_such_group", own | routers))
+
+    return register
+
+
+PATHS = ("/acme/things/1", "/acme/app/inside", "/acme-plain")
+OPEN = ("/healthz", "/readyz", "/openapi.json")
+
+
+def test_nested_routers_and_mounted_applications_need_a_key_and_nothing_else_changes(kb, packages):
+    packages(acme=router_of("/acme", named(size=int)))
+    with serving(kb, ServerSettings(api_keys=("key",), drain_s=5)) as served:
+        key = {"Authorization": "Bearer key"}
+        for path in PATHS:
+            assert served.http.get(path).status_code == 401, path
+            assert served.http.get(path, headers=key).status_code == 200, path
+        for path in OPEN:
+            assert served.http.get(path).status_code == 200, path
+        for path in ("/", "/static/page.js", "/acme", "/nothing", "/metrics"):
+            assert served.http.get(path).status_code == 401, path
+        document = served.http.get("/openapi.json").json()
+        assert document["paths"]["/acme/things/{id}"]["get"]["security"]
+        assert "security" not in document["paths"]["/healthz"]["get"]
+
+
+def test_without_keys_and_with_the_page(kb, packages):
+    packages(acme=router_of("/acme", named(size=int)))
+    with serving(kb, ServerSettings(drain_s=5), web=True) as served:
+        assert [served.http.get(path).status_code for path in (*PATHS, "/")] == [200] * 4
+        refused = served.http.delete("/acme/things/1")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
+    with serving(kb, ServerSettings(api_keys=("key",), drain_s=5), web=True) as served:
+        assert [served.http.get(path).status_code for path in ("/", "/acme-plain")] == [200, 401]
+
+
+def schemas_of(kb) -> dict:
+    document = server_app.create_app(kb).openapi()
+    return document["components"]["schemas"], document["paths"]
+
+
+def body_of(paths, path) -> str:
+    return paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+
+
+def answer_of(paths, path) -> str:
+    return paths[path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+
+
+def test_two_packages_name_their_bodies_alike(kb, packages):
+    before, _ = schemas_of(kb)
+    part = create_model("VectorStore", colour=(str, ...))  # as one that is there already
+    packages(
+        acme=router_of("/acme", named(size=int)),
+        bolt=router_of("/bolt", named(part=part)),
+        cord=router_of("/cord", named(size=int)),
+    )
+    schemas, paths = schemas_of(kb)
+    for path, name, fields in (
+        ("/acme/things/{id}", "Thing", {"size"}),
+        ("/bolt/things/{id}", "bolt.Thing", {"part"}),
+        ("/cord/things/{id}", "Thing", {"size"}),  # the same
+    ):
+        assert (body_of(paths, path), answer_of(paths, path)) == (name, name)
+        assert set(schemas[name]["properties"]) == fields
+    assert schemas["bolt.Thing"]["properties"]["part"]["$ref"].endswith("/bolt.VectorStore")
+    new = {"Thing", "bolt.Thing", "bolt.VectorStore"}
+    assert {name: schema for name, schema in schemas.items() if name not in new} == before
+    packages(bolt=router_of("/bolt", named(part=part)))
+    assert "Thing" in schemas_of(kb)[0]
+
+
+def test_every_reference_is_defined(kb):
+    text = httpx.Response(200, json=server_app.create_app(kb).openapi()).text
+    schemas, _ = schemas_of(kb)
+    assert {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]} <= set(schemas)

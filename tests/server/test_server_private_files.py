@@ -1,0 +1,202 @@
+"""Files in vector stores are found by file search alone: no other route finds, shows, changes or deletes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import httpx
+import httpx2
+import pytest
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+from openai import OpenAI
+from serving import Served, serving, wait_for
+
+import ragcache as rc
+from ragcache.server.settings import ServerSettings
+from ragcache_demo.bag_of_words import BagOfWords
+
+TEXT = "The zebra password of Kelbrook is quagga, and the zebra sleeps in the tower of Kelbrook until the morning bell."
+FILE = ("zebras.md", f"---\nherd: quagga\n---\n{TEXT}\n".encode())
+QUESTION = "What is the zebra password of Kelbrook?"
+SECRETS = ("zebra", "quagga", "herd", "vs_", "tower")
+
+
+@pytest.fixture(scope="module", params=["no keys", "another key", "its own key"])
+def world(request, lm, made, tmp_path_factory):
+    """A server with a file in a vector store of the key "first", asked by another key, by that one, or without keys."""
+    path = shutil.copytree(made, tmp_path_factory.mktemp("private") / "kb")
+    keys = () if request.param == "no keys" else ("first", "second")
+    asks = "second" if request.param == "another key" else "first"
+    with (
+        rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb,
+        serving(kb, ServerSettings(drain_s=5, api_keys=keys)) as served,
+        OpenAI(base_url=served.base_url, api_key="first", max_retries=0) as owner,
+    ):
+        file = owner.files.create(file=FILE, purpose="assistants")
+        store = owner.vector_stores.create(file_ids=[file.id])
+        wait_for(lambda: owner.vector_stores.retrieve(store.id).status == "completed")
+        yield World(served, owner, kb, asks, store.id, file.id)
+
+
+class World:
+    """document, chunk, handle: of the file, as the store has them"""
+
+    def __init__(self, served: Served, owner: OpenAI, kb: rc.RagCache, key: str, store: str, file: str) -> None:
+        self.served, self.owner, self.kb, self.key, self.store, self.file = served, owner, kb, key, store, file
+        self.document = f"{store}/{file}"
+        [chunk] = kb.chunks_of(self.document)
+        self.chunk, self.handle = chunk.id, chunk.handle
+
+    def send(self, method: str, path: str, body=None, **more) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return self.served.http.request(method, path, json=body, headers=headers, **more)
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.send("POST", path, body)
+
+    def chat(self, content: str = QUESTION, **extension) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.post("/v1/chat/completions", model="tiny", messages=messages, max_tokens=1, ragcache=extension)
+
+    def mcp(self, tool: str, **arguments) -> str:
+        async def call() -> str:
+            async with (
+                httpx2.AsyncClient(headers={"Authorization": f"Bearer {self.key}"}) as http,
+                Client(streamable_http_client(f"{self.served.url}/mcp", http_client=http)) as client,
+            ):
+                told = await client.call_tool(tool, arguments)
+                return json.dumps(told.structured_content or [part.text for part in told.content])
+
+        return asyncio.run(call())
+
+    def is_there(self) -> bool:
+        """Whether the file is found by its owner, as it was."""
+        found = self.owner.vector_stores.search(self.store, query=QUESTION).data
+        return [TEXT in part.text for one in found for part in one.content] == [True]
+
+
+def inside(world: World) -> dict[str, str]:
+    return {"_vector_store_id": world.store}
+
+
+READS = {
+    "search": lambda w: w.post("/v1/search", query=QUESTION, k=50).text,
+    "search by words": lambda w: w.post("/v1/search", query=QUESTION, k=50, search="text").text,
+    "search both ways": lambda w: w.post("/v1/search", query=QUESTION, k=50, search="hybrid").text,
+    "search for variety": lambda w: w.post("/v1/search", query=QUESTION, k=5, mmr_lambda=0.5).text,
+    "filter of the store": lambda w: w.post("/v1/search", query=QUESTION, filter=inside(w)).text,
+    "filter of anything": lambda w: (
+        w.post("/v1/search", query=QUESTION, filter={"$or": [{"_file_id": {"$exists": True}}, {"letters": 4}]}).text
+    ),
+    "fields that there are": lambda w: w.post("/v1/search", query="Who?", filter={"nothing": 1}).text,
+    "chat": lambda w: w.chat(retrieve=True, k=50).text,
+    "chat by filter": lambda w: w.chat(filter=inside(w)).text,
+    "chat that keeps its context": lambda w: w.chat(context="keep", k=50).text,
+    "chat over a passage by id": lambda w: w.chat("Why?", documents=[{"id": w.chunk}]).text.replace(w.chunk, ""),
+    "chat over a passage by handle": lambda w: w.chat("Why?", documents=[{"handle": w.handle}]).text,
+    "responses": lambda w: w.post("/v1/responses", model="tiny", input=QUESTION, max_output_tokens=1).text.replace(
+        QUESTION, ""
+    ),
+    "ollama": lambda w: (
+        w.post(
+            "/api/chat",
+            model="tiny",
+            messages=[{"role": "user", "content": QUESTION}],
+            stream=False,
+            options={"num_predict": 1},
+        ).text
+    ),
+    "mcp search": lambda w: w.mcp("search", query=QUESTION, k=50),
+    "mcp search by filter": lambda w: w.mcp("search", query=QUESTION, filter=inside(w)),
+    "mcp ask": lambda w: w.mcp("ask", question=QUESTION, k=50, max_tokens=1),
+    "documents": lambda w: w.send("GET", "/v1/documents?limit=1000").text,
+    "documents by id": lambda w: w.send("GET", "/v1/documents?id=vs_*").text,
+    "documents by source": lambda w: w.send("GET", "/v1/documents?source=zeb*").text,
+    "document": lambda w: w.send("GET", f"/v1/documents/{w.document}").text.replace(w.document, ""),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_no_other_route_reads_them(world, name):
+    told = READS[name](world)
+    assert "error" in told or "data" in told or "sources" in told or "passages" in told
+    assert not [word for word in SECRETS if word in told], told
+    assert world.is_there()
+
+
+def test_a_passage_that_stands_in_a_prompt_tells_nothing_about_its_file(world):
+    """It is read from its KV, or as text; of whose it is nothing is said."""
+    for body in (world.chat(f"{TEXT}\nWhy?", retrieve=False), world.chat("Why?", documents=[{"text": TEXT}])):
+        assert body.status_code == 200
+        sources = body.json()["ragcache"]["sources"]
+        assert not [one for one in sources if one["document_id"] or one["metadata"] or "zebras" in one["source"]]
+
+
+WRITES = {
+    "delete": lambda w: w.send("DELETE", f"/v1/documents/{w.document}").status_code == 404,
+    "delete by id": lambda w: w.send("DELETE", "/v1/documents?id=vs_*").json()["deleted"] == [],
+    "delete by source": lambda w: w.send("DELETE", "/v1/documents?source=zebras*").json()["deleted"] == [],
+    "mcp delete": lambda w: w.document in json.loads(w.mcp("delete", ids=[w.document]))["unknown"],
+    "another document of its id": lambda w: (
+        "the id of" in added(w, id=w.document) or "is that of" in added(w, id=w.document)
+    ),
+    "mcp add": lambda w: "is that of" in w.mcp("add", documents=[{"id": w.document, "text": "Other."}]),
+    "a document that pretends to be one": lambda w: "is the server's own" in added(w, metadata=inside(w)),
+    "a file that pretends to be one": lambda w: (
+        "is the server's own"
+        in uploaded(w, f"---\n_vector_store_id: {w.store}\n_file_id: {w.file}\n---\nThe zebra password is wrong.\n")
+    ),
+}
+
+
+def added(world: World, **given) -> str:
+    document = {"id": "mine", "text": "The zebra password of Kelbrook is wrong.", **given}
+    return world.post("/v1/documents", documents=[document]).json()["failed"][0]["error"]
+
+
+def uploaded(world: World, text: str) -> str:
+    files = {"files": ("mine.md", text.encode())}
+    return world.send("POST", "/v1/documents?replace=true", files=files).json()["failed"][0]["error"]
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_no_other_route_changes_them(world, name):
+    assert WRITES[name](world)
+    assert world.is_there()
+    assert [one.id for one in world.kb.documents() if one.id in ("mine", "mine.md")] == []
+
+
+def test_file_search_sees_its_stores_alone(world):
+    """Neither another vector store's passage, named by its id, nor the server's own documents."""
+    other = world.owner.vector_stores.create().id
+    tool = {"type": "file_search", "vector_store_ids": [other]}
+    asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 1, "tools": [tool]}
+    http = httpx.Client(
+        base_url=world.served.url, headers={"Authorization": "Bearer first"}, trust_env=False, timeout=60
+    )
+    with http:
+        found = http.post("/v1/responses", json=asked).json()
+        assert found["ragcache"]["sources"] == []
+        fields = http.post("/v1/responses", json={**asked, "ragcache": {"filter": {"nothing": 1}}})
+        assert "herd" not in fields.text
+        assert "letters" not in fields.text
+        named = http.post("/v1/responses", json={**asked, "ragcache": {"documents": [{"id": world.chunk}]}})
+        assert "quagga" not in named.text
+
+
+def test_a_store_without_them_is_searched_without_a_filter(kb, serve, monkeypatch):
+    served, asked = serve(), []
+    find = type(kb.retriever.index).find
+    monkeypatch.setattr(
+        type(kb.retriever.index), "find", lambda self, documents, vector, k, where: asked.append(where) or find(
+            self, documents, vector, k, where
+        )
+    )  # fmt: skip
+    served.http.post("/v1/search", json={"query": QUESTION}).raise_for_status()
+    kb.ingest(rc.Document("vs_1/file-1", TEXT, {"_vector_store_id": "vs_1", "_file_id": "file-1"}))
+    found = served.http.post("/v1/search", json={"query": QUESTION}).json()["data"]
+    assert asked == [None, {"_vector_store_id": {"$exists": False}}]
+    assert len(found) == 4  # the server's own
