@@ -52,7 +52,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func.overloadpacket.__name__
         masks = name in INDEXING and any(one is not None and one.dtype is torch.bool for one in args[1])
-        repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        repeats = name == "repeat_interleave" and func._overloadname != "self_int"
         if name in self._names or masks or repeats:
             self._calls[f"{name} by a mask" if masks else name] += 1
         return func(*args, **(kwargs or {}))

@@ -43,6 +43,7 @@ class CacheBlend(RecomputeMethod):
     name: ClassVar[str] = "cacheblend"
     paper: ClassVar[str] = "CacheBlend (arXiv 2405.16444)"
     summary: ClassVar[str] = "runs the tokens again whose keys and values deviate most"
+    narrows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
