@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ragcache.models import attention, language_model
 
 READS = frozenset(
     {"_local_scalar_dense", "_unique", "_unique2", "allclose", "bincount", "equal", "histc", "is_nonzero"}
@@ -73,3 +78,29 @@ class _Methods(TorchFunctionMode):
         if func in METHODS or to_cpu:
             self._calls[METHODS.get(func, "cpu")] += 1
         return func(*args, **(kwargs or {}))
+
+
+def reads_of(run: Callable[[], Any]) -> Counter[str]:
+    """Reads of a prompt, by operation, with everything done as on a GPU, where the host looks at nothing that it can do
+    without. Warm up first."""
+    calls: Counter[str] = Counter()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any) -> Any:
+            if threading.get_ident() == own:
+                return function(*args)
+            with HostReads(calls):  # a mode is of one thread, and passes run in another one
+                return function(*args)
+
+        return within
+
+    own = threading.get_ident()
+    alone = language_model.LanguageModel._run_alone
+    with (
+        mock.patch.object(attention, "reads_freely", return_value=False),
+        mock.patch.object(language_model, "run_pieces", counted(language_model.run_pieces)),
+        mock.patch.object(language_model.LanguageModel, "_run_alone", counted(alone)),
+        HostReads(calls),
+    ):
+        run()
+    return calls
