@@ -188,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Counter[str]]:
     console.print(reads_table(reads))
     if given.out is not None:
         found = {"shape": given.shape, "layers": built.lm.shape.num_layers, "passages": given.passages, "reads": reads}
+        given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "reads.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return counts
 

@@ -2,7 +2,7 @@
 
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, those of QUALITY from
 results of these names (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
-benchmarks.methods`), `reads` from results/reads.json (`python -m benchmarks.ops`), `public` from
+benchmarks.methods`), `reads` from results/ops/reads.json (`python -m benchmarks.ops`), `public` from
 results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), `answers`
 from results/answers-*.json (`python -m benchmarks.answers`), and `timed` from the goals of all results. What was not
 measured says so.
@@ -102,9 +102,9 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
 
 def reads_lines(results: Path) -> list[str]:
     """How often each method waits for a GPU."""
-    path = results / "reads.json"
+    path = results / "ops" / "reads.json"
     if not path.is_file():
-        return ["Not measured: run `python -m benchmarks.ops --out benchmarks/results`."]
+        return ["Not measured: run `python -m benchmarks.ops --out benchmarks/results/ops`."]
     found = json.loads(path.read_text(encoding="utf-8"))
     by_number: dict[int, list[str]] = {}
     for row, number in found["reads"].items():

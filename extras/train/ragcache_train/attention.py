@@ -27,7 +27,7 @@ def register() -> None:
     AttentionInterface.register(NAME, training_attention)
 
 
-@torch.compiler.disable  # layers are compiled around it
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # layers are compiled around it
 def training_attention(
     module: nn.Module,
     query: Tensor,
@@ -59,6 +59,7 @@ def training_attention(
         out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
         return out, None
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    rows = zip(*(one.split(list(visibility.lengths), dim=2) for one in (query, key, value)), mask, strict=True)
-    out = torch.cat([attend(*row, False, scoring) for row in rows], dim=2)
+    queries, keys, values = (torch.split(one, list(visibility.lengths), dim=2) for one in (query, key, value))
+    rows = zip(queries, keys, values, mask, strict=True)
+    out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)
     return out.transpose(1, 2).contiguous(), None

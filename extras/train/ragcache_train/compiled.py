@@ -48,7 +48,7 @@ def compile_layers(
 def _measure(loss: Callable[[], Tensor], trained: Sequence[nn.Parameter]) -> tuple[float, float]:
     """The loss, and the norm of its gradients, which are dropped."""
     found = loss()
-    found.backward()
+    found.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([one.grad for one in trained if one.grad is not None])
     for one in trained:
         one.grad = None

@@ -64,6 +64,7 @@ def add_lora(
     adapted: nn.Module = get_peft_model(model, config)
     if earlier is not None and earlier.has_lora:
         _load_matrices(adapted, earlier)
+    layer: Any
     for layer in adapted.modules():
         if isinstance(layer, TrainableTokensLayer):
             # peft makes a tensor of the ids anew in every pass, and its copy to a GPU waits for all that runs there.
