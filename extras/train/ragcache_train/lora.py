@@ -64,14 +64,14 @@ def add_lora(
     adapted: nn.Module = get_peft_model(model, config)
     if earlier is not None and earlier.has_lora:
         _load_matrices(adapted, earlier)
-    layer: Any
     for layer in adapted.modules():
+        own: Any = layer
         if isinstance(layer, TrainableTokensLayer):
             # peft makes a tensor of the ids anew in every pass, and its copy to a GPU waits for all that runs there.
-            ids = torch.tensor(layer.token_indices["default"], device=layer.base_layer.weight.device)
-            layer.get_merged_weights = partial(_rows_in_place, layer, ids)
+            ids = torch.tensor(layer.token_indices["default"], device=own.base_layer.weight.device)
+            own.get_merged_weights = partial(_rows_in_place, layer, ids)
         elif isinstance(layer, BaseTunerLayer) and mixed:
-            layer.cast_input_dtype_enabled = False  # to float32, of which mixed precision makes 16 bits again
+            own.cast_input_dtype_enabled = False  # to float32, of which mixed precision makes 16 bits again
     return adapted
 
 
