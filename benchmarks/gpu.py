@@ -90,7 +90,7 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
         options = ["--model", str(given.model), "--data", str(given.data), "--device", given.device, "--minutes", "1"]
         yield Stage("answers", [*python, "benchmarks.answers", *options, "--out", str(given.out)], 90)
     if given.model is not None and given.rows is not None:
-        options = ["--model", str(given.model), "--rows", str(given.rows), "--lora-rank", "16", "--minutes", "1"]
+        options = ["--model", str(given.model), "--data", str(given.rows), "--lora-rank", "16", "--minutes", "1"]
         options += ["--device", given.device, "--out", str(given.out / "adapter")]
         yield Stage("training", [*python, "ragcache", "train", *options], 120)
 

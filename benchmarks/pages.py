@@ -2,9 +2,10 @@
 
 Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, those of QUALITY from
 results of these names (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
-benchmarks.methods`), `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json
-(`python -m benchmarks.peers`), `answers` from results/answers-*.json (`python -m benchmarks.answers`), and `timed` from
-the goals of all results. What was not measured says so.
+benchmarks.methods`), `reads` from results/ops/reads.json (`python -m benchmarks.ops`), `public` from
+results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), `answers`
+from results/answers-*.json (`python -m benchmarks.answers`), and `timed` from the goals of all results. What was not
+measured says so.
 """
 
 from __future__ import annotations
@@ -99,6 +100,24 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
     yield from (*goal_lines(found), "", _where(found))
 
 
+def reads_lines(results: Path) -> list[str]:
+    """How often each method waits for a GPU."""
+    path = results / "ops" / "reads.json"
+    if not path.is_file():
+        return ["Not measured: run `python -m benchmarks.ops --out benchmarks/results/ops`."]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    by_number: dict[int, list[str]] = {}
+    for row, number in found["reads"].items():
+        by_number.setdefault(number, []).append(row)
+    lines = ["| reads a prompt | methods |", "|---|---|"]
+    lines += [f"| {number} | {'; '.join(by_number[number])} |" for number in sorted(by_number)]
+    return [
+        *lines,
+        "",
+        f"Counted on a CPU: {found['shape']} shape, {found['layers']} layers, {found['passages']} passages.",
+    ]
+
+
 def public_lines(results: Path) -> list[str]:
     """A table for each model that `ragcache eval` read the public sets with."""
     found = [_public_table(directory) for directory in sorted((results / "eval").glob("*")) if directory.is_dir()]
@@ -162,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (METHODS_PAGE, "methods"): methods_table(),
         **{(METHODS_PAGE, name): quality_lines(given.results, name) for name in QUALITY},
         (METHODS_PAGE, "costs"): cost_lines(given.results),
+        (METHODS_PAGE, "reads"): reads_lines(given.results),
         (RESULTS_PAGE, "answers"): answers_lines(given.results),
         (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),

@@ -44,6 +44,7 @@ class CacheBlend(RecomputeMethod):
     paper: ClassVar[str] = "CacheBlend (arXiv 2405.16444)"
     summary: ClassVar[str] = "runs the tokens again whose keys and values deviate most"
     keeps_context: ClassVar[bool] = True
+    narrows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Span
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.attention import Projected
     from ragcache.models.language_model import LanguageModel
-    from ragcache.models.layerwise import LayerPoint
+    from ragcache.models.layerwise import BeforeLayer, LayerPoint
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ Choose = Callable[[Running], "Tensor | None"]
 class RecomputeMethod(FusionMethod, ABC):
     """A method that writes two things: which tokens may run, and which of them do."""
 
+    narrows: ClassVar[bool] = False  # its chooser only drops running tokens: nobody looks whether some stood aside
+
     @abstractmethod
     def candidates(self, context: Context) -> Tensor:
         """Slots of the context tokens that may run in any layer: int64, ascending. None of them: `reposition`."""
@@ -129,7 +131,7 @@ class RecomputeMethod(FusionMethod, ABC):
         candidates = self.candidates(context)
         if not candidates.numel():
             return super().prefill(job)
-        return rerun(job, context, open_cache(job, context), candidates, self.chooser(context))
+        return rerun(job, context, open_cache(job, context), candidates, self.chooser(context), self.narrows)
 
 
 def open_cache(job: Job, context: Context) -> FusedCache:
@@ -143,13 +145,20 @@ def open_cache(job: Job, context: Context) -> FusedCache:
     return job.new_cache(place)
 
 
-def rerun(job: Job, context: Context, cache: FusedCache, candidates: Tensor, choose: Choose | None = None) -> Prefilled:
+def rerun(
+    job: Job,
+    context: Context,
+    cache: FusedCache,
+    candidates: Tensor,
+    choose: Choose | None = None,
+    narrows: bool = False,
+) -> Prefilled:
     """Run the text, and before it the candidates, or those of them that `choose` takes, layer by layer.
 
-    candidates: slots of context tokens, int64, ascending
+    candidates: slots of context tokens, int64, ascending; narrows: see RecomputeMethod
     """
     slots = torch.cat([candidates, context.text_slots()])
-    before = None if choose is None else in_rows(choose, slots, candidates.numel())
+    before = None if choose is None else in_rows(choose, slots, candidates.numel(), narrows)
     return job.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
 
 
@@ -164,22 +173,6 @@ def check_tokens(**options: object) -> None:
     for name, value in options.items():
         if not is_whole(value) or value < 0:
             raise ConfigError(f"{name} is {value!r}; choose a number of tokens, 0 or more")
-
-
-def check_pool(pool_tokens: object) -> None:
-    """Raises ConfigError for what is no odd number of tokens."""
-    if not is_whole(pool_tokens) or pool_tokens < 1:
-        raise ConfigError(f"pool_tokens is {pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
-    if pool_tokens % 2 == 0:
-        raise ConfigError(f"pool_tokens is {pool_tokens}, which has no middle; choose an odd number")
-
-
-def pooled(scores: Tensor, width: int) -> Tensor:
-    """Mean over `width` neighbours, at the ends over those that there are: float32 [num_tokens]."""
-    if width == 1:
-        return scores
-    pool = torch.nn.functional.avg_pool1d
-    return pool(scores[None, None], width, stride=1, padding=width // 2, count_include_pad=False)[0, 0]
 
 
 def edge_spans(span: Span, first_tokens: int, last_tokens: int) -> list[Span]:
@@ -201,15 +194,19 @@ def chosen(scores: Tensor, slots: Tensor, count: int, always: Tensor) -> Tensor:
     return slots[highest(first, max(count, always.shape[0]))]
 
 
-def in_rows(choose: Choose, slots: Tensor, num_candidates: int) -> Callable[[LayerPoint], Tensor | None]:
+def in_rows(choose: Choose, slots: Tensor, num_candidates: int, narrows: bool = False) -> BeforeLayer:
     """`choose` for `lm.run`, which speaks of the pass's tokens by index, the suffix among them."""
+    from ragcache.models.layerwise import Kept
+
     suffix = torch.arange(num_candidates, slots.shape[0], device=slots.device)
 
-    def before_layer(point: LayerPoint) -> Tensor | None:
-        running = point.rows[point.rows < num_candidates]
+    def before_layer(point: LayerPoint) -> Tensor | Kept | None:
+        running = point.rows[: point.rows.shape[0] - suffix.shape[0]]
         chosen = choose(Running(point.layer, slots[running], point))
         if chosen is None:
             return None
-        return torch.cat([torch.searchsorted(slots[:num_candidates], chosen), suffix])
+        rows = torch.cat([torch.searchsorted(slots[:num_candidates], chosen), suffix])
+        late = 0 if running.shape[0] else chosen.shape[0]
+        return Kept(rows, late) if narrows or running.shape[0] in (0, num_candidates) else rows
 
     return before_layer

@@ -102,13 +102,6 @@ class IngestReport:
     dry_run: bool = False
     seconds: IngestSeconds = field(default_factory=IngestSeconds)
 
-    def add_computed(self, other: IngestReport) -> None:
-        """Take over what another process computed."""
-        self.computed_tokens += other.computed_tokens
-        self.reused_blocks += other.reused_blocks
-        self.kv_bytes += other.kv_bytes
-        self.seconds.add(other.seconds)
-
     @property
     def kv_text(self) -> str:
         """kv_bytes in words."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OPEN = 0
 """Number of a token that every passage's tokens may be allowed to see, such as a prefix's."""
 _PASSAGE_BITS = 16
-_PASSAGE = (1 << _PASSAGE_BITS) - 1
+PASSAGE = (1 << _PASSAGE_BITS) - 1
 
 
 class Anchors(NamedTuple):
@@ -107,4 +107,4 @@ def sees_within(query: Tensor, key: Tensor) -> Tensor:
     anchors. Of no passage: those of the same number. query, key: int64 numbers, which broadcast"""
     same_segment = query >> (_PASSAGE_BITS + 1) == key >> (_PASSAGE_BITS + 1)
     both_stay: Tensor = ~gives_way(query | key)
-    return ((query ^ key) & _PASSAGE == 0) & (same_segment | both_stay)
+    return ((query ^ key) & PASSAGE == 0) & (same_segment | both_stay)

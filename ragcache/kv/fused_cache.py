@@ -142,6 +142,11 @@ class FusedCache(Cache):  # type: ignore[misc]
         return self._buffers.capacity
 
     @property
+    def is_even(self) -> bool:
+        """Whether the pass replaces the same tokens in all layers, which then hold the same."""
+        return isinstance(self._slots, Tensor) and not self._head_positions
+
+    @property
     def own_tokens(self) -> int:
         """Tokens behind its `base`, of the layer with most."""
         return max(self.lengths) - self._base_tokens

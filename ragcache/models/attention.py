@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -106,19 +107,11 @@ class Projected(NamedTuple):
         key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one
         """
         total = torch.zeros(key.shape[2], device=key.device)
-        for weights in self._weights(key, key_positions):
+        for weights in self.weights(key, key_positions):
             total += weights.sum(0)
         return total
 
-    def attention_given(self, key: Tensor, key_positions: Tensor, groups: Tensor) -> Tensor:
-        """Attention that each row gives to groups of keys, summed over heads: float32 [num_rows, num_groups].
-
-        groups: int64 [length], each key's group, numbered from 0; all else as for `attention_received`
-        """
-        found, count = self._weights(key, key_positions), int(groups.max()) + 1
-        return torch.cat([rows.new_zeros(len(rows), count).index_add_(1, groups, rows) for rows in found])
-
-    def _weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
+    def weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
         """Weights summed over heads, float32 [rows, length], of a few rows at a time, so that those of a long suffix
         never stand in memory at once."""
         query, positions = self.query, self.positions
@@ -166,6 +159,11 @@ class FusedPass:
     def running(self) -> Tensor:
         """Positions of the tokens that run."""
         return self.positions if self.rows is None else self.positions[self.rows]
+
+    @cached_property
+    def last_position(self) -> int:
+        """The highest of all tokens'; read once a pass."""
+        return int(self.positions.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,7 +388,7 @@ def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
     """Every row sees every token of the context, by plain scores, and nobody watches."""
     if not current.ordered or current.cache.adjust is not None or OBSERVER.get() is not None:
         return False
-    return window is None or int(current.running.max()) < window
+    return window is None or current.last_position < window
 
 
 def _attend_fused(
@@ -407,7 +405,7 @@ def _attend_fused(
         scoring = scoring._replace(adjust=lambda scores: change(scores, current.cache.layer_state(layer)[2]))
     positions = current.running
     num_tokens, length = positions.shape[0], key.shape[2]
-    if window is not None and int(positions.max()) < window:
+    if window is not None and current.last_position < window:
         window = None
     _observe(current, layer, query, key, window, scoring)
     if current.ordered and window is None:
@@ -453,18 +451,24 @@ def _spans(
     """The pass's mask, cut into spans of rows so that keys behind a span's last row cost nothing."""
     _, _, key_positions = current.cache.layer_state(layer)
     made = current.masks.get((window, length))
-    if made is not None and torch.equal(made[0], key_positions):
+    if made is not None and (current.cache.is_even or torch.equal(made[0], key_positions)):
         return made[1]
-    spans = []
-    step = CPU_SPAN_ROWS if positions.device.type == "cpu" else GPU_SPAN_ROWS
+    spans, may_look = [], reads_freely(positions)
+    step = CPU_SPAN_ROWS if may_look else GPU_SPAN_ROWS
     for start in range(0, positions.shape[0], step):
         end = min(start + step, positions.shape[0])
         mask = _mask(current, layer, positions, start, end, window)
-        num_keys = length if current.cache.adjust else int(mask.flatten(0, -2).any(0).nonzero()[-1]) + 1
-        mask = mask[..., :num_keys]
-        spans.append(RowSpan(start, end, num_keys, None if bool(mask.all()) else additive(mask, dtype)))
+        if may_look and not current.cache.adjust:
+            mask = mask[..., : int(mask.flatten(0, -2).any(0).nonzero()[-1]) + 1]
+        hides = None if may_look and bool(mask.all()) else additive(mask, dtype)
+        spans.append(RowSpan(start, end, mask.shape[-1], hides))
     current.masks[window, length] = (key_positions, spans)
     return spans
+
+
+def reads_freely(tensor: Tensor) -> bool:
+    """Whether the host may look at what it holds: a GPU would have to finish all that it was told before."""
+    return tensor.device.type == "cpu"
 
 
 def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: int, window: int | None) -> Tensor:

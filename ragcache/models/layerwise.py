@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,18 @@ class LayerPoint:
         return *expand(self._attention, (keys, values)), positions
 
 
-BeforeLayer = Callable[[LayerPoint], Tensor | None]
+class Kept(NamedTuple):
+    """Tokens that run from a layer on, where the host knows enough of them not to wait for the device.
+
+    rows: of the pass, int64, ascending, the last token among them
+    late: how many of them stood aside below: the first ones
+    """
+
+    rows: Tensor
+    late: int
+
+
+BeforeLayer = Callable[[LayerPoint], Tensor | Kept | None]
 """Says which tokens of the pass run from this layer on: int64, ascending, the last token among them; None: no change.
 
 Tokens that stood aside below are run through the layers below first, over the cache as it is."""
@@ -140,22 +151,23 @@ def _before(
     kept = walk.before_layer(LayerPoint(index, rows, hidden, call, current, attention))
     if kept is not None:
         hidden = _with_rows(walk, index, hidden, rows, kept)
-        rows = kept
+        rows = kept.rows if isinstance(kept, Kept) else kept
         _set_rows(current, rows)
     return (hidden,), narrowed(call.kwargs, rows, walk.num_tokens)
 
 
-def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
+def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tensor | Kept) -> Tensor:
     """Hidden states of `kept` before layer `index`, given those of `rows`."""
+    if isinstance(kept, Kept):
+        late, known = kept.rows[: kept.late], hidden[:, torch.searchsorted(rows, kept.rows[kept.late :])]
+        return torch.cat([_caught_up(walk, index, late), known], dim=1) if kept.late else known
     if not kept.numel() or int(kept[-1]) != walk.num_tokens - 1:
         raise ConfigError("the tokens that go on must end with the last one: the answer is read off it")
-    known = torch.isin(kept, rows)
-    if bool(known.all()):
-        return hidden[:, torch.searchsorted(rows, kept)]
-    late = _caught_up(walk, index, kept[~known])
+    stood_aside = ~torch.isin(kept, rows)
     out = hidden.new_empty(hidden.shape[0], kept.shape[0], hidden.shape[2])
-    out[:, known] = hidden[:, torch.searchsorted(rows, kept[known])]
-    out[:, ~known] = late
+    out[:, ~stood_aside] = hidden[:, torch.isin(rows, kept)]
+    if (late := kept[stood_aside]).numel():
+        out[:, stood_aside] = _caught_up(walk, index, late)
     return out
 
 

@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ragcache.errors import (
     AdapterError,
     ConfigError,
-    ModelMismatchError,
     ModelNotFoundError,
     UnsupportedModelError,
     check_type,
@@ -379,15 +378,6 @@ def checkpoint_digest(name: str) -> str | None:
         whole.update(path.name.encode())
         whole.update(file_digest(path))
     return whole.hexdigest()
-
-
-def refuse_other_checkpoint(name: str, expected: str) -> None:
-    """Raises ModelMismatchError where a model's files are not those that a store's blocks were computed with."""
-    if checkpoint_digest(name) != expected:
-        raise ModelMismatchError(
-            f"{name}: its weights or config.json are not those that the store's blocks were computed with; serve the "
-            "model that the store was made with, or make a new store with this one"
-        )
 
 
 def find_directory(name: str) -> Path | None:

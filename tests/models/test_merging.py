@@ -19,9 +19,9 @@ import ragcache as rc
 from ragcache.cli.commands import build_app
 from ragcache.errors import AdapterError, ModelMismatchError
 from ragcache.models.adapter import Adapter
-from ragcache.models.load import checkpoint_digest, refuse_other_checkpoint
+from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_vllm.merged_adapter import merge, servable
+from ragcache_vllm.merged_adapter import merge, refuse_other_checkpoint, servable
 
 SPEC = TrainedTokens("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
 SMALL = TrainedTokens("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)

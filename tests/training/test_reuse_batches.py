@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
@@ -33,14 +35,12 @@ def test_every_row_once_an_epoch():
     assert len(batches) == len(list(batches))
 
 
-def test_batches_fit_and_hold_rows_of_like_length():
+def test_batches_fit_and_are_full():
     data = rows()
     batches = list(plan(data, tokens=300))
-    lengths = [[len(lay_out(data[draw.row], LINK, draw.apart).ids) for draw in batch] for batch in batches]
-    assert max(max(batch) * len(batch) for batch in lengths) <= 300
-    padded = sum(max(batch) * len(batch) for batch in lengths)
-    assert sum(map(sum, lengths)) > 0.95 * padded
-    assert sum(len(batch) for batch in lengths) / len(lengths) > 5
+    lengths = [sum(len(lay_out(data[draw.row], LINK, draw.apart).ids) for draw in batch) for batch in batches]
+    assert max(lengths) <= 300
+    assert sum(lengths) > 0.97 * 300 * len(batches)
 
 
 def test_a_row_that_is_longer_than_a_batch_runs_alone():
@@ -64,7 +64,9 @@ def test_the_seed_alone_decides():
 def test_so_many_batches_as_asked_for():
     batches = list(plan(rows(), tokens=300, num_batches=70))
     assert len(batches) == 70
-    assert batches[:20] == list(plan(rows(), tokens=300))[:20]
+    epoch = list(plan(rows(), tokens=300))
+    assert len(epoch) < 70
+    assert batches[: len(epoch)] == epoch
     half = plan(rows(), tokens=300, epochs=0.5)
     assert len(half) == round(len(half.epoch(0)) / 2) == len(list(half))
 
@@ -121,15 +123,34 @@ def test_passages_change_places_by_the_draws_seed():
     assert chunk_order(DrawnRows([row], LINK, shuffle=False), Draw(0, True, 5)) == kept
 
 
-def test_batches_are_padded_at_the_end():
+def test_rows_stand_one_behind_another_and_a_row_of_its_own_fills_up():
     data = DrawnRows(rows(8), LINK, shuffle=False)
     layouts = [data[Draw(row, True, 0)] for row in range(8)]
     batch = collate(layouts, multiple=16)
-    assert batch["input_ids"].shape[1] % 16 == 0
-    for row, layout in enumerate(layouts):
-        n = len(layout.ids)
-        assert batch["input_ids"][row, :n].tolist() == layout.ids
-        assert batch["position_ids"][row, :n].tolist() == layout.positions
-        assert batch["segments"][row, :n].tolist() == layout.segments
-        assert batch["labels"][row, :n].tolist() == layout.labels
-        assert (batch["labels"][row, n:] == -100).all()
+    length = sum(len(layout.ids) for layout in layouts)
+    more = -length % 16
+    assert more
+    assert batch["input_ids"].shape == batch["position_ids"].shape == (1, length + more)
+    assert batch["lengths"] == [*(len(layout.ids) for layout in layouts), more]
+    assert batch["rows"].tolist() == [row for row, n in enumerate(batch["lengths"]) for _ in range(n)]
+    following = torch.full((length + more,), -100)
+    following[batch["places"]] = batch["labels"]
+    assert torch.equal(batch["shift_labels"], batch["labels"])
+    start = 0
+    for layout in layouts:
+        own = slice(start, start := start + len(layout.ids))
+        assert batch["input_ids"][0, own].tolist() == layout.ids
+        assert batch["position_ids"][0, own].tolist() == layout.positions
+        assert batch["segments"][own].tolist() == layout.segments
+        assert following[own].tolist() == layout.labels
+    assert (following[length:] == -100).all()
+
+
+def test_processes_beside_the_training_lay_out_the_same_batches():
+    data, batches = DrawnRows(rows(40), LINK, shuffle=True), plan(rows(40), tokens=200)
+    alone, beside = (
+        [batch["input_ids"] for batch in DataLoader(data, batch_sampler=batches, collate_fn=collate, num_workers=n)]
+        for n in (0, 2)
+    )
+    assert len(alone) == len(batches)
+    assert all(torch.equal(*pair) for pair in zip(alone, beside, strict=True))

@@ -5,17 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.fusion.recompute import (
-    Choose,
-    Context,
-    RecomputeMethod,
-    Running,
-    check_pool,
-    check_ratio,
-    check_tokens,
-    chosen,
-    pooled,
-)
+from ragcache.errors import ConfigError, is_whole
+from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -85,3 +76,19 @@ class A3(RecomputeMethod):
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
         scores = projected.attention_received(keys, context.positions)[context.prefix_tokens : context.num_tokens]
         return pooled(scores, self.pool_tokens)
+
+
+def check_pool(pool_tokens: object) -> None:
+    """Raises ConfigError for what is no odd number of tokens."""
+    if not is_whole(pool_tokens) or pool_tokens < 1:
+        raise ConfigError(f"pool_tokens is {pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
+    if pool_tokens % 2 == 0:
+        raise ConfigError(f"pool_tokens is {pool_tokens}, which has no middle; choose an odd number")
+
+
+def pooled(scores: Tensor, width: int) -> Tensor:
+    """Mean over `width` neighbours, at the ends over those that there are: float32 [num_tokens]."""
+    if width == 1:
+        return scores
+    pool = torch.nn.functional.avg_pool1d
+    return pool(scores[None, None], width, stride=1, padding=width // 2, count_include_pad=False)[0, 0]

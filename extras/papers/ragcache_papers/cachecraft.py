@@ -184,6 +184,7 @@ def _given(running: Running, context: Context) -> Tensor:
     projected, (placed, _), count = running.probe(), running.placed(), running.slots.shape[0]
     asking = projected._replace(query=projected.query[:, :, :count], positions=projected.positions[:count])
     keys = torch.cat([placed[:, :, : context.prefix_tokens], projected.key[:, :, :count]], dim=2)
-    sizes = torch.tensor([context.prefix_tokens, *context.chunk_tokens], device=keys.device)
-    groups = torch.repeat_interleave(torch.arange(len(sizes), device=keys.device), sizes)
-    return asking.attention_given(keys, context.positions[: context.num_tokens], groups)[:, 1:]
+    sizes = [context.prefix_tokens, *context.chunk_tokens]
+    groups = torch.tensor([group for group, size in enumerate(sizes) for _ in range(size)], device=keys.device)
+    parts = asking.weights(keys, context.positions[: context.num_tokens])
+    return torch.cat([rows.new_zeros(len(rows), len(sizes)).index_add_(1, groups, rows) for rows in parts])[:, 1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError
@@ -24,7 +25,8 @@ class Gather:
     """Placing for sparse methods, which keep few tokens, and other ones in each layer.
 
     A token's slot is its rank among the prefix's and all blocks' tokens. Of the blocks only the tokens asked for are
-    copied and rotated, and only they leave the device that a block lies on.
+    copied and rotated, and only they leave the device that a block lies on. How many they are the host has to know: on
+    a GPU each layer waits for the one before it, which costs more time than the tokens left out save.
 
     positions: int64 [num_tokens], by slot
 
@@ -43,9 +45,10 @@ class Gather:
         self._blocks = [block for block, _ in placements]
         parts = [torch.arange(start, start + block.num_tokens) for block, start in placements]
         self.positions = torch.cat([torch.arange(job.known), *parts]).to(lm.device)
-        ends = job.known + torch.tensor([block.num_tokens for block in self._blocks], dtype=torch.int64).cumsum(0)
-        self._ends = ends.to(lm.device)
-        self._starts = [end - block.num_tokens for end, block in zip(ends.tolist(), self._blocks, strict=True)]
+        bounds = list(accumulate((block.num_tokens for block in self._blocks), initial=job.known))
+        self._starts, self._ends = bounds[:-1], torch.tensor(bounds[1:], dtype=torch.int64, device=lm.device)
+        self._behind = self.slots[job.known :]
+        self._cut: tuple[Tensor, list[Tensor]] = (self.slots[:0], [])
 
     @property
     def slots(self) -> Tensor:
@@ -58,7 +61,7 @@ class Gather:
 
     def all_keys(self, layer: int) -> Tensor:
         """Rotated keys of every token, [num_kv_heads, num_tokens, head_dim]."""
-        known, keys = self._job.known, self.keys(layer, self.slots[self._job.known :])
+        known, keys = self._job.known, self.keys(layer, self._behind)
         if self._job.exact is None:
             return keys
         heads, *widths = self._lm.shape.layers[layer]
@@ -84,13 +87,21 @@ class Gather:
 
     def _take(self, parts: list[Tensor], slots: Tensor) -> Tensor:
         """Tokens at these slots of the joined parts, [num_kv_heads, num_tokens, dim] each."""
-        bounds = [0, *torch.searchsorted(slots, self._ends).tolist()]
-        taken = []
-        for part, start, first, last in zip(parts, self._starts, bounds[:-1], bounds[1:], strict=True):
-            if last > first:
-                index = (slots[first:last] - start).to(part.device)
-                taken.append(part.index_select(1, index).to(self._lm.device, self._lm.dtype))
+        taken = [
+            part.index_select(1, index.to(part.device)).to(self._lm.device, self._lm.dtype)
+            for part, index in zip(parts, self._by_block(slots), strict=True)
+            if len(index)
+        ]
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
+
+    def _by_block(self, slots: Tensor) -> list[Tensor]:
+        """Of each block the tokens among these, by their rank in it. Slots that are asked for again are not read back
+        from the device again."""
+        if self._cut[0] is not slots:
+            bounds = [0, *torch.searchsorted(slots, self._ends).tolist()]
+            cuts = zip(self._starts, bounds[:-1], bounds[1:], strict=True)
+            self._cut = (slots, [slots[first:last] - start for start, first, last in cuts])
+        return self._cut[1]
 
 
 def prefill_selecting(job: Job, gather: Gather, select: Select) -> Prefilled:

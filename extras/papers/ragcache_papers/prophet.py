@@ -12,17 +12,16 @@ from ragcache.fusion.method import FusionMethod, Job, Prefilled
 from ragcache.fusion.recompute import (
     Context,
     Running,
-    check_pool,
     check_ratio,
     check_tokens,
     chosen,
     open_cache,
-    pooled,
     rerun,
 )
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache.runtime import torch
+from ragcache_papers.a3 import check_pool, pooled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -76,7 +76,10 @@ class SamKV(FusionMethod):
 
     name: ClassVar[str] = "samkv"
     paper: ClassVar[str] = "SamKV (Sparse Attention across Multiple-context KV Cache)"
-    summary: ClassVar[str] = "keeps the blocks that matter to the question and runs some of their tokens again"
+    summary: ClassVar[str] = (
+        "keeps the blocks that matter to the question and runs some of their tokens again; "
+        "on a GPU it saves memory, no time"
+    )
 
     def __post_init__(self) -> None:
         for name in ("block_size", "initial_blocks", "local_blocks"):

@@ -1,4 +1,4 @@
-"""Which rows run together: rows of like length, shuffled anew each epoch; all of it depends on the seed alone."""
+"""Which rows run together: as many as fit, shuffled anew each epoch; all of it depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.layout import EncodedRow, layout_tokens
 
-POOL_BATCHES = 50  # batches' worth of shuffled rows within which rows of like length are put together
+POOL_BATCHES = 50  # batches' worth of shuffled rows, which are packed together
 
 
 class Draw(NamedTuple):
@@ -25,7 +25,7 @@ class Draw(NamedTuple):
 @dataclass(frozen=True)
 class BatchOptions:
     """
-    tokens:         of a batch, padding included (one long row may exceed it alone)
+    tokens:         of a batch at most (one long row may exceed it alone)
     rows:           of a batch at most; None: as many as fit
     separate_share: of the rows that may be encoded either way, those encoded separately
     mixture:        share of each kind of row in an epoch; None: as the data has them
@@ -93,7 +93,7 @@ class BatchPlan:
         pool = max(1, round(POOL_BATCHES * self.options.tokens / mean))
         batches = []
         for start in range(0, len(draws), pool):
-            batches += self._pack(sorted(draws[start : start + pool], key=self._length))
+            batches += self._pack(draws[start : start + pool])
         rng.shuffle(batches)
         return batches
 
@@ -118,16 +118,18 @@ class BatchPlan:
         return self._lengths[draw.row][draw.apart]
 
     def _pack(self, draws: Sequence[Draw]) -> list[list[Draw]]:
-        """Rows by ascending length: the next one is the longest so far."""
+        """First fit, the longest first: batches are full but for the last ones."""
         batches: list[list[Draw]] = []
-        current: list[Draw] = []
-        for draw in draws:
-            full = (len(current) + 1) * self._length(draw) > self.options.tokens or len(current) == self.options.rows
-            if current and full:
-                batches.append(current)
-                current = []
-            current.append(draw)
-        return [*batches, current] if current else batches
+        room: list[int] = []  # of the batches, in tokens
+        for draw in sorted(draws, key=self._length, reverse=True):
+            length = self._length(draw)
+            place = next((place for place, left in enumerate(room) if left >= length), len(room))
+            if place == len(room):
+                batches.append([])
+                room.append(self.options.tokens)
+            batches[place].append(draw)
+            room[place] = room[place] - length if len(batches[place]) != self.options.rows else 0
+        return batches
 
 
 def _by_kind(rows: Sequence[EncodedRow], mixture: Mapping[str, float] | None) -> dict[str, list[int]]:

@@ -1,18 +1,18 @@
-"""Draws of a batch as padded tensors."""
+"""Draws of a batch as one sequence."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from ragcache.kv.anchor_tokens import OPEN
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.batches import Draw
 from ragcache_train.layout import IGNORED, EncodedRow, Sample, lay_out
-from ragcache_train.mask import PADDING
 
 
 class DrawnRows:
@@ -55,19 +55,35 @@ class DrawnPairs:
         return Pair(self._student[draw], self._teacher[draw])
 
 
-def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Tensor]:
-    """Right-padded int64 tensors [batch, length]: input_ids, position_ids, segments, labels.
+def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
+    """Rows packed one behind another, as int64 tensors.
+
+    input_ids, position_ids: [1, length]
+    segments, rows: [length]; see `Visibility`
+    labels:         [num_labels], the ids to be learned, in order; places: [num_labels], of the tokens they follow
+    lengths:        of the rows, as numbers: nothing has to be read back from a device to know shapes
 
     `shift_labels` is `labels` again: by that name transformers' Trainer knows that they are shifted already.
-    multiple: the length is a multiple of it (FlexAttention's blocks)
+    multiple: the length is a multiple of it; a row of its own fills it up
     """
-    longest = max(len(sample.ids) for sample in samples)
-    length = -(-longest // multiple) * multiple
-    labels = _padded([sample.labels for sample in samples], length, IGNORED)
+    lengths = [len(sample.ids) for sample in samples]
+    if more := -sum(lengths) % multiple:
+        filler = Sample()
+        filler.add([0] * more, 0, [OPEN] * more)
+        samples, lengths = [*samples, filler], [*lengths, more]
+    ids, positions, segments, following = (
+        torch.tensor(list(chain.from_iterable(lists)))
+        for lists in zip(*((s.ids, s.positions, s.segments, s.labels) for s in samples), strict=True)
+    )
+    places = (following != IGNORED).nonzero()[:, 0]
+    labels = following[places]
     return {
-        "input_ids": _padded([sample.ids for sample in samples], length, 0),
-        "position_ids": _padded([sample.positions for sample in samples], length, 0),
-        "segments": _padded([sample.segments for sample in samples], length, PADDING),
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "segments": segments,
+        "rows": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        "lengths": lengths,
+        "places": places,
         "labels": labels,
         "shift_labels": labels,
     }
@@ -77,7 +93,3 @@ def collate_pairs(pairs: Sequence[Pair], multiple: int = 1) -> dict[str, Any]:
     """The students' batch, with the teachers' under "teacher"."""
     teachers = collate([pair.teacher for pair in pairs], multiple)
     return {**collate([pair.student for pair in pairs], multiple), "teacher": teachers}
-
-
-def _padded(rows: Sequence[list[int]], length: int, filler: int) -> Tensor:
-    return torch.tensor([row + [filler] * (length - len(row)) for row in rows])

@@ -72,12 +72,13 @@ class FrozenModel(nn.Module):
     @contextmanager
     def _rows_inserted(self, numbers: Tensor) -> Iterator[None]:
         """Let the embedding give these rows, where `numbers` is at least 0: int64 [batch, length]."""
-        places = (numbers >= 0).nonzero(as_tuple=True)
+        added = (numbers >= 0)[..., None]
 
         def insert(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            rows = F.embedding(numbers[places], self.rows).to(output.dtype)
-            scale = torch.as_tensor(getattr(module, "embed_scale", 1.0)).to(rows)  # as the embedding scales its own
-            return output.index_put(places, rows * scale)
+            rows = F.embedding(numbers.clamp(min=0), self.rows).to(output.dtype)
+            scale = getattr(module, "embed_scale", 1.0)  # as the embedding scales its own
+            scale = scale.to(rows.dtype) if isinstance(scale, Tensor) else scale
+            return torch.where(added, rows * scale, output)
 
         handle = self.base.get_input_embeddings().register_forward_hook(insert)
         try:

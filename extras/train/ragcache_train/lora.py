@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import AdapterError, ConfigError
@@ -31,16 +32,22 @@ def add_lora(
     rank: int,
     alpha: int | None,
     earlier: Adapter | None = None,
+    mixed: bool = False,
 ) -> nn.Module:
-    """alpha: scale of the matrices' product, over the rank; None: twice the rank, or the earlier one's.
+    """Matrices and rows are float32, whatever the model's weights are.
+
+    alpha: scale of the matrices' product, over the rank; None: twice the rank, or the earlier one's
 
     earlier: the adapter whose matrices go on; the embedding has its rows already
+    mixed:   passes are of mixed precision, which casts what it multiplies
 
     Raises ConfigError when peft is not installed, or the earlier adapter has another rank or alpha, AdapterError for
     one that is damaged.
     """
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.trainable_tokens import TrainableTokensLayer
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ConfigError("LoRA needs peft; install ragcache-kv[train]") from error
     if earlier is not None and earlier.has_lora:
@@ -57,7 +64,21 @@ def add_lora(
     adapted: nn.Module = get_peft_model(model, config)
     if earlier is not None and earlier.has_lora:
         _load_matrices(adapted, earlier)
+    for layer in adapted.modules():
+        own: Any = layer
+        if isinstance(layer, TrainableTokensLayer):
+            # peft makes a tensor of the ids anew in every pass, and its copy to a GPU waits for all that runs there.
+            ids = torch.tensor(layer.token_indices["default"], device=own.base_layer.weight.device)
+            own.get_merged_weights = partial(_rows_in_place, layer, ids)
+        elif isinstance(layer, BaseTunerLayer) and mixed:
+            own.cast_input_dtype_enabled = False  # to float32, of which mixed precision makes 16 bits again
     return adapted
+
+
+def _rows_in_place(layer: Any, ids: Tensor, adapters: Sequence[str]) -> Tensor:
+    """The embedding's weight with the trained rows at `ids`."""
+    weight: Tensor = layer.base_layer.weight
+    return weight.index_copy(0, ids, layer.trainable_tokens_delta["default"].to(weight.dtype))
 
 
 def _same_scale(earlier: Adapter, rank: int, alpha: int | None) -> int:

@@ -13,24 +13,27 @@ The number is the token's segment:
     > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchor_tokens.py`)
     0              the open part of the context: prefix, link tokens, KV-START and KV-END
     < 0            its question
-    PADDING        no token; nothing else sees it, and it sees itself, since no row of a mask may be empty
 
-`sees` is the whole rule. The dense mask of a CPU and FlexAttention's block mask of a GPU are both made from it.
+`sees` is the whole rule. The dense masks of a CPU and FlexAttention's block mask of a GPU are both made from it. Rows
+of a batch stand one behind another in one sequence and do not see each other: a CPU attends to each alone, a GPU
+compares the rows' numbers. What fills the sequence up is a row that nobody else sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
-from ragcache.kv.anchor_tokens import OPEN, gives_way, sees_within
+from ragcache.kv.anchor_tokens import OPEN, PASSAGE, gives_way, sees_within
 from ragcache.models.attention_kernels import additive
 
-PADDING = -(1 << 30)
+BLOCK = 128
+"""Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
 
 
 def sees(
@@ -53,47 +56,88 @@ def sees(
 
 @dataclass(eq=False)
 class Visibility:
-    """Masks of one batch, made once for each sliding window and kept.
+    """Masks of one batch, made once for each sliding window and kept, without a look at what the tensors hold.
 
-    segments, positions: int64 [batch, length]
+    segments, positions, rows: int64 [length]; rows: the number of each token's row, ascending
+    lengths: of the rows, what fills up included
     """
 
     segments: Tensor
     positions: Tensor
-    _dense: dict[int | None, Tensor] = field(default_factory=dict)
+    rows: Tensor
+    lengths: Sequence[int]
+    _dense: dict[int | None, list[Tensor]] = field(default_factory=dict)
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)
 
-    def mask(self, window: int | None = None) -> Tensor:
-        """bool [batch, 1, length, length]: the rule for every pair."""
-        index = torch.arange(self.segments.shape[1], device=self.segments.device)
-        segments, positions = self.segments[:, None], self.positions[:, None]
-        distance = positions[..., :, None] - positions[..., None, :]
-        return sees(segments[..., :, None], segments[..., None, :], index[:, None], index, distance, window)
+    def masks(self, window: int | None = None) -> list[Tensor]:
+        """bool [tokens, tokens] of each row: the rule for every pair."""
+        found = []
+        split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions))
+        for segments, positions in zip(*split, strict=True):
+            index = torch.arange(len(segments), device=segments.device)
+            distance = positions[:, None] - positions
+            found.append(sees(segments[:, None], segments, index[:, None], index, distance, window))
+        return found
 
-    def dense(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The mask as numbers to add to the scores: what `scaled_dot_product_attention` takes fastest."""
+    def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """The rows' masks as numbers to add to the scores: what `scaled_dot_product_attention` takes fastest."""
         if window not in self._dense:
-            self._dense[window] = additive(self.mask(window), dtype)
+            self._dense[window] = [additive(mask, dtype) for mask in self.masks(window)]
         return self._dense[window]
 
     def blocks(self, window: int | None) -> BlockMask:
-        """The mask as FlexAttention takes it; blocks that nobody sees are never computed."""
+        """The mask as FlexAttention takes it; blocks that nobody sees are never computed.
+
+        Which those are follows from the least and greatest numbers in a block, not from all pairs of tokens, of which a
+        batch of 16,384 has 268 million. Some blocks are kept in vain: the rule holds within each that is not `full`.
+        """
         if window not in self._blocks:
-            batch, length = self.segments.shape
-            device = str(self.segments.device)
-            self._blocks[window] = create_block_mask(self.rule(window), batch, None, length, length, device)
+            some, full = self._block_pairs(window)
+            kept = (*_in_order(some & ~full), *_in_order(full))
+            self._blocks[window] = BlockMask.from_kv_blocks(*kept, BLOCK_SIZE=BLOCK, mask_mod=self.rule(window))
         return self._blocks[window]
 
-    def for_attention(self, window: int | None, dtype: torch.dtype) -> Tensor | BlockMask:
-        """The mask in the form that the device's attention takes."""
+    def _block_pairs(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Blocks of queries over blocks of keys: whether some pair of tokens may see each other, and whether all do.
+
+        Runs of a passage's tokens and rows ascend, so blocks one behind another share one at most: the last of the
+        earlier is the first of the later.
+        """
+        segments, rows, positions = (one.view(-1, BLOCK) for one in (self.segments, self.rows, self.positions))
+        passages = torch.where(segments > OPEN, segments & PASSAGE, segments).flatten()
+        starts = (passages.diff() != 0) | (self.rows.diff() != 0)
+        runs = nn.functional.pad(starts.long().cumsum(0), (1, 0)).view(-1, BLOCK)
+        same_run = runs[:, 0, None] == runs[:, -1]
+        asking = torch.where(segments <= OPEN, rows, len(self.lengths)).amin(1)
+        asked = torch.where((segments >= OPEN) & ~gives_way(segments), rows, -1).amax(1)
+        some = same_run | (asking[:, None] == asked)
+        (low, high), (first, last) = segments.aminmax(dim=1), positions.aminmax(dim=1)
+        uniform = (low == high) & (rows[:, 0] == rows[:, -1])
+        full = (uniform[:, None] & uniform) & (low[:, None] == low) & (rows[:, :1] == rows[:, 0])
+        if window is not None:
+            some = some & (first[:, None] - last < window)
+            full = full & (last[:, None] - first < window)
+        earlier = torch.ones_like(some).tril(-1)
+        some = some & earlier | torch.eye(len(some), dtype=torch.bool, device=some.device)
+        return some, full & earlier
+
+    def for_attention(self, window: int | None, dtype: torch.dtype) -> list[Tensor] | BlockMask:
+        """The masks in the form that the device's attention takes."""
         return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
 
     def rule(self, window: int | None) -> Any:
         """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
-        segments, positions = self.segments, self.positions
+        segments, positions, rows = self.segments, self.positions, self.rows
 
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            distance = positions[batch, query] - positions[batch, key]
-            return sees(segments[batch, query], segments[batch, key], query, key, distance, window)
+            distance = positions[query] - positions[key]
+            same_row = rows[query] == rows[key]
+            return same_row & sees(segments[query], segments[key], query, key, distance, window)
 
         return mask_mod
+
+
+def _in_order(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of keys of each block of queries, as FlexAttention takes them: their number, and those there are first."""
+    order = pairs.int().argsort(dim=-1, descending=True, stable=True)
+    return pairs.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

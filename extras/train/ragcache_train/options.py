@@ -51,7 +51,7 @@ class TrainOptions:
     steps:           of the optimizer; None: `epochs` of the data
     minutes:         the run ends after so many, if its steps have not by then; the learning rate falls with the time
                      then. Those before a run was resumed count
-    batch_tokens, batch_size: padded tokens and rows of a batch; accumulate: batches of one step
+    batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches of one step
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
@@ -59,7 +59,9 @@ class TrainOptions:
     resume:          go on from the last checkpoint in `out`
     device:          "auto" (see `load_lm`), "cuda", "cpu", ...
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
-    precision:       of the passes: "float32" or "bfloat16" (mixed precision); None: bfloat16 on a GPU
+    precision:       of the passes: "float32" or "bfloat16" (mixed precision; what is not trained is bfloat16 itself);
+                     None: bfloat16 on a GPU
+    compile:         the model's layers, on the first batch; None: on a GPU
     """
 
     model: str | Path
@@ -109,6 +111,7 @@ class TrainOptions:
     dtype: str = "float32"
     save_dtype: str | None = None
     precision: str | None = None
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
@@ -203,8 +206,16 @@ class TrainOptions:
         return device.startswith("cuda") if self.precision is None else self.precision == "bfloat16"
 
     def weights_dtype(self, device: str) -> str:
-        """The dtype of the weights while training: frozen ones need no more than the passes."""
-        return "bfloat16" if self.is_frozen and self.runs_bfloat16(device) else self.dtype
+        """The dtype of the weights while training: those that stay as they are need no more than the passes.
+
+        Where LoRA's matrices are merged into them, they are saved, and stay as precise as they came.
+        """
+        stay = self.is_frozen or self.makes_lora_adapter
+        return "bfloat16" if stay and self.runs_bfloat16(device) else self.dtype
+
+    def compiles(self, device: str) -> bool:
+        """Whether the model's layers are compiled."""
+        return device.startswith("cuda") if self.compile is None else self.compile
 
     @property
     def rate(self) -> float:

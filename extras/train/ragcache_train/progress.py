@@ -47,8 +47,10 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if self.limit_s is None:
             return
-        own = torch.tensor([time.monotonic() - self._started], dtype=torch.float64, device=args.device)
-        self.elapsed_s = float(broadcast(own))  # the first process's: all end at one step, at one learning rate
+        self.elapsed_s = time.monotonic() - self._started
+        if args.world_size > 1:  # the first process's: all end at one step, at one learning rate
+            own = torch.tensor([self.elapsed_s], dtype=torch.float64, device=args.device)
+            self.elapsed_s = float(broadcast(own))
         if self.elapsed_s >= self.limit_s:
             control.should_training_stop = control.should_log = control.should_save = True
 

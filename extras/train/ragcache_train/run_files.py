@@ -22,6 +22,7 @@ FREE_TO_CHANGE = {
     "save_dtype",
     "merge",
     "minutes",
+    "compile",
 }
 
 

@@ -94,7 +94,7 @@ class ScheduleOptions:
     minutes: Annotated[
         float | None, option("--minutes", "End after so many; the learning rate falls with the time then.")
     ] = None
-    batch_tokens: Annotated[int, option("--batch-tokens", "Padded tokens of a batch.")] = 8192
+    batch_tokens: Annotated[int, option("--batch-tokens", "Tokens of a batch at most.")] = 8192
     batch_size: Annotated[int | None, option("--batch-size", "Rows of a batch at most.")] = None
     accumulate: Annotated[int, option("--accumulate", "Batches of one step.")] = 1
     learning_rate: Annotated[
@@ -121,6 +121,9 @@ class RunOptions:
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
         option("--precision", "Of the passes; bfloat16 on a GPU, else float32, if not given."),
+    ] = None
+    compile: Annotated[
+        bool | None, option("--compile/--no-compile", "Compile the model's layers; on a GPU, if not given.")
     ] = None
     save_dtype: Annotated[str | None, option("--save-dtype", "Of the saved weights; as before if not given.")] = None
     save_every: Annotated[int, option("--save-every", "Steps between checkpoints.")] = 500

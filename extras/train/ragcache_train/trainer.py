@@ -25,11 +25,13 @@ from ragcache.models.load import checkpoint_digest, load_lm
 from ragcache.models.machine import find_device
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.batches import BatchPlan
+from ragcache_train.compiled import compile_layers
 from ragcache_train.data import BadLine, DataRow, read_rows
 from ragcache_train.encoding import RowEncoder
 from ragcache_train.frozen import keep_passages
 from ragcache_train.layout import EncodedRow
 from ragcache_train.lora import known_warnings_ignored
+from ragcache_train.mask import BLOCK
 from ragcache_train.options import TrainOptions
 from ragcache_train.own_answers import FILE, OwnAnswers
 from ragcache_train.progress import ProgressLog, Show
@@ -40,14 +42,15 @@ from ragcache_train.ways import Way, on_frozen_weights, on_weights
 
 logger = logging.getLogger(__name__)
 
-FLEX_BLOCK = 128
+LOADERS = 2
+"""Processes that lay rows out while a GPU works on those before."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
     """
     out:      directory of the trained model
-    steps:    of the optimizer; tokens: that ran, padding included; rows: usable
+    steps:    of the optimizer; tokens: that ran, what fills batches up included; rows: usable
     bad:      lines that were left out
     loss:     mean over the last logged steps; None where nothing was logged
     """
@@ -82,6 +85,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, model=way.model, train_dataset=way.rows, callbacks=[log], **kwargs)
         self._way, self._plan, self._multiple, self._options, self._log = way, plan, multiple, options, log
         self.tokens_seen = 0
+        self._compiles = options.compiles(str(self.args.device))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader: DataLoader[Any] = DataLoader(
@@ -89,6 +93,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
             batch_sampler=self._plan,
             collate_fn=partial(self._way.collate, multiple=self._multiple),
             pin_memory=self.args.dataloader_pin_memory,
+            num_workers=self.args.dataloader_num_workers,
         )
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
 
@@ -103,6 +108,10 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         self.lr_scheduler: LRScheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, share)
         return self.lr_scheduler
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: that goes over all parameters at every step."""
+        return 0
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -111,7 +120,12 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         self.tokens_seen += sum(batch["input_ids"].numel() for batch in (inputs, inputs.get("teacher")) if batch)
-        loss = self._way.loss(model, self.accelerator.unwrap_model(model), inputs, num_items_in_batch)
+        inner = self.accelerator.unwrap_model(model)
+        if self._compiles:
+            self._compiles = False
+            trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+            compile_layers(self._way.layers, trained, partial(self._way.loss, inner, inner, inputs))
+        loss = self._way.loss(model, inner, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, None) if return_outputs else loss
@@ -240,13 +254,14 @@ def _trainer(
         log=log,
         way=way,
         plan=plan,
-        multiple=FLEX_BLOCK if device.startswith("cuda") else 1,
+        multiple=-(-options.batch_tokens // BLOCK) * BLOCK if device.startswith("cuda") else 1,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> TrainingArguments:
+    on_gpu = device.startswith("cuda")
     arguments = TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
         max_steps=steps,
@@ -261,9 +276,12 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
         save_steps=options.save_every,
         save_total_limit=options.keep_checkpoints,
         logging_steps=options.log_every,
-        bf16=options.runs_bfloat16(device) and not options.is_frozen,  # frozen weights are bfloat16 themselves
-        use_cpu=not device.startswith("cuda"),
-        dataloader_pin_memory=device.startswith("cuda"),
+        bf16=options.runs_bfloat16(device) and not options.is_frozen,  # nothing of a frozen model is float32
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        dataloader_num_workers=LOADERS if on_gpu else 0,
+        accelerator_config={"non_blocking": on_gpu},
+        logging_nan_inf_filter=False,  # it looks at every step's loss, which waits for the device
         ddp_find_unused_parameters=False,
         report_to="none",
         disable_tqdm=True,

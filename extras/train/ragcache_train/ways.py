@@ -30,6 +30,7 @@ from ragcache_train.special_tokens import prepare_model, take_rows
 class Way(NamedTuple):
     """
     model:   what the Trainer trains
+    layers:  the model that has the layers, which may be compiled
     rows:    a data set, from a Draw to what `collate` takes
     collate: a batch of them as tensors
     loss:    of the model, the model without what accelerate wraps around it, a batch, and the number of labels
@@ -37,6 +38,7 @@ class Way(NamedTuple):
     """
 
     model: nn.Module
+    layers: nn.Module
     rows: Any
     collate: Callable[..., dict[str, Any]]
     loss: Callable[..., Tensor]
@@ -63,13 +65,14 @@ def on_weights(
     model: nn.Module = lm.model
     if options.lora_rank:
         set_seed(options.seed)  # of the matrices that start random
-        model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha, earlier)
+        mixed = options.runs_bfloat16(str(lm.device))
+        model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha, earlier, mixed)
     else:
         model.requires_grad_(True)
     save = partial(_save, lm, model, dtype, out)
     if options.makes_lora_adapter:
         save = partial(save_lora, lm, model, base, spec, dtype, out)
-    return Way(model, DrawnRows(rows, spec, options.shuffle_passages), collate, answer_loss, save)
+    return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, answer_loss, save)
 
 
 def on_frozen_weights(
@@ -90,7 +93,7 @@ def on_frozen_weights(
     lm.model.train(options.checkpointing)  # transformers recomputes activations in training mode alone
     model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
     save = partial(save_frozen, model, lm, _base(lm), spec, out)
-    return Way(model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
+    return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
 
 
 def _prepare(lm: LanguageModel, options: TrainOptions) -> None:

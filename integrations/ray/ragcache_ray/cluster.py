@@ -240,7 +240,11 @@ class _WorkThere:
                 f"block {absent}, which an actor stored, is not in the store that this machine sees; the actors must "
                 "reach the same store: put it on a file system that all nodes share"
             )
-        self._report.add_computed(computed.report)
+        own, other = self._report, computed.report
+        own.computed_tokens += other.computed_tokens
+        own.reused_blocks += other.reused_blocks
+        own.kv_bytes += other.kv_bytes
+        own.seconds.add(other.seconds)
         for stage, step in computed.said:
             self._say(stage, step)
         return what, computed.vectors

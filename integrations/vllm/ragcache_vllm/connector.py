@@ -25,9 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError
-from ragcache.models.load import refuse_other_checkpoint
 from ragcache_vllm import VLLM_VERSION
 from ragcache_vllm.blocks import StoredBlocks
+from ragcache_vllm.merged_adapter import refuse_other_checkpoint
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
 from ragcache_vllm.rope import rope_of
 from ragcache_vllm.scheduling import Loads, SchedulerSide

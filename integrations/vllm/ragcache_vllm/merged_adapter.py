@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ragcache.errors import AdapterError, translate_os_errors
+from ragcache.errors import AdapterError, ModelMismatchError, translate_os_errors
 from ragcache.models.adapter import Adapter, Lora
 from ragcache.models.hub import resolve, split_file
-from ragcache.models.load import LOADED, checkpoint_digest, find_directory, refuse_other_checkpoint
+from ragcache.models.load import LOADED, checkpoint_digest, find_directory
 from ragcache.models.trained_tokens import SECTION
 
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
@@ -136,3 +136,12 @@ def _write_weights(adapter: Adapter, path: Path, tables: Mapping[str, bool], out
             grown[list(rows)] = torch.stack(list(rows.values()))
         tensors[name] = grown
     save_file(tensors, out, metadata)
+
+
+def refuse_other_checkpoint(name: str, expected: str) -> None:
+    """Raises ModelMismatchError where a model's files are not those that a store's blocks were computed with."""
+    if checkpoint_digest(name) != expected:
+        raise ModelMismatchError(
+            f"{name}: its weights or config.json are not those that the store's blocks were computed with; serve the "
+            "model that the store was made with, or make a new store with this one"
+        )

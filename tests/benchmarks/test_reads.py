@@ -1,0 +1,94 @@
+"""How often the host reads a tensor's value while a method reads a prompt: on a GPU it waits each time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import methods, ops
+from benchmarks.reads import HostReads, reads_of
+from benchmarks.report import RESULTS
+from benchmarks.shapes import build
+from ragcache.models import attention
+
+SPARSE = {"entropy": 6, "infllm": 6, "samkv": 55}
+"""Reads of methods that keep other tokens in each layer, of two layers. All others but one read nothing."""
+READS = {**SPARSE, "kvshare": 1}
+
+READING = {
+    "item": lambda x: x[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "bool": lambda x: bool(x[0] > 0),
+    "index": lambda x: [0, 1][x[0].long()],
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "by a mask": lambda x: x[x > 0],
+    "put by a mask": lambda x: x.clone().__setitem__(x > 0, x[x > 0]),
+    "equal": lambda x: torch.equal(x, x),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "to the host": lambda x: x.to("cpu"),
+}
+OTHER = {
+    "by numbers": lambda x: x[torch.arange(1)],
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "repeat": lambda x: x.repeat_interleave(2),
+    "sort": lambda x: x.sort(descending=True).indices[:1],
+}
+
+
+@pytest.mark.parametrize("reading", READING.values(), ids=READING)
+def test_every_way_to_read_counts(reading):
+    with HostReads() as reads:
+        reading(torch.tensor([1.0, 2.0]))
+    assert sum(reads.calls.values()) >= 1
+
+
+@pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
+def test_nothing_else_does(other):
+    given = torch.tensor([1.0, 2.0])
+    with HostReads() as reads:
+        other(given)
+    assert reads.calls == Counter()
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return methods.Bench(build("toy", "float32"), methods.Settings("toy", passages=5, tokens=150, suffix=8))
+
+
+@pytest.mark.parametrize("row", methods.chosen_methods([[1]] * 5))
+def test_no_method_gains_a_read(bench, row):
+    def read():
+        bench.fuse(bench.methods[row]).cache.release()
+
+    read()
+    reads = reads_of(read)
+    assert sum(reads.values()) == READS.get(row.split(",")[0], 0), reads
+
+
+@pytest.mark.parametrize("row", methods.chosen_methods([[1]] * 5))
+def test_answers_are_the_same_where_the_host_does_not_look(bench, row):
+    looking = bench.fuse(bench.methods[row]).next_logits
+    with mock.patch.object(attention, "reads_freely", return_value=False):
+        blind = bench.fuse(bench.methods[row]).next_logits
+    torch.testing.assert_close(blind, looking, atol=2e-5, rtol=2e-5)
+
+
+def test_published_reads_are_of_the_methods_that_there_are():
+    found = json.loads((RESULTS / "ops" / "reads.json").read_text(encoding="utf-8"))["reads"]
+    assert found.keys() == methods.chosen_methods([[1]]).keys()
+    chosen = {row for row in found if row.split(",")[0] not in READS}
+    assert {found[row] for row in chosen} == {0}
+
+
+def test_reads_are_written_where_asked(tmp_path):
+    ops.main(["--shape", "toy", "--passages", "3", "--tokens", "20", "--suffix", "5", "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "reads.json").read_text(encoding="utf-8"))
+    assert (written["shape"], written["layers"], written["passages"]) == ("toy", 2, 3)
+    assert written["reads"]["a3, 0.15"] == 0
