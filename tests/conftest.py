@@ -14,7 +14,26 @@ import pytest
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.retrieval import embedder
 from ragcache_demo.bag_of_words import BagOfWords
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _minilm_is_loaded_once():
+    """Loading and hashing it takes longer than most tests that open a store by name."""
+    load, loaded = embedder._load, {}
+
+    def load_once(name, build, origin):
+        key = (origin, embedder.MINILM_PACKAGE)
+        if name != "minilm":
+            return load(name, build, origin)
+        if key not in loaded:
+            loaded[key] = load(name, build, origin)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedder, "_load", load_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 from engine_texts import TEXTS
@@ -323,13 +322,10 @@ kb.close()
 
 def test_two_processes_write_at_once_and_one_is_killed(open_kb, model_directory, tmp_path):
     open_kb().close()
-    paths = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ASK, str(tmp_path / "kb"), str(model_directory)]
-    running = [
-        subprocess.Popen([*command, end], env=paths, stdout=subprocess.PIPE, text=True) for end in ("close", "kill")
-    ]
-    said = {process.communicate(timeout=240)[0] for process in running}
-    assert [process.returncode for process in running] == [0, -9]
+    ends = (forked.Forked(ASK, tmp_path / "kb", model_directory, end) for end in ("close", "kill"))
+    with next(ends) as closed, next(ends) as killed:
+        said = {closed.stdout.read(), killed.stdout.read()}
+        assert (closed.wait(), killed.wait()) == (0, -9)
     with open_kb() as kb:
         for question in TALK[1]["content"].split():
             answer = kb.chat([TALK[0], {"role": "user", "content": question}], sampling=SHORT)
