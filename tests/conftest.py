@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,22 +15,30 @@ import pytest
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.engine import assemble
 from ragcache.retrieval import embedder
 from ragcache_demo.bag_of_words import BagOfWords
+
+LOADED_ONCE = cache(assemble.load_lm)
+
+
+@pytest.fixture
+def models_once(monkeypatch):
+    """Stores that are opened with a model's name share it. For tests that change no model's files."""
+    monkeypatch.setattr(assemble, "load_lm", LOADED_ONCE)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _minilm_is_loaded_once():
     """Loading and hashing it takes longer than most tests that open a store by name."""
-    load, loaded = embedder._load, {}
+    load, loaded, package = embedder._load, {}, embedder.MINILM_PACKAGE
 
     def load_once(name, build, origin):
-        key = (origin, embedder.MINILM_PACKAGE)
-        if name != "minilm":
+        if name != "minilm" or package != embedder.MINILM_PACKAGE:
             return load(name, build, origin)
-        if key not in loaded:
-            loaded[key] = load(name, build, origin)
-        return loaded[key]
+        if origin not in loaded:
+            loaded[origin] = load(name, build, origin)
+        return loaded[origin]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedder, "_load", load_once)
@@ -38,7 +47,7 @@ def _minilm_is_loaded_once():
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), ends=1.4)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,9 @@ def model(tmp_path_factory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("cli-model"), positions=768)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _models_are_loaded_once():
+@pytest.fixture(autouse=True)
+def _models(models_once):
     """Each command opens its store anew, with the same few models."""
-    from ragcache.engine import assemble
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "load_lm", cache(assemble.load_lm))
-        yield
 
 
 @pytest.fixture(scope="session")

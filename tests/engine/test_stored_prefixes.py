@@ -9,7 +9,7 @@ import forked
 import pytest
 import torch
 from engine_texts import TEXTS
-from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt
 from plain_oracle import greedy
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,7 +45,7 @@ class Unchanged:
         return 1
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=method_families("deepseek_v2"))
 def family(request, tmp_path_factory):
     return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
