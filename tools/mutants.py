@@ -2,13 +2,10 @@
 
     python -m tools.mutants --seed 1 --count 10 --out matrix.jsonl ragcache/kv=tests/kv ragcache/codecs=tests/codecs
 
-Each room gets `--count` mutants, drawn by the seed and mixed by kind. They are made in a copy of the tracked files, and
-pytest runs there on the room's tests until one fails or the time is up. A line of `--out` is a mutant with the first
-test that killed it; mutants that are in the file already are not run again. With coverage installed,
-
-    python -m coverage run --source=ragcache -m pytest -n0 -p tools.mutants tests/kv
-
-notes which test reaches which line in `.coverage`; with `--reach .coverage` those alone run.
+Each room gets `--count` mutants, drawn by the seed and mixed by kind, in a copy of the tracked files; pytest runs there
+on the room's tests until one fails. A line of `--out` is a mutant with the first test that killed it; mutants that are
+in the file already are not run again. With coverage installed, `python -m coverage run --source=ragcache -m pytest -n0
+-p tools.mutants tests/kv` notes which test reaches which line; with `--reach .coverage` those tests alone run.
 """
 
 from __future__ import annotations
@@ -20,15 +17,12 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
-from copy import deepcopy
 from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +35,6 @@ COMPARISONS = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
-TYPES = ("annotation", "returns")
 UNREAD = (ast.JoinedStr, ast.Raise, ast.Assert)  # texts of errors; places inside f-strings are wrong before Python 3.12
 
 
@@ -58,12 +51,10 @@ class Mutant(NamedTuple):
 
 
 def changed(node: Any, **fields: object) -> str:
-    copy = deepcopy(node)
-    vars(copy).update(fields)
-    return f"({ast.unparse(copy)})"
+    return f"({ast.unparse(type(node)(**{**vars(node), **fields}))})"
 
 
-def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
+def mutations(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
     """What can be broken at a node: the kind, what is replaced, and by what."""
     match node:
         case ast.Compare(ops=[op, *rest]) if type(op) in COMPARISONS:
@@ -90,24 +81,21 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
 
 
 def read(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that do something: no annotations, no texts of errors, nothing for the type checker alone."""
+    """The nodes that do something: no annotations and no texts of errors."""
     yield node
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            if isinstance(child, ast.AST) and not isinstance(child, UNREAD) and name not in TYPES and not typing:
+            if isinstance(child, ast.AST) and not isinstance(child, UNREAD) and name not in ("annotation", "returns"):
                 yield from read(child)
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    text = path.read_bytes()
+    text, name = path.read_bytes(), path.relative_to(ROOT).as_posix()
     starts = [0, *(match.end() for match in re.finditer(rb"\n", text))]
     for node in read(ast.parse(text)):
         for kind, old, new in mutations(node):
-            start = starts[old.lineno - 1] + old.col_offset  # type: ignore[attr-defined]
-            end = starts[old.end_lineno - 1] + old.end_col_offset  # type: ignore[attr-defined]
-            name = path.relative_to(ROOT).as_posix()
-            yield Mutant(name, old.lineno, kind, text[start:end].decode(), new, start, end)  # type: ignore[attr-defined]
+            start, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
+            yield Mutant(name, old.lineno, kind, text[start:end].decode(), new, start, end)
 
 
 def drawn(room: Path, seed: int, count: int) -> list[Mutant]:
@@ -119,70 +107,55 @@ def drawn(room: Path, seed: int, count: int) -> list[Mutant]:
 
 
 def write(path: Path, text: bytes, modified: int) -> None:
-    """Under a time of its own: a cached module is told from its source by seconds and size."""
     path.write_bytes(text)
-    os.utime(path, (modified, modified))
+    os.utime(path, (modified, modified))  # a cached module is told from its source by seconds and size
 
 
 def copied(folder: Path) -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, folder / name)
-    for made in ROOT.glob("*.egg-info"):  # the entry points of the annexes
-        shutil.copytree(made, folder / made.name)
+    """The tracked files, and the entry points of the annexes."""
+    copy = 'git ls-files -z | xargs -0 cp --parents -t "$0" && cp -r ./*.egg-info "$0"'
+    subprocess.run(["bash", "-c", copy, folder], cwd=ROOT, check=True)
 
 
-def run_tests(folder: Path, said: Path, tests: list[str]) -> int:
+def run_tests(folder: Path, tests: list[str]) -> int:
     """The status of pytest there; all that it says goes to a file."""
     os.setsid()
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
     os.chdir(folder)
     sys.path[:] = [place.replace(str(ROOT), str(folder)) for place in [str(ROOT), *filter(None, sys.path)]]
     os.environ["PYTHONPATH"] = ":".join(sys.path)
     for name in [name for name in sys.modules if name.split(".")[0] == "tools"]:
         del sys.modules[name]
-    early = "ignore::pytest.PytestAssertRewriteWarning"  # of plug-ins that the libraries have imported
-    return pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", "-W", early, *tests])
+    early = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plug-ins that the libraries have imported
+    status = pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *early, *tests])
+    sys.stdout.flush()
+    return int(status)
 
 
 def first_failure(folder: Path, tests: list[str], seconds: float) -> str | None:
     """The first of these tests that fails there, or None. A run that takes too long has failed."""
-    said = folder / "said"
-    pid = os.fork()  # the libraries are imported already
+    pid, end = os.fork(), time.monotonic() + seconds  # the libraries are imported already
     if pid == 0:
-        status = 1
         try:
-            status = int(run_tests(folder, said, tests))
-        except BaseException:
-            traceback.print_exc()
+            os._exit(run_tests(folder, tests))
         finally:
-            sys.stdout.flush()
-            os._exit(status)
-    end = time.monotonic() + seconds
+            os._exit(1)
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         time.sleep(0.05)
         if time.monotonic() > end:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return "time"
-    if os.waitstatus_to_exitcode(ended[1]) in (0, 5):
-        return None
-    output = said.read_text(encoding="utf-8", errors="replace")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return failed[1] if failed else output.strip().splitlines()[-1]
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", (folder / "said").read_text(errors="replace"), re.MULTILINE)
+    return None if os.waitstatus_to_exitcode(ended[1]) in (0, 5) else failed[1] if failed else "no report"
 
 
 def reaching(reach: str | None, mutant: Mutant, tests: list[str]) -> list[str]:
     """The tests of these folders that reach the mutant's line, by what coverage noted; without that, all."""
     if reach is None:
         return tests
-    from coverage import CoverageData  # type: ignore[import-not-found, unused-ignore]
-
-    data = CoverageData(reach)
-    data.read()
+    (data := importlib.import_module("coverage").CoverageData(reach)).read()
     measured = next((file for file in data.measured_files() if file.endswith("/" + mutant.file)), "")
     met = data.contexts_by_lineno(measured).get(mutant.line, [])
     return sorted(test for test in met if test.startswith(tuple(tests)))
@@ -190,10 +163,7 @@ def reaching(reach: str | None, mutant: Mutant, tests: list[str]) -> list[str]:
 
 def pytest_runtest_protocol(item: Any) -> None:
     """A plug-in of pytest: what coverage measures from here on belongs to this test, its cases taken together."""
-    from coverage import Coverage  # type: ignore[import-not-found, unused-ignore]
-
-    running = Coverage.current()
-    if running is not None:
+    if (running := importlib.import_module("coverage").Coverage.current()) is not None:
         running.switch_context(item.nodeid.split("[")[0])
 
 
@@ -207,26 +177,22 @@ def main() -> None:
     parser.add_argument("--reach", help="coverage's data: the tests that reach a line")
     asked = parser.parse_args()
     asked.out.touch()
-    kept = asked.out.read_text(encoding="utf-8").splitlines()
-    done = {(row["file"], row["line"], row["before"], row["after"]) for row in map(json.loads, kept)}
+    done = {tuple(json.loads(line).values())[:5] for line in asked.out.read_text(encoding="utf-8").splitlines()}
     importlib.import_module("transformers.generation")
     with tempfile.TemporaryDirectory() as temporary, asked.out.open("a", encoding="utf-8") as out:
         folder, times = Path(temporary).resolve(), count(1_000_000_000)
         copied(folder)
         for room, tests in (pair.split("=") for pair in asked.rooms):
             for mutant in drawn(ROOT / room, asked.seed, asked.count):
-                if (mutant.file, mutant.line, mutant.before, mutant.after) in done:
+                if mutant[:5] in done:
                     continue
                 path, began = folder / mutant.file, time.monotonic()
-                whole = path.read_bytes()
-                change = whole[: mutant.start] + mutant.after.encode() + whole[mutant.end :]
-                tried = reaching(asked.reach, mutant, tests.split(","))
-                write(path, change, next(times))
+                whole, tried = path.read_bytes(), reaching(asked.reach, mutant, tests.split(","))
+                write(path, whole[: mutant.start] + mutant.after.encode() + whole[mutant.end :], next(times))
                 killer = first_failure(folder, tried, asked.seconds) if tried else None
                 write(path, whole, next(times))
-                row = {**mutant._asdict(), "tests": len(tried), "killed": killer}
-                del row["start"], row["end"]
-                print(json.dumps({**row, "seconds": round(time.monotonic() - began, 1)}), file=out, flush=True)
+                row = {"tests": len(tried), "killed": killer, "seconds": round(time.monotonic() - began, 1)}
+                print(json.dumps(dict(zip(Mutant._fields, mutant[:5])) | row), file=out, flush=True)  # noqa: B905
 
 
 if __name__ == "__main__":
