@@ -47,7 +47,7 @@ def _minilm_is_loaded_once():
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), ends=1.4)
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -48,12 +48,10 @@ def save_tiny_llama(
     positions: int = 512,
     reuse: TrainedTokens | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
-    ends: float = 1.0,
     **tokenizer_options: Any,
 ) -> Path:
     """reuse: state this training in the configuration and grow the vocabulary by its added ids, 258 and following.
     tokenizer: in place of `byte_tokenizer`
-    ends: how large the end's logits are beside those of other tokens; above 1, an answer without a limit ends soon
     """
     torch.manual_seed(seed)
     tokenizer = tokenizer or byte_tokenizer(**tokenizer_options)
@@ -75,8 +73,6 @@ def save_tiny_llama(
     )
     if reuse:
         config.ragcache = reuse.section()
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data[tokenizer.eos_token_id] *= ends
-    model.save_pretrained(directory)
+    LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
