@@ -113,7 +113,7 @@ def write(path: Path, text: bytes, modified: int) -> None:
 
 def copied(folder: Path) -> None:
     """The tracked files, and the entry points of the annexes."""
-    copy = 'git ls-files -z | xargs -0 cp --parents -t "$0" && cp -r ./*.egg-info "$0"'
+    copy = 'git ls-files -z | xargs -0 cp -P -r --parents -t "$0" && cp -r ./*.egg-info "$0"'
     subprocess.run(["bash", "-c", copy, folder], cwd=ROOT, check=True)
 
 

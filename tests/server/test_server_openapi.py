@@ -63,7 +63,7 @@ def check(api, route: str, examples: int) -> None:
         @settings(max_examples=examples, **CALM)
         @given(cases.map(named_right) if mode is POSITIVE else cases)
         def answers_are_as_documented(case):
-            case.call_and_validate(excluded_checks=LEFT_OUT)
+            case.call_and_validate(excluded_checks=LEFT_OUT, timeout=120)
 
         answers_are_as_documented()
 
