@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,7 +15,34 @@ import pytest
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.engine import assemble
+from ragcache.retrieval import embedder
 from ragcache_demo.bag_of_words import BagOfWords
+
+LOADED_ONCE = cache(assemble.load_lm)
+
+
+@pytest.fixture
+def models_once(monkeypatch):
+    """Stores that are opened with a model's name share it. For tests that change no model's files."""
+    monkeypatch.setattr(assemble, "load_lm", LOADED_ONCE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _minilm_is_loaded_once():
+    """Loading and hashing it takes longer than most tests that open a store by name."""
+    load, loaded, package = embedder._load, {}, embedder.MINILM_PACKAGE
+
+    def load_once(name, build, origin):
+        if name != "minilm" or package != embedder.MINILM_PACKAGE:
+            return load(name, build, origin)
+        if origin not in loaded:
+            loaded[origin] = load(name, build, origin)
+        return loaded[origin]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedder, "_load", load_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,11 @@ def model(tmp_path_factory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("cli-model"), positions=768)
 
 
+@pytest.fixture(autouse=True)
+def _models(models_once):
+    """Each command opens its store anew, with the same few models."""
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("documents")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
+import typer.testing
 from typer.testing import CliRunner, Result
 
 from ragcache.cli.commands import build_app
 
 NAMES = ["cats.md", "dogs.txt", "arno", "club"]  # of the documents, in the order of their ids
 
+typer.testing._get_command = cache(typer.testing._get_command)  # the options of all commands take half a second to make
+app = cache(build_app)
+
 
 def invoke(*arguments: object, env: dict[str, str] | None = None, input: str | None = None) -> Result:
     cleared = {name: None for name in os.environ if name.startswith("RAGCACHE_")}
-    return CliRunner().invoke(build_app(), [str(a) for a in arguments], env={**cleared, **(env or {})}, input=input)
+    return CliRunner().invoke(app(), [str(a) for a in arguments], env={**cleared, **(env or {})}, input=input)
 
 
 def names(ids: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import forked
 import pytest
 import typer
 from terminal import NAMES, invoke, names
@@ -150,47 +151,28 @@ def test_writers_wait_as_long_as_they_are_told(store):
 
 
 def test_a_real_process_keeps_json_clean_and_dies_quietly(store):
-    command_line = [
-        sys.executable,
-        "-m",
-        "ragcache",
-        "ask",
-        "Cat?",
-        "--store",
-        str(store),
-        "--max-tokens",
-        "2",
-        "--json",
-    ]
-    done = subprocess.run(command_line, capture_output=True, text=True, timeout=120, check=False, env=_environment())
+    question = ("ask", "Cat?", "--store", store, "--max-tokens", 2, "--json")
+    done = forked.run(forked.COMMAND, *question, env=_environment())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["hits"]
     assert done.stderr == ""  # not a terminal: no bars
 
 
 # A shell starts its background jobs with SIGINT ignored, and they pass that on.
-INTERRUPTIBLE = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from ragcache.cli.commands import main
-main()
-"""
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + forked.COMMAND
 
 
 def test_an_interrupt_ends_with_status_130(store):
-    command_line = [sys.executable, "-c", INTERRUPTIBLE, "chat", "--store", str(store), "--max-tokens", "1"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command_line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment()) as process:
+    chat = ("chat", "--store", store, "--max-tokens", 1)
+    with forked.Forked(INTERRUPTIBLE, *chat, env=_environment()) as process:
         process.stdin.write("Dogs?\n")
-        process.stdin.flush()
-        while "read by" not in process.stdout.readline():
-            assert process.poll() is None
+        while "read by" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
         assert process.stdout.readline() == "\n"  # the next question is waited for
-        time.sleep(0.5)
+        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.splitlines() == ["error: interrupted; what was stored stays"]
+        assert process.stderr.read().splitlines() == ["error: interrupted; what was stored stays"]
+        assert process.wait() == 130
 
 
 def _environment() -> dict[str, str]:

@@ -39,7 +39,7 @@ def python_blocks() -> list:
 
 
 @pytest.mark.parametrize(("name", "line", "code"), python_blocks())
-def test_python_blocks_run(name, line, code, tmp_path, monkeypatch):
+def test_python_blocks_run(name, line, code, tmp_path, monkeypatch, models_once):
     if ("RagCache.open" in code or '"mini"' in code) and not MINI.is_file():
         pytest.skip("the bundled mini model is not here (ragcache/mini)")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -2,10 +2,9 @@
 
 import logging
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 from engine_texts import TEXTS
@@ -188,8 +187,8 @@ cache.close()
 
 
 def test_two_processes_fill_one_cache(tmp_path):
-    running = [subprocess.Popen([sys.executable, "-c", FILL, str(tmp_path / "foreign")]) for _ in range(2)]
-    assert [process.wait(timeout=240) for process in running] == [0, 0]
+    with forked.Forked(FILL, tmp_path / "foreign") as one, forked.Forked(FILL, tmp_path / "foreign") as other:
+        assert (one.wait(), other.wait()) == (0, 0)
     with sqlite3.connect(tmp_path / "foreign" / "passages.sqlite3") as database:
         rows = database.execute("SELECT handle FROM passages ORDER BY handle").fetchall()
     database.close()

@@ -21,7 +21,7 @@ def documents() -> list[rc.Document]:
 
 
 def origins(kb: rc.RagCache, question: str = QUESTION) -> list[str]:
-    return [hit.kv for hit in kb.ask(question, k=1).hits]
+    return [hit.kv for hit in kb.ask(question, k=1, sampling=rc.Sampling(max_tokens=6)).hits]
 
 
 def block_bytes(kb: rc.RagCache) -> dict[str, int]:
@@ -32,7 +32,7 @@ def block_bytes(kb: rc.RagCache) -> dict[str, int]:
 def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
     with open_kb(tmp_path / "plain", store=rc.StoreConfig(load="always")) as plain:
         plain.ingest(documents())
-        expected = plain.ask(QUESTION, k=3)
+        expected = plain.ask(QUESTION, k=3, sampling=rc.Sampling(max_tokens=6))
         one = block_bytes(plain)
     budgets = [
         {"device_bytes": 2 * one["memory"], "memory_bytes": 2 * one["memory"]},
@@ -44,7 +44,7 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
         with open_kb(tmp_path / f"kb{number}", store=rc.StoreConfig(load="always", **budget)) as kb:
             kb.ingest(documents())
             for _ in range(3):
-                answer = kb.ask(QUESTION, k=3)
+                answer = kb.ask(QUESTION, k=3, sampling=rc.Sampling(max_tokens=6))
                 assert (answer.text, [hit.handle for hit in answer.hits]) == (
                     expected.text,
                     [hit.handle for hit in expected.hits],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 from engine_texts import TEXTS
-from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt
 from plain_oracle import greedy
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,7 +45,7 @@ class Unchanged:
         return 1
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=method_families("deepseek_v2"))
 def family(request, tmp_path_factory):
     return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -323,13 +322,10 @@ kb.close()
 
 def test_two_processes_write_at_once_and_one_is_killed(open_kb, model_directory, tmp_path):
     open_kb().close()
-    paths = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ASK, str(tmp_path / "kb"), str(model_directory)]
-    running = [
-        subprocess.Popen([*command, end], env=paths, stdout=subprocess.PIPE, text=True) for end in ("close", "kill")
-    ]
-    said = {process.communicate(timeout=240)[0] for process in running}
-    assert [process.returncode for process in running] == [0, -9]
+    ends = (forked.Forked(ASK, tmp_path / "kb", model_directory, end) for end in ("close", "kill"))
+    with next(ends) as closed, next(ends) as killed:
+        said = {closed.stdout.read(), killed.stdout.read()}
+        assert (closed.wait(), killed.wait()) == (0, -9)
     with open_kb() as kb:
         for question in TALK[1]["content"].split():
             answer = kb.chat([TALK[0], {"role": "user", "content": question}], sampling=SHORT)

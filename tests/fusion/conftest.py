@@ -42,3 +42,13 @@ def load(tmp_path_factory):
         return loaded[family]
 
     return by_name
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))

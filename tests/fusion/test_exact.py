@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import assert_same, load_tiny, oracle_logits_of, random_prompt
+from families import assert_same, oracle_logits_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.kv.prefix_cache import PrefixCache, read_cache
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def plain(oracle, ids):

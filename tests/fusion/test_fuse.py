@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import block_diagonal, load_tiny, random_prompt, save_tiny
+from families import block_diagonal, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.kv.buffers import BufferPool, KVBuffers
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
 def _additive(allowed):

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from families import FAMILIES, assert_same, block_diagonal, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.kv.prefix_cache import PrefixCache, read_cache
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from families import (
-    FAMILIES,
     SMALL,
     VOCAB,
     assert_same,
     figure_2,
     linked,
-    load_tiny,
     oracle_logits_of,
     oracle_model,
     random_prompt,
@@ -26,11 +24,6 @@ from ragcache.models.trained_tokens import TrainedTokens
 
 LINKS = [[101, 102], [], [7, 7, 9], [101]]
 TRAINED = TrainedTokens("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,9 @@ from collections import Counter
 import pytest
 import torch
 from families import (
-    FAMILIES,
     VOCAB,
     assert_same,
     block_diagonal,
-    load_tiny,
     oracle_logits_of,
     oracle_model,
     random_prompt,
@@ -27,11 +25,6 @@ from ragcache.models.trained_tokens import TrainedTokens
 START, END = 170, 171
 GIVEN = {"doc_start_id": START, "doc_end_id": END}
 MARKED = rc.Recipe("isolated", markers=(START, END))
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,13 @@ from typing import ClassVar
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import FAMILIES, assert_same, load_tiny, oracle_logits, random_prompt, save_tiny
+from families import assert_same, load_tiny, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.recompute import RecomputeMethod
 from ragcache.models import attention
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -22,11 +22,6 @@ SHARING = {
     "link": {"link_ids": LINKS},
     "packet": {"header_ids": [7, 8], "trailer_ids": [9]},
 }
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def another(prompt, *suffix):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import Kit
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -58,3 +59,9 @@ def lm_directory(tokenizer, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def lm(lm_directory) -> LanguageModel:
     return load_lm(lm_directory)
+
+
+@pytest.fixture
+def kit(tmp_path, lm):
+    with Kit(tmp_path / "kb", lm) as opened:
+        yield opened

@@ -32,12 +32,6 @@ def text_of(town: str, sentences: int = 5) -> str:
 
 
 @pytest.fixture
-def kit(tmp_path, lm):
-    with Kit(tmp_path / "kb", lm) as opened:
-        yield opened
-
-
-@pytest.fixture
 def folder(tmp_path):
     path = tmp_path / "docs"
     (path / "sub").mkdir(parents=True)

@@ -25,12 +25,6 @@ def text_of(town: str, sentences: int = 5) -> str:
 
 
 @pytest.fixture
-def kit(tmp_path, lm):
-    with Kit(tmp_path / "kb", lm) as opened:
-        yield opened
-
-
-@pytest.fixture
 def docs(tmp_path) -> Path:
     """a.md, b.md, sub/c.md, and two records; each with words of its own."""
     path = tmp_path / "docs"

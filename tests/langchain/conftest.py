@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from langchain_registry import QUESTION, registry_documents
+from langchain_registry import QUESTION, REGISTRY, registry_documents
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -62,16 +63,23 @@ def open_store(tmp_path, mini) -> Iterator[Callable[..., rc.RagCache]]:
         kb.close()
 
 
-@pytest.fixture
-def registry(open_store, mini, minilm) -> rc.RagCache:
-    """A store of its own for each test, with one document a line of the registry.
+@pytest.fixture(scope="session")
+def made_registry(tmp_path_factory, mini, minilm) -> Path:
+    """One document a line of the registry. Not to be changed: take `registry`."""
+    path = tmp_path_factory.mktemp("registry") / "kb"
+    with rc.RagCache.open(path, model=mini, embedder=minilm) as kb:
+        RagCacheVectorStore(kb).add_documents(registry_documents())
+    return path
 
-    It keeps the prefix and no placed context: a question that is asked again is read as it was at first.
-    """
+
+@pytest.fixture
+def registry(open_store, tmp_path, made_registry, mini, minilm) -> rc.RagCache:
+    """A store of its own for each test, which keeps the prefix and no placed context: a question that is asked again is
+    read as it was at first."""
+    shutil.copytree(made_registry, tmp_path / "registry")
     config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
     kb = open_store("registry", embedder=minilm, store=config)
-    RagCacheVectorStore(kb).add_documents(registry_documents())
-    kb.ask(QUESTION, 1, sampling=rc.Sampling(1))  # the prefix's own block is computed at the first question
+    kb.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))  # the prefix's own block is computed, the others loaded
     return kb
 
 

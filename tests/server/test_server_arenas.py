@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
-import sys
 
+import forked
 import pytest
 
 if not hasattr(ctypes.CDLL(None), "malloc_info"):
@@ -44,7 +43,7 @@ count(True, MALLOC_ARENA_MAX="4")
 
 def test_threads_share_two_arenas_unless_the_environment_says_otherwise():
     environ = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
-    ran = subprocess.run([sys.executable, "-c", THREADS], env=environ, capture_output=True, text=True)
+    ran = forked.run(THREADS, env=environ)
     assert ran.returncode == 0, ran.stderr
     limited, free, told = (said.count("<heap nr=") for said in re.findall(r"<malloc .*?</malloc>", ran.stdout, re.S))
     assert limited <= 2 < free

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import numpy as np
 import pytest
 from serving import Served, wait_for
@@ -159,22 +157,14 @@ with UploadFolder(Path(sys.argv[1])).holding([Upload("a.txt", io.BytesIO(b"secre
 
 def test_uploads_of_a_killed_server_are_deleted_and_those_of_a_living_one_stay(tmp_path):
     root = tmp_path / "uploads"
-    holders = [
-        subprocess.Popen([sys.executable, "-c", HOLDER, str(root)], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    try:
-        assert [holder.stdout.readline() for holder in holders] == ["holds\n"] * 2
+    with forked.Forked(HOLDER, root) as killed, forked.Forked(HOLDER, root) as living:
+        assert [holder.stdout.readline() for holder in (killed, living)] == ["holds\n"] * 2
         assert len(list(root.rglob("*.txt"))) == 2
         UploadFolder(root).clean()
         assert len(list(root.rglob("*.txt"))) == 2
-        os.kill(holders[0].pid, signal.SIGKILL)
-        holders[0].wait()
+        killed.kill()
+        killed.wait()
         UploadFolder(root).clean()
         assert len(list(root.rglob("*.txt"))) == 1
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
-            holder.stdout.close()
     UploadFolder(root).clean()
     assert list(root.iterdir()) == []

@@ -164,10 +164,11 @@ def test_documents_are_refused(open_server: Served, fields, param):
     assert error_of(response)["param"] == param
 
 
+SHORT = {"max_tokens": 1}
 UNKNOWN = [
     (CHAT, {"model": "tiny", "messages": USER, "max_tokens": 1}, "temprature"),
     (CHAT, {"model": "tiny", "messages": USER, "max_tokens": 1, "ragcache": {}}, "ragcache.kk"),
-    (CHAT, {"model": "tiny", "messages": USER, "n": 1, "response_format": {"type": "text"}}, "response_format.y"),
+    (CHAT, {"model": "tiny", "messages": USER, **SHORT, "response_format": {"type": "text"}}, "response_format.y"),
     ("/v1/completions", {"model": "tiny", "prompt": "Cats", "max_tokens": 1, "ragcache": {}}, "ragcache.k"),
     ("/v1/responses", {"model": "tiny", "input": "Cats?", "max_output_tokens": 1}, "max_tokens"),
     (EMBED, {"model": "bag-of-words", "input": "x"}, "dimension"),

@@ -1,7 +1,7 @@
 """What the children of the kill tests do until they are killed.
 
-`python -m children` is their parent: it imports everything once (that takes seconds), then forks a child for each line
-on its standard input (JOB ARGUMENT...), says "pid N", and when the child has ended "exit STATUS".
+`main` is their parent: it forks a child for each line on its standard input (JOB ARGUMENT...), says "pid N", and when
+the child has ended "exit STATUS".
 """
 
 from __future__ import annotations
@@ -128,7 +128,3 @@ def main() -> None:
         say(f"pid {pid}")
         _, status = os.waitpid(pid, 0)
         say(f"exit {os.waitstatus_to_exitcode(status)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from postgres_server import postgres_schema
 
+from ragcache.store.documents import DocumentStore
+
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
@@ -16,3 +18,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"sqlite:///{tmp_path / 'store.sqlite3'}"
         return
     yield from postgres_schema()
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[DocumentStore]:
+    with DocumentStore.open(url) as store:
+        yield store

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from sqlalchemy import make_url
@@ -203,9 +201,8 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
 
 def test_processes_write_at_the_same_time_and_lose_nothing(url: str) -> None:
     """They make the database together, too."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", WRITERS, url]
-    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True, timeout=250)
+    result = forked.run(WRITERS, url)
+    assert result.returncode == 0, result.stderr
     ids = [int(number) for number in result.stdout.split()]
     assert len(ids) == len(set(ids)) == 300, "no vector id was given twice"
     with DocumentStore.open(url) as store:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +15,7 @@ from stat import S_ISREG
 import pytest
 from blocks import make_block, make_key, tier_of
 from filelock import FileLock
+from forked import Forked
 from tiny_disk import TESTS, run_on_tiny_disk
 
 from ragcache.codecs import RawCodec
@@ -246,11 +245,9 @@ def test_threads_and_processes_stay_within_the_budget(tmp_path: Path, processes:
     root, budget, stop = tmp_path / "kv", 40_000, threading.Event()
     tier = DiskTier(root, RawCodec(), budget, get_policy("gdsf"))
     tier.put(make_key(99), make_block(99))
-    command = [sys.executable, "-W", "error", "-c", OTHER_PROCESS, str(root), str(budget)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "store", TESTS.parent)))}
-    others = [subprocess.Popen(command, env=environment) for _ in range(processes - 1)]
     watch, wrong, seeds = Watch(root), 0, iter(range(400))
-    with ThreadPoolExecutor(5) as threads:
+    with ThreadPoolExecutor(5) as threads, ExitStack() as running:
+        others = [running.enter_context(Forked(OTHER_PROCESS, root, budget)) for _ in range(processes - 1)]
         watching = threads.submit(watch.run, stop)
         while some := list(islice(seeds, 4)):  # at least once: the watcher may have looked often before it begins
             wrong += sum(threads.map(lambda seed: churn(tier, seed, 60), some))  # the lock is polled: few looks a round

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,6 @@ from ragcache.store.records import Counts, NewChunk, NewDocument
 from ragcache.store.schema import SCHEMA_VERSION
 
 DIM = 4
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[DocumentStore]:
-    with DocumentStore.open(url) as store:
-        yield store
 
 
 def new_chunk(id: str, handle: str | None = None, **changes: Any) -> NewChunk:

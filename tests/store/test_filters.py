@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,13 +13,6 @@ from hypothesis import strategies as st
 from ragcache.errors import FilterError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[DocumentStore]:
-    with DocumentStore.open(url) as store:
-        yield store
-
 
 # The oracle: the filter language's definition, over Python values.
 

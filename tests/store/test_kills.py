@@ -9,8 +9,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import TypedDict
 import pytest
 from blocks import make_block, make_key
 from children import NUM_DOCUMENTS, NUM_KEYS, version_of
+from forked import Forked
 from remotes import KINDS, remote_url
 
 from ragcache.codecs import RawCodec
@@ -35,18 +34,13 @@ class Children:
     """Starts children of `children.py` and kills them."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join([str(TESTS), str(TESTS / "store"), str(TESTS.parent)])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "error", "-m", "children"]
-        self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.parent = Forked("import children; children.main()")
         self._buffer = b""
 
     def run_and_kill(self, *command: str, after_lines: int, after_s: float) -> list[str]:
         """Start a child and kill -9 it `after_s` after it said "ready" and `after_lines` lines more (so that it has
         worked however slow the machine is); returns those lines and all that came later."""
-        assert self.parent.stdin is not None
-        self.parent.stdin.write(" ".join(command).encode() + b"\n")
-        self.parent.stdin.flush()
+        self.parent.stdin.write(" ".join(command) + "\n")
         lines: list[str] = []
         while "ready" not in lines or not any(line.startswith("pid ") for line in lines):
             lines += self._lines_until(1)  # the child may have said much before its parent says who it is
@@ -61,8 +55,9 @@ class Children:
         return said[:-1]
 
     def close(self) -> None:
-        self.parent.communicate()
-        assert self.parent.returncode == 0
+        with self.parent:
+            self.parent.stdin.close()
+            assert self.parent.wait() == 0
 
     def _lines_until(self, count: int) -> list[str]:
         """At least `count` lines."""
@@ -72,7 +67,6 @@ class Children:
 
     def _lines_for(self, seconds: float) -> list[str]:
         """The lines of so many seconds. The pipe is emptied all the while, so that the child never waits for us."""
-        assert self.parent.stdout is not None
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self.parent.stdout], [], [], left)[0]:
@@ -80,7 +74,6 @@ class Children:
         return self._take_lines()
 
     def _read(self) -> None:
-        assert self.parent.stdout is not None
         data = os.read(self.parent.stdout.fileno(), 65536)
         assert data, "the children's parent has ended"
         self._buffer += data

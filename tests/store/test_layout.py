@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 from flushes import needs_proc, record_calls, unflushed
 from tiny_disk import run_on_tiny_disk
@@ -136,15 +133,12 @@ with StoreLayout(sys.argv[1]).writer(0):
 
 
 def test_another_process_holds_the_lock_until_it_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
+    with forked.Forked(HOLDER, tmp_path) as holder:
+        assert holder.stdout.readline() == "held\n"
         layout = StoreLayout(tmp_path)
         with pytest.raises(StoreBusyError, match=f"{tmp_path}: another process"), layout.writer(0.1):
             pass
-        os.kill(holder.pid, signal.SIGKILL)
+        holder.kill()
         holder.wait()
         with layout.writer(1):
             pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,12 +9,6 @@ from ragcache.errors import StoreReadOnlyError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.neighbours import KnownNeighbours, Near, NeighbourTable
 from ragcache.store.records import NewChunk, NewDocument, StoredVersion
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[DocumentStore]:
-    with DocumentStore.open(url) as store:
-        yield store
 
 
 @pytest.fixture

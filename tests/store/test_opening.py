@@ -6,11 +6,10 @@ import json
 import logging
 import shutil
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 from blocks import make_block, make_key
@@ -276,7 +275,7 @@ for kind in ("inside", "elsewhere"):
 
 
 def test_a_kill_at_any_step_of_the_making_leaves_a_store_that_opens(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = forked.run(KILLED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(counts) == 2
