@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ragcache.codecs import Codec, RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
@@ -124,17 +125,16 @@ class ModelEncoder(BlockKeys):
         read_prefix: ReadPrefix | None = None,
         on_encoded: OnEncoded | None = None,
         neighbourhood: Neighbourhood | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
-
-        on_encoded: is told of every batch that was encoded
+        on_encoded: is told of every batch that was encoded; codec: says what is kept beside blocks; None: nothing
         """
         super().__init__(lm, recipe, prefix_ids, tenant, neighbourhood=neighbourhood)
         self.lm = lm
         self.on_encoded = on_encoded
-        self._read_prefix = read_prefix or self._read_once
-        self._prefix: Exact | None = None
-        self._lock = threading.Lock()
+        self._codec = codec or RawCodec()
+        self._read_prefix = read_prefix or (lambda _ids: nullcontext(self._prefix))
 
     @property
     def encoder(self) -> ModelEncoder:
@@ -145,11 +145,7 @@ class ModelEncoder(BlockKeys):
         """Padded tokens that are best encoded together."""
         return self.lm.batch_tokens
 
-    def encode(
-        self,
-        chunks: Sequence[Sequence[int]],
-        neighbours: Sequence[Neighbours] | None = None,
-    ) -> list[KVBlock]:
+    def encode(self, chunks: Sequence[Sequence[int]], neighbours: Sequence[Neighbours] | None = None) -> list[KVBlock]:
         """One block a chunk, in order; the chunks run together as one batch.
 
         neighbours: by chunk, the ids that it is read behind; None: nothing
@@ -173,17 +169,16 @@ class ModelEncoder(BlockKeys):
                     wanted=limit.allows,
                     neighbours=behind,
                 )
+                if not self.recipe.keeps_all:  # chunks were read twice, or with more tokens
+                    return blocks
+                if self.on_encoded is not None and chunks:
+                    self.lm.finish()
+                    self.on_encoded(longest, time.perf_counter() - started, len(chunks))
+                return [self._codec.beside(self.lm, *one, prefix) for one in zip(rows, blocks, strict=True)]
         except AbandonedSignal:
             limit.check()
             raise
-        # Where the recipe leaves KV out, chunks were read twice, or with more tokens.
-        if self.on_encoded is not None and chunks and self.recipe.keeps_all:
-            self.lm.finish()
-            self.on_encoded(longest, time.perf_counter() - started, len(chunks))
-        return blocks
 
-    def _read_once(self, prefix_ids: Sequence[int]) -> AbstractContextManager[Exact]:
-        with self._lock:
-            if self._prefix is None:
-                self._prefix = self.lm.read(prefix_ids)
-            return nullcontext(self._prefix)
+    @cached_property
+    def _prefix(self) -> Exact:
+        return self.lm.read(self.prefix_ids)
