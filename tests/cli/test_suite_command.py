@@ -63,19 +63,9 @@ def test_methods_that_the_model_cannot_use_are_named_with_the_reason(model, data
     (data / "hotpotqa.jsonl").write_text(
         json.dumps({"question": "Who?", "answer": "Ada", "context": [["Club", ["Ada founded the club."]]]}) + "\n"
     )
-    command = (
-        "eval",
-        "--suite",
-        "kvlink",
-        "--model",
-        model,
-        "--data-dir",
-        data,
-        "--out",
-        tmp_path / "out",
-        "--no-plot",
-    )
-    result = invoke(*command, "--data", "hotpotqa", "--max-tokens", "2")
+    command = ("eval", "--suite", "kvlink", "--model", model, "--data-dir", data, "--out", tmp_path / "out")
+    command += ("--no-plot", "--data", "hotpotqa", "--max-tokens", "2")
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     table = json.loads((tmp_path / "out" / "kvlink.json").read_text())
     assert list(table["left_out"]) == ["link"]
