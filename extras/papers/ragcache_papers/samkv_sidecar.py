@@ -169,8 +169,10 @@ def survey(
         return block
     first = 0 if prefix is None else prefix.num_tokens
     watch = _Watch(lm.rope, sizes or SamKVCodec.sizes, first + len(row) - block.num_tokens, block)
-    fill = None if prefix is None else (lambda layer: place_exact(cache, layer, prefix))
-    cache = lm.new_cache(first + len(row), fill)
+    cache = lm.new_cache(first + len(row))
+    if prefix is not None:
+        for layer in range(lm.shape.num_layers):
+            place_exact(cache, layer, prefix)
     with observing(watch):
         lm.run(row, first, cache)
     cache.release()
@@ -215,9 +217,9 @@ class _Watch:
         turned = torch.empty(keys.shape, dtype=torch.float32, device=self._rope.device)
         self._rope.rotate(keys.to(turned), layer, 0, out=turned)
         turned = self._turned_back(turned, layer, 0)
-        parts = [part.mean(1) for part in turned[:, self._begins : self._ends].split(self._sizes.block_size, 1)]
+        parts = torch.split(turned[:, self._begins : self._ends], self._sizes.block_size, 1)
         ends = torch.cat([turned[:, : self._begins], turned[:, self._ends :]], 1).mean(1)
-        means = [part for part in parts if self._ends > self._begins]
+        means = [part.mean(1) for part in parts if part.shape[1]]
         return torch.stack([*means, ends], 1).to(keys.dtype)
 
     def _turned_back(self, rotated: Tensor, layer: int, by: int) -> Tensor:
