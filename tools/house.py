@@ -44,10 +44,10 @@ ROOMS = {
     # Annexes.
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),
     "extras/documents/ragcache_documents": Room(358, 5, 347, 5),
-    "extras/eval/ragcache_eval": Room(5_424, 50, 5_150, 23),
+    "extras/eval/ragcache_eval": Room(5_450, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_729, 21, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_623, 8, 1_540, 8),
-    "extras/papers/ragcache_papers": Room(3_021, 23, 1_280, 10),
+    "extras/papers/ragcache_papers": Room(3_433, 24, 1_280, 10),
     "integrations/completions/ragcache_completions": Room(448, 4, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(320, 4, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(735, 3, 725, 3),
