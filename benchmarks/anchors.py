@@ -4,7 +4,8 @@ python -m benchmarks.anchors --trained "anchors, K=5=DIR" --trained "anchors, K=
 
 Single- and two-hop questions over 8 short passages of the registry, names and wordings held out. DIR: what `ragcache
 train --anchors` and `python -m tools.mini.compressor` left (docs/training.md has the commands). LLMLingua-2 leaves
-words out of what the bundled model reads.
+words out of what the bundled model reads, and, as in the paper, of what models read that were trained on such passages
+(`python -m tools.compress_rows`): --trained-compressed "LLMLingua-2, K=5=DIR".
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Settings:
     passages: int = 8
     keep: float = 0.5
     trained: tuple[str, ...] = ()
+    trained_compressed: tuple[str, ...] = ()
     classifier: str = ""
 
 
@@ -96,6 +98,9 @@ def ways(settings: Settings) -> Iterator[tuple[Way, str | None]]:
         yield Way(label, directory), None
     if settings.classifier:
         compressor = Compressor(settings.classifier, settings.keep)
+        for one in settings.trained_compressed:
+            label, _, directory = one.rpartition("=")
+            yield Way(label, directory, compressor), None
         yield Way(f"LLMLingua-2, {settings.keep:g}", "mini", compressor), None
 
 
@@ -106,7 +111,7 @@ def difference(of: Answers, over: Answers) -> Estimate:
 
 
 def goals(found: dict[str, Answers]) -> list[Goal]:
-    """The order of the paper's table: what was trained in the order given, LLMLingua-2 last."""
+    """The order of the paper's table: what was trained in the order given, LLMLingua-2 over an untrained model last."""
     order = [label for label in found if label not in ("full prefill", "all KV")]
     return [
         Goal(f"right answers, {better} less {worse}", "at least", 0.0, mean, True, None, low, high)
@@ -140,11 +145,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_numbers(parser, Settings(), ("questions", "seed", "passages"))
     parser.add_argument("--keep", type=float, default=Settings.keep)
     parser.add_argument("--trained", action="append", default=[], metavar="LABEL=DIR")
+    parser.add_argument("--trained-compressed", action="append", default=[], metavar="LABEL=DIR")
     parser.add_argument("--classifier", default="", metavar="DIR")
     parser.add_argument("--name", default="anchors", help="of the files in --out")
     add_places(parser, None)
     given = parser.parse_args(arguments)
-    settings = Settings(given.questions, given.seed, given.passages, given.keep, tuple(given.trained), given.classifier)
+    if given.trained_compressed and not given.classifier:
+        parser.error("--trained-compressed reads passages that --classifier shortens; name that too")
+    trained, compressed = tuple(given.trained), tuple(given.trained_compressed)
+    settings = Settings(given.questions, given.seed, given.passages, given.keep, trained, compressed, given.classifier)
     about = environment("benchmarks.anchors", sys.argv[1:] if arguments is None else arguments, torch.device("cpu"))
     found = {way.label: read(way, method, settings) for way, method in ways(settings)}
     table = rows(found)

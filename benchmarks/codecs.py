@@ -45,7 +45,7 @@ from ragcache.store.kv_store import KVStore
 from ragcache_eval.registry import MAX_ANSWER_TOKENS
 from ragcache_papers.kvtc_basis import fit_basis, stand_in
 
-LOSSY = [name for name in CODECS if name != "raw"]
+LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 PLACES = ("memory tier", "cold disk")
 QUESTIONS = ("single", "two-hop")  # those that moved blocks answer
 PASSAGES = 8

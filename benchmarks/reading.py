@@ -18,7 +18,7 @@ from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
 from benchmarks.shapes import Built
 from ragcache.errors import MissingBlockError, RagCacheError
 from ragcache.fusion.fuse import Fused, fuse
-from ragcache.fusion.method import Placer
+from ragcache.fusion.method import FusionMethod, Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
@@ -28,13 +28,16 @@ from ragcache.store.kv_store import KVStore
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
+    drawn = random_ids(vocab_size, passages * tokens + suffix, seed)
+    ends = range(tokens, passages * tokens + 1, tokens)
+    return Prompt(prefix_ids=[], chunk_ids=[drawn[end - tokens : end] for end in ends], suffix_ids=drawn[-suffix:])
+
+
+def random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
+    """Tokens without a meaning: the work does not depend on it."""
     generator = torch.Generator().manual_seed(seed)
-
-    def ids(count: int) -> list[int]:
-        drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
-        return drawn
-
-    return Prompt(prefix_ids=[], chunk_ids=[ids(tokens) for _ in range(passages)], suffix_ids=ids(suffix))
+    drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
+    return drawn
 
 
 def truncate(cache: FusedCache, num_tokens: int) -> None:
@@ -132,7 +135,11 @@ class Bench:
         return self._reposition(self._in_hand)
 
     def reposition_memory(self) -> int:
-        return self._reposition(self.load_memory())
+        return self.from_memory("reposition")
+
+    def from_memory(self, method: str | FusionMethod) -> int:
+        """By any method over blocks read alone."""
+        return _first_token(fuse(self.lm, self.prompt, method, self.load_memory(), reserve_tokens=0))
 
     def reposition_disk(self) -> int:
         return self._reposition(self.load_disk())

@@ -79,14 +79,16 @@ def alternate(
     device: torch.device,
     *,
     label: str = "",
+    warm: bool = True,
     warm_long: bool = True,
 ) -> Samples:
-    """Seconds by variant and round. One untimed round warms everything up, unless `warm_long` is off: not what is long.
+    """Seconds by variant and round. One untimed round warms everything up, unless `warm` is off; without `warm_long`
+    not what is long.
 
     Every round begins with another variant, so that none always runs behind the same one.
     """
     with _quiet_collector():
-        _round([one for one in variants if warm_long or not one.long], device)
+        _round([one for one in variants if warm and (warm_long or not one.long)], device)
         samples: Samples = {variant.name: {} for variant in variants}
         for number in range(rounds):
             due = [v for v in variants if not v.long or _is_long(number, rounds, long_rounds)]

@@ -20,6 +20,8 @@ from ragcache.runtime import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ragcache.kv.prefix_cache import Exact
+
 
 _T = TypeVar("_T")
 _PART_OF = "part_of"
@@ -74,6 +76,10 @@ class Codec(ABC):
     def of_part(self, number: int) -> Codec:
         """What encodes and decodes this part of blocks whose layers differ."""
         return self
+
+    def beside(self, lm: object, ids: Sequence[int], block: KVBlock, prefix: Exact | None) -> KVBlock:
+        """The block with what is kept beside it: `lm` has just made it of these ids, or of the last of them."""
+        return block
 
     @abstractmethod
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:

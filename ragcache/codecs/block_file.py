@@ -16,7 +16,6 @@ from ragcache.codecs.container import (
     unpack_container,
     write_container,
 )
-from ragcache.codecs.layered import EncodedBlock
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
 
@@ -66,11 +65,11 @@ def _format_of(block: KVBlock) -> int:
 
 def codec_of(block: KVBlock) -> Codec:
     """The codec in whose tensors a block that was stored is held: encoding with it changes no bit."""
+    if isinstance(codec := getattr(block, "codec", None), Codec):
+        return codec
     if isinstance(block, MixedBlock):
         return codec_of(block.parts[0])
-    if isinstance(block, SparseBlock):
-        return codec_of(block.held)
-    return block.codec if isinstance(block, EncodedBlock) else RawCodec()
+    return codec_of(block.held) if isinstance(block, SparseBlock) else RawCodec()
 
 
 def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:

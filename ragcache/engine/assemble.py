@@ -229,7 +229,9 @@ def _here(
     if kv.foreign is not None and kv.passages is not None and config.prefix_bytes and not lm.shape.states:
         stored = StoredPrefixes(tree, documents, loader, kv.foreign, kv.passages)
     prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids, stored)
-    encoder = ModelEncoder(lm, *own_blocks, read_prefix=prefixes.exact, on_encoded=estimate.add, neighbourhood=near)
+    encoder = ModelEncoder(
+        lm, *own_blocks, read_prefix=prefixes.exact, on_encoded=estimate.add, neighbourhood=near, codec=kv.codec
+    )
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
     reader = LocalEngine(
         lm,

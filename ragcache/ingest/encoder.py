@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ragcache.codecs import Codec, RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
@@ -116,17 +116,17 @@ class ModelEncoder(BlockKeys):
 
     read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
     on_encoded:  is told of every batch that was encoded
+    codec:       says what is kept beside blocks
     """
 
     card: LanguageModel
     read_prefix: ReadPrefix | None = field(default=None, kw_only=True)
     on_encoded: OnEncoded | None = field(default=None, kw_only=True)
+    codec: Codec = field(default_factory=RawCodec, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lm = self.card
-        self._prefix: Exact | None = None
-        self._lock = threading.Lock()
 
     @property
     def encoder(self) -> ModelEncoder:
@@ -137,11 +137,7 @@ class ModelEncoder(BlockKeys):
         """Padded tokens that are best encoded together."""
         return self.lm.batch_tokens
 
-    def encode(
-        self,
-        chunks: Sequence[Sequence[int]],
-        neighbours: Sequence[Neighbours] | None = None,
-    ) -> list[KVBlock]:
+    def encode(self, chunks: Sequence[Sequence[int]], neighbours: Sequence[Neighbours] | None = None) -> list[KVBlock]:
         """One block a chunk, in order; the chunks run together as one batch.
 
         neighbours: by chunk, the ids that it is read behind; None: nothing
@@ -154,7 +150,7 @@ class ModelEncoder(BlockKeys):
         rows = [[*self.recipe.before(near), *self.recipe.marked(one)] for one, near in zip(chunks, behind, strict=True)]
         longest = max(map(len, rows), default=1)
         try:
-            read_prefix = self.read_prefix or self._read_once
+            read_prefix = self.read_prefix or (lambda _ids: nullcontext(self._prefix))
             with read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
                 started = time.perf_counter()
                 blocks = self.lm.encode(
@@ -166,17 +162,16 @@ class ModelEncoder(BlockKeys):
                     wanted=limit.allows,
                     neighbours=behind,
                 )
+                if not self.recipe.keeps_all:  # chunks were read twice, or with more tokens
+                    return blocks
+                if self.on_encoded is not None and chunks:
+                    self.lm.finish()
+                    self.on_encoded(longest, time.perf_counter() - started, len(chunks))
+                return [self.codec.beside(self.lm, *one, prefix) for one in zip(rows, blocks, strict=True)]
         except AbandonedSignal:
             limit.check()
             raise
-        # Where the recipe leaves KV out, chunks were read twice, or with more tokens.
-        if self.on_encoded is not None and chunks and self.recipe.keeps_all:
-            self.lm.finish()
-            self.on_encoded(longest, time.perf_counter() - started, len(chunks))
-        return blocks
 
-    def _read_once(self, prefix_ids: Sequence[int]) -> AbstractContextManager[Exact]:
-        with self._lock:
-            if self._prefix is None:
-                self._prefix = self.lm.read(prefix_ids)
-            return nullcontext(self._prefix)
+    @cached_property
+    def _prefix(self) -> Exact:
+        return self.lm.read(self.prefix_ids)

@@ -59,6 +59,29 @@ def test_a_suites_table_has_the_papers_rows_beside_the_measured_ones(model, data
     assert (tmp_path / "out" / "a3-hotpotqa.results.jsonl").read_text().splitlines()[1:] == lines
 
 
+def test_methods_that_the_model_cannot_use_are_named_with_the_reason(model, data, tmp_path):
+    (data / "hotpotqa.jsonl").write_text(
+        json.dumps({"question": "Who?", "answer": "Ada", "context": [["Club", ["Ada founded the club."]]]}) + "\n"
+    )
+    command = ("eval", "--suite", "kvlink", "--model", model, "--data-dir", data, "--out", tmp_path / "out")
+    command += ("--no-plot", "--data", "hotpotqa", "--max-tokens", "2")
+    result = invoke(*command)
+    assert result.exit_code == 0, result.output
+    table = json.loads((tmp_path / "out" / "kvlink.json").read_text())
+    assert list(table["left_out"]) == ["link"]
+    assert "no trained link tokens; train them with" in table["left_out"]["link"]
+    assert "Not measured: link." in (tmp_path / "out" / "kvlink.md").read_text()
+    assert "Not measured: link." in " ".join(result.stdout.split())
+    assert {row["method"] for row in table["rows"] if row["source"] == "measured"} == {
+        "full",
+        "reposition",
+        "cacheblend:ratio=0.18",
+    }
+    asked = invoke(*command, "--methods", "link")
+    assert asked.exit_code == 2
+    assert "no trained link tokens" in asked.stderr
+
+
 def test_generated_tasks_have_the_length_that_is_asked_for(model, tmp_path):
     command = ("eval", "--suite", "ruler", "--model", model, "--out", tmp_path, "--no-plot", "--max-tokens", "2")
     command += ("--methods", "reposition", "--questions", "1", "--length", "400")

@@ -198,7 +198,7 @@ def test_prefixes_of_methods_that_read_blocks_are_within_the_budget(open_kb, tmp
         stats = one.prefix_stats()
         assert stats.num_bytes <= budget
         assert stats.tokens == (len(one._reader.prompts.format.prefix_ids) if budget else 0)
-        assert one._reader.lookup.encoder._prefix is None
+        assert "_prefix" not in vars(one._reader.lookup.encoder)
     assert len(set(texts)) == 1
     assert computed[0] >= len(system) > computed[1] == 0
 

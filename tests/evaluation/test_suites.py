@@ -298,3 +298,19 @@ def test_the_papers_rows_stand_below_the_measured_one():
     some = compare(suite, suite.chosen(["hotpotqa"]), "mine", [Measured(full.spec, {})])
     assert (some[0].scores, some[0].average) == ({}, None)
     assert some[1].scores == {"hotpotqa": 37.70}
+
+
+@pytest.mark.parametrize(("number", "theirs"), [(0, "KVLink 0"), (1, "KVLink 1"), (5, "KVLink 5"), (3, None)])
+def test_link_tokens_stand_beside_the_papers_row_of_as_many(number, theirs):
+    suite = get_suite("kvlink")
+    found = compare(suite, suite.columns, "mine", [Measured(MethodSpec("link", "link"), {}, number)])
+    assert {one.method for one in found if one.source == "paper"} == ({theirs} if theirs else set())
+    assert len(found) == (4 if theirs else 1)  # three models
+
+
+def test_all_of_nqs_questions_are_asked_at_every_position(tmp_path):
+    """The paper asks all 2,655 of Lost in the Middle's, not the first 500."""
+    documents = [{"text": "Text.", "title": "T", "isgold": True}, {"text": "Other.", "title": "O", "isgold": False}]
+    rows = [{"question": f"Q{n}?", "answers": ["x"], "ctxs": documents} for n in range(501)]
+    write(tmp_path / "nq10.jsonl", rows)
+    assert len(cases("kvlink", "nq", tmp_path)) == 2 * 501

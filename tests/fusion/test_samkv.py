@@ -50,7 +50,7 @@ class Written:
         alone[: prompt.num_tokens, : prompt.num_tokens] = block_diagonal(prompt)
         plan = Plan(alone, torch.arange(self.n))
         planned_logits(model, self.ids, plan)
-        self.old = plan.kv
+        self.alone, self.old = plan, plan.kv
         self.layers = len(plan.kv)
         self.cut()
         self.scores = [self.score(layer, query) for layer, query in sorted(self.generic_queries().items())]
@@ -110,7 +110,7 @@ class Written:
         query, keys = query[0], self.old[layer][0][0]
         groups = query.shape[0] // keys.shape[0]
         generic = query[:, self.context : self.prompt.num_tokens].mean(1).flatten()
-        local = [query[:, tokens].mean(1).flatten() for tokens in self.local]
+        local = [self.asking(layer, query)[:, tokens].mean(1).flatten() for tokens in self.local]
         out = []
         for i, blocks in enumerate(self.blocks):
             vector = generic.clone()
@@ -128,6 +128,15 @@ class Written:
             out.append(([product(block) for block in blocks], by_token, product(self.anchors[i])))
         return out
 
+    def asking(self, layer, query):
+        """Queries that local ones are taken from."""
+        return query
+
+    def low_and_high(self, layer, document):
+        """Scores of the least and of the most important block."""
+        blocks = self.scores[layer][document][0]
+        return min(blocks), max(blocks)
+
     def stable(self):
         return range(self.layers - (self.options.get("stable_layers") or math.ceil(self.layers / 8)), self.layers)
 
@@ -137,8 +146,8 @@ class Written:
         found = []
         for layer in self.stable():
             blocks, _, anchor = self.scores[layer][document]
-            inside = bool(blocks) and min(blocks) < anchor <= max(blocks)
-            found.append((max(blocks) - anchor) / (max(blocks) - min(blocks)) if inside else 0.0)
+            low, high = self.low_and_high(layer, document) if blocks else (0, 0)
+            found.append((high - anchor) / (high - low) if low < anchor <= high else 0.0)
         return sum(found) / len(found)
 
     def select(self):
@@ -160,7 +169,10 @@ class Written:
         mode = self.options.get("recompute", "outliers")
         if mode != "outliers":
             return everywhere if mode == "all" else set()
-        wanted = set(flat(self.anchors))
+        return (set(flat(self.anchors)) | self.outliers()) & everywhere
+
+    def outliers(self):
+        wanted = set()
         for i in range(len(self.blocks)):
             by_token = {
                 token: sum(self.scores[layer][i][1][token] for layer in self.stable()) / len(self.stable())
@@ -169,7 +181,7 @@ class Written:
             values = torch.tensor(list(by_token.values()))
             high = values.mean() + 3 * values.std(unbiased=False) if by_token else 0
             wanted |= {token for token, value in by_token.items() if value > high}
-        return wanted & everywhere
+        return wanted
 
     def logits(self):
         """Logits of the suffix's last token and of every answer token."""

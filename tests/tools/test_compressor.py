@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcache_papers.llmlingua2 import Compressor
+from tools import compress_rows
 from tools.mini import compressor
 from tools.mini.evaluate import MINI_BASE
 
@@ -52,3 +54,30 @@ def test_labels_are_surprisal_above_the_median_of_the_passage():
         middle = sorted(surprisal)[(len(surprisal) - 1) // 2]
         assert [row[place] for place in places[1:]] == [int(one > middle) for one in surprisal]
         assert {row[place] for place in range(len(row)) if place not in places[1:]} <= {compressor.IGNORED}
+
+
+class Halves:
+    """Leaves every other word."""
+
+    def compress(self, text: str) -> str:
+        return " ".join(text.split()[1::2])
+
+
+def test_rows_of_training_keep_all_but_words_of_their_passages(tmp_path, monkeypatch):
+    rows = [
+        {
+            "type": "qa",
+            "passages": ["a b c d", {"title": "T", "text": "e f"}, "g"],
+            "question": "h i?",
+            "answer": "j k",
+        },
+        {"type": "text", "text": "l m"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    made = []
+    monkeypatch.setattr(compress_rows, "Compressor", lambda *given: made.append(given) or Halves())
+    out = ["--compress", "DIR", "--compress-keep", "0.3", "--out", str(tmp_path / "out.jsonl")]
+    compress_rows.main([str(tmp_path / "rows.jsonl"), *out])
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert made == [("DIR", 0.3)]
+    assert found == [{**rows[0], "passages": ["b d", {"title": "T", "text": "f"}, "g"]}, rows[1]]

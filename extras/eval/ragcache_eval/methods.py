@@ -129,16 +129,20 @@ def default_methods(lm: LanguageModel) -> list[MethodSpec]:
 
 def usable_methods(specs: Sequence[MethodSpec], lm: LanguageModel) -> list[MethodSpec]:
     """Those that this model can use as it is."""
-    prompt = Prompt([], [[0], [0]], [0])
-    return [spec for spec in specs if _is_usable(spec, lm, prompt)]
+    return [spec for spec in specs if why_not(spec, lm) is None]
 
 
-def _is_usable(spec: MethodSpec, lm: LanguageModel, prompt: Prompt) -> bool:
-    """Whether the method wants no training and no options that are not there."""
+def why_not(spec: MethodSpec, lm: LanguageModel) -> str | None:
+    """Why this model cannot use the method as it is: training or options that it wants are not there. None: it can."""
     try:
         method = spec.method()
-        method.check(lm, prompt)
+        method.check(lm, Prompt([], [[0], [0]], [0]))
         block_recipe(lm, method, spec.recipe)
-    except RagCacheError:
-        return False
-    return True
+    except RagCacheError as error:
+        return str(error)
+    return None
+
+
+def link_tokens(spec: MethodSpec, lm: LanguageModel) -> int:
+    """K: tokens that the method runs behind each passage with this model, in which KVLink's rows differ."""
+    return max(map(len, spec.method().additions(lm).links), default=0)

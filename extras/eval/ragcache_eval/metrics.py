@@ -1,6 +1,6 @@
 """How an answer is scored against gold answers.
 
-Accuracy is KVLink's (A.3, after Liu et al., "Lost in the Middle"): some gold answer, normalised, stands in the
+Accuracy is KVLink's (A.2, after Liu et al., "Lost in the Middle"): some gold answer, normalised, stands in the
 normalised prediction. Exact match and token F1 are LongBench's, which are SQuAD's. ROUGE-L is the library rouge-score's
 F-measure with stemming, as CacheBlend takes it. Over several gold answers each score is the best one.
 """

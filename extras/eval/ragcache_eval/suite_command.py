@@ -34,36 +34,42 @@ def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions
     """Measure a suite and write its table."""
     from ragcache_eval.suites import get_suite
     from ragcache_eval.suites.base import QuestionSet
-    from ragcache_eval.suites.compare import compare, table, to_json, write_comparison
+    from ragcache_eval.suites.compare import compare, not_measured, table, to_json, write_comparison
 
     suite = get_suite(suites.suite or "")
     columns = suite.chosen(options.data or [])
     asked = [one for one in columns if isinstance(one, QuestionSet)]
-    found = _answers(suite, asked, suites.length, models, options) if asked else _abilities(columns, models, options)
+    if asked:
+        found, left_out = _answers(suite, asked, suites.length, models, options)
+    else:
+        found, left_out = _abilities(columns, models, options), {}
     model = models.model or "mini"
     lines = compare(suite, columns, model, found)
-    write_comparison(options.out, suite, columns, lines)
+    write_comparison(options.out, suite, columns, lines, left_out)
     if as_json:
-        print_json(to_json(suite, columns, lines))
+        print_json(to_json(suite, columns, lines, left_out))
         return
     say(f"{suite.name}: {model} beside {suite.table}")
     heads, *rows = table(suite, columns, lines)
     print_table(heads, rows)
-    say(suite.note)
+    for line in (suite.note, *not_measured(left_out)):
+        say(line)
     say(f"written to {options.out}: {suite.name}.md, {suite.name}.json")
 
 
 def _answers(
     suite: Suite, asked: Sequence[QuestionSet], length: int, models: EvaluatedModel, options: EvalOptions
-) -> list[Measured]:
-    """Every method over every set."""
-    from ragcache_eval.methods import parse_methods, usable_methods
+) -> tuple[list[Measured], dict[str, str]]:
+    """Every method over every set; and those of the suite's own that the model cannot use, with the reason."""
+    from ragcache_eval.methods import link_tokens, parse_methods, why_not
     from ragcache_eval.runner import Runner
     from ragcache_eval.suites.compare import Measured
 
     specs = parse_methods(options.methods or suite.methods)
     lm = models.load()
-    specs = specs if options.methods else usable_methods(specs, lm)
+    reasons = {} if options.methods else {spec.label: why_not(spec, lm) for spec in specs}
+    left_out = {label: reason for label, reason in reasons.items() if reason is not None}
+    specs = [spec for spec in specs if spec.label not in left_out]
     scores: dict[str, dict[str, Estimate]] = {spec.label: {} for spec in specs}
     for one, cases in _loaded(asked, lm, length, options).items():
         runner = Runner(lm, models.prompt_format(lm, one.question_format), options.settings(one.max_tokens))
@@ -71,7 +77,7 @@ def _answers(
         for row in options.run_source(runner, source, cases, specs, f"{suite.name}-{one.name}"):
             if not row.cell and row.method in scores and "score" in row.quality:
                 scores[row.method][one.name] = row.quality["score"]
-    return [Measured(spec, scores[spec.label]) for spec in specs]
+    return [Measured(spec, scores[spec.label], link_tokens(spec, lm)) for spec in specs], left_out
 
 
 def _loaded(

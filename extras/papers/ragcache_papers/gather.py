@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import Job, Prefilled
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 Select = Callable[[int, "Projected"], "Tensor"]
 """What a layer keeps: slots, int64, ascending, given its index and the text's queries, keys and values in it."""
+
+
+class Held(NamedTuple):
+    """A cache whose first entries are the tokens at these slots, int64, ascending."""
+
+    cache: FusedCache
+    slots: Tensor
 
 
 class Gather:
@@ -69,8 +76,11 @@ class Gather:
         self._job.exact.copy_layer(layer, exact, values)
         return torch.cat([exact, keys], dim=1)
 
-    def place(self, cache: FusedCache, layer: int, slots: Tensor) -> None:
-        """Put these tokens into an empty layer. slots: int64, ascending, all of the prefix's among them."""
+    def place(self, cache: FusedCache, layer: int, slots: Tensor, held: Held | None = None) -> None:
+        """Put these tokens into an empty layer. slots: int64, ascending, all of the prefix's among them.
+
+        held: what was placed before, and is copied from there
+        """
         from ragcache.kv.prefix_cache import place_exact
 
         if self._job.exact is not None:
@@ -79,11 +89,23 @@ class Gather:
         keys, values = cache.reserve(layer, self.positions[slots])
         if not slots.numel():
             return
-        self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots], out=keys[0])
-        values[0] = self._take([block.layer_values(layer) for block in self._blocks], slots)
+        if held is None:
+            self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots], out=keys[0])
+            values[0] = self._values(layer, slots)
+            return
+        again = torch.isin(slots, held.slots)
+        places = torch.searchsorted(held.slots, slots[again])
+        for part, placed in zip((keys, values), held.cache.layer_state(layer), strict=False):
+            part[0, :, again] = placed[0, :, places]
+        if (new := slots[~again]).numel():
+            keys[0, :, ~again] = self.keys(layer, new)
+            values[0, :, ~again] = self._values(layer, new)
 
     def _keys(self, layer: int, slots: Tensor) -> Tensor:
         return self._take([block.layer_keys(layer) for block in self._blocks], slots)
+
+    def _values(self, layer: int, slots: Tensor) -> Tensor:
+        return self._take([block.layer_values(layer) for block in self._blocks], slots)
 
     def _take(self, parts: list[Tensor], slots: Tensor) -> Tensor:
         """Tokens at these slots of the joined parts, [num_kv_heads, num_tokens, dim] each."""

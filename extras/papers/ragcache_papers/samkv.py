@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -12,12 +13,14 @@ from ragcache.fusion.recompute import Context
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache.runtime import torch
-from ragcache_papers.gather import Gather
-from ragcache_papers.samkv_selection import BlockPartition, Survey
+from ragcache_papers.gather import Gather, Held
+from ragcache_papers.samkv_selection import BlockPartition, SidecarSurvey, Survey
+from ragcache_papers.samkv_sidecar import Sidecar, Sizes, SurveyedBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ragcache.kv.block import KVBlock
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.layerwise import LayerPoint
 
@@ -40,9 +43,11 @@ class SamKV(FusionMethod):
 
     Where the paper leaves room, or needs what a KV block does not hold:
 
-    - A block holds no queries and no attention of its own encoding (appendix A.1). Local queries are computed in the
-      generic pass, from the same composite cache; the greatest and the least middle block (eq. 2) are those with the
-      greatest and the least score, and outliers are tokens by score, 3 sigma above their chunk's middle (PauTa).
+    - Blocks of a store with `codec="samkv"` have sidecars (`samkv_sidecar`): mean keys, local queries, and what their
+      own attention says (appendix A). All other blocks hold no queries and no attention. Local queries are then
+      computed in the generic pass, from the same composite cache; every key is read for its score; the greatest and the
+      least middle block (eq. 2) are those with the greatest and the least score, and outliers are tokens by score, 3
+      sigma above their chunk's middle (PauTa).
     - Inner products are made comparable across documents by giving query vectors length 1.
     - "The total block count divided by the number of contexts" counts the blocks that Top-P retrieved.
     - theta of eq. 4 is one cosine a document and layer, over the tokens that run again, for keys and values apart. By
@@ -53,7 +58,8 @@ class SamKV(FusionMethod):
                     that are always kept would be 38 % of them
     initial_blocks: kept at each chunk's beginning, at least 1
     local_blocks:   kept at each chunk's end, at least 1
-    stable_layers:  N*, so many of the last layers; None: an eighth of them, as the paper found for Llama 3.1
+    stable_layers:  N*, so many of the last layers, or, with sidecars, of the most stable ones of the upper half (A.2);
+                    None: an eighth of them, as the paper found for Llama 3.1
     top_p:          share of each document's middle blocks, in place of eq. 2 and 3; 0 keeps no middle, 1 all of it
     personalized_bias: add the bias of eq. 1
     cross_filter:   compare across documents and keep 1/D
@@ -102,25 +108,34 @@ class SamKV(FusionMethod):
         if len(job.blocks) < 2:
             return super().prefill(job)
         context, gather = Context.of(job), Gather(job)
-        pieces = BlockPartition.of(context, self.block_size, self.initial_blocks, self.local_blocks)
-        survey, surveyed = self._survey(job, context, pieces, gather)
-        kept = self._kept(context, pieces, survey)
-        again = self._again(context, pieces, survey, kept)
-        done = _finish(job, context, gather, kept, again, self.update == "fusion")
+        sizes = Sizes(self.block_size, self.initial_blocks, self.local_blocks)
+        pieces = BlockPartition.of(context, sizes)
+        survey, held, surveyed = self._survey(job, context, pieces, gather, sidecars_of(job.blocks, sizes))
+        stable = survey.stable(self.stable_layers or -(-context.lm.shape.num_layers // 8))
+        kept = self._kept(context, pieces, survey, stable)
+        again = self._again(context, pieces, survey, kept, stable)
+        done = _finish(job, context, gather, held, kept, again, self.update == "fusion")
+        held.cache.release()
         computed = tuple(a + b for a, b in zip(surveyed, done.computed_tokens, strict=True))
         return replace(done, computed_tokens=computed)
 
     def _survey(
-        self, job: Job, context: Context, pieces: BlockPartition, gather: Gather
-    ) -> tuple[Survey, tuple[int, ...]]:
-        """Run the suffix, and the local tokens for their queries, over the composite cache (section 3.1).
+        self,
+        job: Job,
+        context: Context,
+        pieces: BlockPartition,
+        gather: Gather,
+        sidecars: Sequence[Sidecar] | None,
+    ) -> tuple[Survey, Held, tuple[int, ...]]:
+        """Run the suffix, and without sidecars the local tokens for their queries, over the composite cache (section
+        3.1).
 
-        Returns the scores and the tokens that ran in each layer.
+        Returns the scores, the composite cache and the tokens that ran in each layer.
         """
         from ragcache.models.attention import observing
 
         composite = torch.cat([gather.slots[: context.prefix_tokens], pieces.anchors])
-        rows = pieces.local if self.personalized_bias else pieces.local[:0]
+        rows = pieces.local if self.personalized_bias and sidecars is None else pieces.local[:0]
         text = context.text_slots()
 
         def place(cache: FusedCache, layer: int) -> None:
@@ -128,7 +143,10 @@ class SamKV(FusionMethod):
             cache.reserve(layer, context.positions[text])
             _reserve_spare(cache, layer)
 
-        survey = Survey(context, pieces, gather, rows.shape[0])
+        if sidecars is None:
+            survey = Survey(context, pieces, gather, rows.shape[0])
+        else:
+            survey = SidecarSurvey(context, pieces, gather, sidecars, self.personalized_bias)
         count = composite.shape[0] + text.shape[0]
         # Local tokens run for their queries alone: their new KV goes where nothing sees it.
         slots = torch.cat([torch.full_like(rows, count), torch.arange(composite.shape[0], count, device=rows.device)])
@@ -136,16 +154,11 @@ class SamKV(FusionMethod):
         cache = job.new_cache(place, count + 1)
         with observing(survey):
             ran = job.run(cache, context.ids[tokens], context.positions[tokens], slots=slots).computed_tokens
-        cache.release()
-        return survey, ran
+        return survey, Held(cache, composite), ran
 
-    def _stable(self, context: Context) -> range:
-        count = context.lm.shape.num_layers
-        return range(count - (self.stable_layers or -(-count // 8)), count)
-
-    def _kept(self, context: Context, pieces: BlockPartition, survey: Survey) -> Tensor:
+    def _kept(self, context: Context, pieces: BlockPartition, survey: Survey, stable: Sequence[int]) -> Tensor:
         """bool [num_layers, context_tokens]: what each layer keeps."""
-        shares = survey.shares(self._stable(context))
+        shares = survey.shares(stable)
         if self.top_p is not None:
             shares = [self.top_p] * len(shares)
         layers = context.lm.shape.num_layers
@@ -157,26 +170,38 @@ class SamKV(FusionMethod):
             kept[layer, pieces.middle[torch.isin(pieces.middle_block, chosen)]] = True
         return kept
 
-    def _again(self, context: Context, pieces: BlockPartition, survey: Survey, kept: Tensor) -> Tensor:
+    def _again(
+        self, context: Context, pieces: BlockPartition, survey: Survey, kept: Tensor, stable: Sequence[int]
+    ) -> Tensor:
         """bool [context_tokens]: tokens that run again in the layers that keep them (section 3.3)."""
         again = kept.any(0)
         again[: context.prefix_tokens] = False
         if self.recompute == "none":
             again[:] = False
         elif self.recompute == "outliers":
-            wanted = torch.cat([pieces.anchors, survey.outliers(self._stable(context))])
+            wanted = torch.cat([pieces.anchors, survey.outliers(stable)])
             again &= torch.zeros_like(again).index_fill_(0, wanted, True)
         return again
 
 
-def _finish(job: Job, context: Context, gather: Gather, kept: Tensor, again: Tensor, fusion: bool) -> Prefilled:
+def sidecars_of(blocks: Sequence[KVBlock], sizes: Sizes) -> list[Sidecar] | None:
+    """What stands beside the blocks; None where one has none, or was cut in another way."""
+    found = [block.sidecar for block in blocks if isinstance(block, SurveyedBlock)]
+    wanted = [sizes.block_size, sizes.initial_blocks, sizes.local_blocks]
+    fits = len(found) == len(blocks) and all(one.sizes.tolist() == wanted for one in found)
+    return found if fits else None
+
+
+def _finish(
+    job: Job, context: Context, gather: Gather, held: Held, kept: Tensor, again: Tensor, fusion: bool
+) -> Prefilled:
     """Pad, recompute, remove the padding (figure 5), and run the suffix."""
     # A token that runs again in layer n needs its output of all layers below, and none above its last such layer.
     needed = (kept.flip(0).cumsum(0).flip(0) > 0) & again
     entries = kept | needed
 
     def place(cache: FusedCache, layer: int) -> None:
-        gather.place(cache, layer, entries[layer].nonzero()[:, 0])
+        gather.place(cache, layer, entries[layer].nonzero()[:, 0], held)
         if bool(again.any()):
             _reserve_spare(cache, layer)
 

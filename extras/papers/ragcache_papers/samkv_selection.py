@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from ragcache.fusion.recompute import Context, highest
 from ragcache.runtime import torch
 from ragcache_papers.gather import Gather
+from ragcache_papers.samkv_sidecar import PAUTA, Sidecar, Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.models.attention import Attended
-
-PAUTA = 3.0  # standard deviations beyond which the PauTa criterion calls a value an outlier
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +42,18 @@ class BlockPartition:
     block_chunk: Tensor
 
     @classmethod
-    def of(cls, context: Context, block_size: int, initial_blocks: int, local_blocks: int) -> BlockPartition:
+    def of(cls, context: Context, sizes: Sizes) -> BlockPartition:
         parts: dict[str, list[int]] = {name: [] for name in cls.__dataclass_fields__}
         for chunk, (start, count) in enumerate(zip(context.chunk_starts, context.chunk_tokens, strict=True)):
-            end = start + count
-            middle_from = min(end, start + initial_blocks * block_size)
-            middle_to = max(middle_from, end - local_blocks * block_size)
-            blocks = ceil((middle_to - middle_from) / block_size)
+            end, (begins, ends), blocks = start + count, sizes.cut(count), sizes.num_blocks(count)
+            middle_from, middle_to = start + begins, start + ends
             first_block = len(parts["block_chunk"])
             parts["anchors"] += [*range(start, middle_from), *range(middle_to, end)]
             parts["anchor_chunk"] += [chunk] * (count - (middle_to - middle_from))
             parts["local"] += range(middle_to, end)
             parts["local_chunk"] += [chunk] * (end - middle_to)
             parts["middle"] += range(middle_from, middle_to)
-            parts["middle_block"] += [first_block + i // block_size for i in range(middle_to - middle_from)]
+            parts["middle_block"] += [first_block + i // sizes.block_size for i in range(middle_to - middle_from)]
             parts["block_chunk"] += [chunk] * blocks
         device = context.lm.device
         return cls(**{name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in parts.items()})
@@ -77,16 +74,16 @@ def personalized(generic: Tensor, local: Tensor) -> Tensor:
     return generic + (weighted.sum(0) - weighted) / (local.shape[0] - 1)
 
 
-def top_share(blocks: Tensor, anchor: float) -> float:
-    """Equation 2: the share of a document's middle blocks that surpass the anchor. blocks: their scores."""
-    if not blocks.numel():
-        return 0.0
-    low, high = float(blocks.min()), float(blocks.max())
+def top_share(low: float, high: float, anchor: float) -> float:
+    """Equation 2: the share of a document's middle blocks that surpass the anchor.
+
+    low, high: scores of its least and its most important block
+    """
     return (high - anchor) / (high - low) if low < anchor <= high else 0.0
 
 
 class Survey:
-    """Watches the generic pass and scores every block in every layer.
+    """Watches the generic pass and scores every block in every layer, by the keys of all tokens.
 
     A score is the inner product of a block's mean key with its document's query vector, which has length 1, so that
     scores of different documents compare. (The mean of inner products is the inner product with the mean.)
@@ -107,7 +104,11 @@ class Survey:
         self.middle: list[Tensor] = []
 
     def __call__(self, attended: Attended) -> None:
-        scores = self._token_scores(attended.layer, self._query_vectors(attended.query[0].float()))
+        self._score(attended.layer, self._query_vectors(attended.layer, attended.query[0].float()))
+
+    def _score(self, layer: int, vectors: Tensor) -> None:
+        """vectors: of each document, as `_query_vectors` gives them"""
+        scores = self._token_scores(layer, vectors)
         pieces, first = self._pieces, self._context.prefix_tokens
         middle = scores[pieces.middle - first]
         self.middle.append(middle)
@@ -115,36 +116,47 @@ class Survey:
         num_chunks = len(self._context.chunk_tokens)
         self.anchors.append(_means(scores[pieces.anchors - first], pieces.anchor_chunk, num_chunks))
 
-    def _query_vectors(self, query: Tensor) -> Tensor:
+    def _query_vectors(self, layer: int, query: Tensor) -> Tensor:
         """Query vector of each document, of length 1: [num_chunks, num_heads, head_dim].
 
         query: [num_heads, num_rows, head_dim].
         """
-        rows, num_chunks = self._local_rows, len(self._context.chunk_tokens)
-        generic = query[:, rows:].mean(1)
-        if rows:
-            local = _means(query[:, :rows].transpose(0, 1), self._pieces.local_chunk, num_chunks)
-            vectors = personalized(generic, local)
+        generic, local = query[:, self._local_rows :].mean(1), self._local_queries(layer, query)
+        if local is None:
+            vectors = generic.expand(len(self._context.chunk_tokens), *generic.shape)
         else:
-            vectors = generic.expand(num_chunks, *generic.shape)
+            vectors = personalized(generic, local)
         return torch.nn.functional.normalize(vectors.flatten(1), dim=1).view(vectors.shape)
+
+    def _local_queries(self, layer: int, query: Tensor) -> Tensor | None:
+        """Mean query of each document's local tokens, [num_chunks, num_heads, head_dim]; None: no bias is added."""
+        if not (rows := self._local_rows):
+            return None
+        return _means(query[:, :rows].transpose(0, 1), self._pieces.local_chunk, len(self._context.chunk_tokens))
 
     def _token_scores(self, layer: int, vectors: Tensor) -> Tensor:
         """Every chunk token's key times its document's vector, float32 [num_chunk_tokens]."""
         keys = self._gather.keys(layer, self._chunk_slots).float()
-        num_kv_heads = keys.shape[0]
-        # All query heads of a KV head meet the same key: their products add up to that with their sum.
-        folded = vectors.view(vectors.shape[0], num_kv_heads, -1, vectors.shape[2]).sum(2)
         parts = torch.split(keys, list(self._context.chunk_tokens), dim=1)
-        return torch.cat([(part @ own[:, :, None]).sum((0, 2)) for part, own in zip(parts, folded, strict=True)])
+        return torch.cat([_products(part, own) for part, own in zip(parts, vectors, strict=True)])
+
+    def stable(self, count: int) -> Sequence[int]:
+        """N*: so many layers whose attention is stable; nothing is known of it here, and they are the last ones."""
+        layers = self._context.lm.shape.num_layers
+        return range(layers - count, layers)
 
     def shares(self, stable: Sequence[int]) -> list[float]:
         """Equation 3: of each document, the mean of its shares over the layers that attend stably."""
-        owners = self._pieces.block_chunk
-        return [
-            sum(top_share(self.blocks[n][owners == i], float(self.anchors[n][i])) for n in stable) / len(stable)
-            for i in range(len(self._context.chunk_tokens))
-        ]
+        found = []
+        for chunk in range(len(self._context.chunk_tokens)):
+            own = self._pieces.block_chunk == chunk
+            shares = (self._share(layer, chunk, self.blocks[layer][own]) for layer in stable)
+            found.append(sum(shares) / len(stable) if bool(own.any()) else 0.0)
+        return found
+
+    def _share(self, layer: int, chunk: int, scores: Tensor) -> float:
+        """scores: of the document's blocks; here those of greatest and least score are taken for A.1's"""
+        return top_share(float(scores.min()), float(scores.max()), float(self.anchors[layer][chunk]))
 
     def select(self, layer: int, shares: Sequence[float], cross_filter: bool) -> Tensor:
         """Blocks kept in this layer: each document's best, and of them, with `cross_filter`, the best 1/D."""
@@ -166,6 +178,66 @@ class Survey:
         centred = scores - _means(scores, owners, num_chunks)[owners]
         deviation = _means(centred.square(), owners, num_chunks).sqrt()[owners]
         return pieces.middle[centred > PAUTA * deviation]
+
+
+class SidecarSurvey(Survey):
+    """Scores blocks by what stands beside them: no key of a middle token is read, and local queries, the greatest and
+    the least block, outliers and stable layers are those of each document's own encoding (appendix A).
+
+    Scores are those of `Survey`: a mean that is rotated is the mean of what is rotated.
+    """
+
+    def __init__(
+        self, context: Context, pieces: BlockPartition, gather: Gather, sidecars: Sequence[Sidecar], biased: bool
+    ) -> None:
+        super().__init__(context, pieces, gather, 0)
+        self._sidecars = sidecars
+        self._biased = biased
+
+    def _local_queries(self, layer: int, query: Tensor) -> Tensor | None:
+        if not self._biased:
+            return None
+        means = torch.stack([one.local_query[layer] for one in self._sidecars], 1).to(query)
+        return self._placed(means, layer, self._starts()).transpose(0, 1)
+
+    def _score(self, layer: int, vectors: Tensor) -> None:
+        parts = []
+        for one, start, own in zip(self._sidecars, self._starts(), vectors, strict=True):
+            means = one.mean_keys[layer].to(vectors)
+            parts.append(_products(self._placed(means, layer, start.expand(means.shape[1])), own))
+        self.blocks.append(torch.cat([part[:-1] for part in parts]))
+        self.anchors.append(torch.stack([part[-1] for part in parts]))
+
+    def _starts(self) -> Tensor:
+        """Position of each document's first token."""
+        return self._context.positions[list(self._context.chunk_starts)]
+
+    def _placed(self, vectors: Tensor, layer: int, positions: Tensor) -> Tensor:
+        return self._context.lm.rope.rotate(vectors, layer, positions)
+
+    def stable(self, count: int) -> Sequence[int]:
+        """Layers of the upper half in which most documents' best block stands out (A.2); of equals the last ones."""
+        votes = torch.stack([one.stable.cpu() for one in self._sidecars]).sum(0).tolist()
+        upper = range(min(len(votes) // 2, len(votes) - count), len(votes))
+        return sorted(sorted(upper, key=lambda layer: (votes[layer], layer))[-count:])
+
+    def _share(self, layer: int, chunk: int, scores: Tensor) -> float:
+        one = self._sidecars[chunk]
+        low, high = (float(scores[int(block[layer])]) for block in (one.least, one.most))
+        return top_share(low, high, float(self.anchors[layer][chunk]))
+
+    def outliers(self, stable: Sequence[int]) -> Tensor:
+        """Slots of the tokens that stand out in one of the stable layers of their own document (A.1)."""
+        marked = [one.outliers.cpu()[list(stable)].any(0) for one in self._sidecars]
+        found = [start + mark.nonzero()[:, 0] for mark, start in zip(marked, self._context.chunk_starts, strict=True)]
+        return torch.cat(found).to(self._context.lm.device)
+
+
+def _products(keys: Tensor, vector: Tensor) -> Tensor:
+    """Of each key, [num_kv_heads, num_keys, head_dim], with a query vector, [num_heads, head_dim]: [num_keys]."""
+    # All query heads of a KV head meet the same key: their products add up to that with their sum.
+    folded = vector.view(keys.shape[0], -1, vector.shape[1]).sum(1)
+    return (keys @ folded[:, :, None]).sum((0, 2))
 
 
 def _means(values: Tensor, group: Tensor, num_groups: int) -> Tensor:

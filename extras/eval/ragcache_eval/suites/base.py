@@ -88,8 +88,8 @@ class Suite:
     """A paper's table.
 
     table:   where it stands
-    methods: as `parse_methods` reads them; those that the model cannot use are left out
-    names:   the paper's methods by label or name of ours
+    methods: as `parse_methods` reads them; those that the model cannot use are left out, and named
+    names:   the paper's methods by label or name of ours, or by name and link tokens, as in "link K=5"
     average: whether the mean over the columns says anything
     note:    what is not as in the paper
     """
@@ -109,7 +109,8 @@ class Suite:
             check_choice(f"--data of suite {self.name}", name, [column.name for column in self.columns])
         return tuple(column for column in self.columns if not names or column.name in names)
 
-    def paper_rows(self, spec: MethodSpec) -> list[PaperRow]:
-        """What the paper has for a method of ours."""
-        theirs = self.names.get(spec.label, self.names.get(spec.name, ()))
+    def paper_rows(self, spec: MethodSpec, link_tokens: int = 0) -> list[PaperRow]:
+        """What the paper has for a method of ours. link_tokens: that it runs behind each passage"""
+        keys = (spec.label, f"{spec.name} K={link_tokens}", spec.name)
+        theirs = next((self.names[key] for key in keys if key in self.names), ())
         return [row for row in self.rows if row.method in theirs]

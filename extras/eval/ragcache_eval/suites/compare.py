@@ -17,10 +17,11 @@ from ragcache_eval.suites.base import Column, Suite
 
 @dataclass(frozen=True)
 class Measured:
-    """A method's scores by column, in 0..1."""
+    """A method's scores by column, in 0..1. link_tokens: that it runs behind each passage"""
 
     spec: MethodSpec
     scores: Mapping[str, Estimate]
+    link_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def compare(suite: Suite, columns: Sequence[Column], model: str, measured: Seque
     for one in measured:
         own = {c.name: _scaled(one.scores[c.name], c.unit) for c in columns if c.name in one.scores}
         lines.append(Line("measured", model, one.spec.label, own, _average(suite, columns, own)))
-        for row in suite.paper_rows(one.spec):
+        for row in suite.paper_rows(one.spec, one.link_tokens):
             there = dict(zip((c.name for c in suite.columns), row.scores, strict=False))
             theirs = {c.name: there[c.name] for c in columns if c.name in there}
             lines.append(Line("paper", row.model, row.method, theirs, _average(suite, columns, theirs)))
@@ -91,27 +92,41 @@ def _text(score: Estimate | float | None, unit: float) -> str:
     return f"{score:.{digits}f}"
 
 
-def write_comparison(directory: Path, suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> list[Path]:
-    """SUITE.json and SUITE.md in a directory. Raises StoreFullError, StoreReadOnlyError."""
-    value = to_json(suite, columns, lines)
-    texts = {f"{suite.name}.json": json.dumps(value, indent=2) + "\n", f"{suite.name}.md": _page(suite, columns, lines)}
+def write_comparison(
+    directory: Path, suite: Suite, columns: Sequence[Column], lines: Sequence[Line], left_out: Mapping[str, str]
+) -> list[Path]:
+    """SUITE.json and SUITE.md in a directory. left_out: the suite's methods that the model cannot use, with the reason
+
+    Raises StoreFullError, StoreReadOnlyError.
+    """
+    value, page = to_json(suite, columns, lines, left_out), _page(suite, columns, lines, left_out)
+    texts = {f"{suite.name}.json": json.dumps(value, indent=2) + "\n", f"{suite.name}.md": page}
     for name, text in texts.items():
         with atomic_write(directory / name) as file:
             write_all(file, text.encode())
     return [directory / name for name in texts]
 
 
-def to_json(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> dict[str, Any]:
+def to_json(
+    suite: Suite, columns: Sequence[Column], lines: Sequence[Line], left_out: Mapping[str, str]
+) -> dict[str, Any]:
     return {
         "suite": suite.name,
         "table": suite.table,
         "note": suite.note,
+        "left_out": dict(left_out),
         "columns": [column.name for column in columns],
         "rows": [line.to_json() for line in lines],
     }
 
 
-def _page(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> str:
+def not_measured(left_out: Mapping[str, str]) -> list[str]:
+    """A sentence for each method that the model cannot use."""
+    return [f"Not measured: {label}. {reason}." for label, reason in left_out.items()]
+
+
+def _page(suite: Suite, columns: Sequence[Column], lines: Sequence[Line], left_out: Mapping[str, str]) -> str:
     heads, *rows = table(suite, columns, lines)
     text = "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
-    return f"# {suite.name}\n\nThe paper's rows are from {suite.table}. {suite.note}\n\n{text}\n"
+    about = " ".join([f"The paper's rows are from {suite.table}.", suite.note, *not_measured(left_out)]).strip()
+    return f"# {suite.name}\n\n{about}\n\n{text}\n"

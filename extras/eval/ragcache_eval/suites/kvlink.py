@@ -23,7 +23,6 @@ QA = (
         files=("nq", NQ_FILE, "nq10"),
         download=Download("json", data_files=f"{LOST}/{NQ_FILE}.jsonl.gz"),
         by_hand=f"{LOST}/{NQ_FILE}.jsonl.gz",
-        questions=500,
     ),
     QuestionSet(
         "2wikimqa",
@@ -106,8 +105,9 @@ KVLINK = Suite(
         "full": ("Original Llama", "Finetuned Upperbound"),
         "reposition": ("PromptCache", "BlockAttention"),
         "cacheblend": ("CacheBlend",),
-        "link": ("KVLink 0", "KVLink 1", "KVLink 5"),
+        **{f"link K={number}": (f"KVLink {number}",) for number in (0, 1, 5)},
     },
     note="The paper's PromptCache moves its blocks as reposition does; BlockAttention is reposition on a model trained "
-    "for it. Summaries are over LongBench's contexts, where CacheBlend took its own from; the paper names no source.",
+    "for it. Link tokens stand beside the paper's row of as many. Summaries are over LongBench's contexts, where "
+    "CacheBlend took its own from; the paper names no source.",
 )

@@ -1,0 +1,275 @@
+"""SamKV with sidecars: appendix A written twice, bytes that are read, and what a store does with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from families import METHOD_FAMILIES, random_prompt, save_tiny
+from formula_oracle import formula_model
+from test_samkv import SIZES, Written, assert_same, decoded
+from tiny_model import save_tiny_llama
+from torch.utils._pytree import tree_leaves
+
+import ragcache as rc
+from ragcache.codecs import get_codec
+from ragcache.codecs.block_file import codec_of, read_block, write_block
+from ragcache.errors import DamagedBlockError
+from ragcache_papers.samkv_sidecar import Sidecar, Sizes, SurveyedBlock, importance, stable_layers, survey
+
+CHUNKS = (49, 38, 11, 55)
+OWN = {"block_size": 3, "initial_blocks": 1, "local_blocks": 2}
+
+
+@pytest.fixture(scope="module", params=METHOD_FAMILIES)
+def family(request, tmp_path_factory):
+    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
+    lm = rc.load_lm(directory)
+    if len(set(lm.shape.layers)) > 1:
+        pytest.skip("layers of several shapes have no sidecars")
+    return lm, formula_model(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("sidecar"))))
+
+
+def surveyed(lm, prompt, sizes=OWN, recipe="isolated"):
+    blocks = rc.encode(lm, prompt, recipe)
+    prefix = lm.read(prompt.prefix_ids) if recipe == "prefix" else None
+    pairs = zip(prompt.chunk_ids, blocks, strict=True)
+    return [survey(lm, ids, block, prefix, Sizes(**sizes)) for ids, block in pairs]
+
+
+def alpha(curve):
+    """Least squares of log y = log c - alpha log x, by NumPy."""
+    if len(curve) < 2:
+        return 0.0
+    x, y = np.log(np.arange(1, len(curve) + 1)), np.log(np.maximum(curve, 1e-12))
+    return -np.polyfit(x, y, 1)[0]
+
+
+class WithSidecars(Written):
+    """Appendix A out of each passage's own attention, in NumPy, with loops over its blocks."""
+
+    def asking(self, layer, query):
+        return self.alone.queries[layer][0]
+
+    def attention(self, layer, document):
+        tokens = sorted(self.documents[document])
+        weights = self.alone.weights[layer][0].double().mean(0).numpy()
+        return tokens, weights[np.ix_(tokens, tokens)]
+
+    def importance(self, layer, document):
+        """By block: alpha, and the mean attention and the token of its best token."""
+        tokens, weights = self.attention(layer, document)
+        found = []
+        for block in self.blocks[document]:
+            curves = {token: weights[tokens.index(token) + 1 :, tokens.index(token)] for token in block}
+            best = max(block, key=lambda token: (curves[token].mean(), -token))
+            found.append((alpha(curves[best]), curves[best].mean(), best))
+        return found
+
+    def standing_out(self, layer, document):
+        alphas = np.array([one[0] for one in self.importance(layer, document)])
+        return alphas < alphas.mean() - 3 * alphas.std() if len(alphas) else alphas
+
+    def low_and_high(self, layer, document):
+        found, scores = self.importance(layer, document), self.scores[layer][document][0]
+        high = min(range(len(found)), key=lambda rank: found[rank][0])
+        low = min(range(len(found)), key=lambda rank: found[rank][1])
+        return scores[low], scores[high]
+
+    def votes(self, document):
+        if not self.blocks[document]:
+            return [0] * self.layers
+        by_layer = [[one[0] for one in self.importance(layer, document)] for layer in range(self.layers)]
+        ranks = np.mean([np.argsort(np.argsort(alphas)) for alphas in by_layer], axis=0)
+        best = int(np.argmin(ranks))
+        return [int(self.standing_out(layer, document)[best]) for layer in range(self.layers)]
+
+    def stable(self):
+        count = self.options.get("stable_layers") or math.ceil(self.layers / 8)
+        votes = np.sum([self.votes(document) for document in range(len(self.documents))], axis=0)
+        upper = range(min(self.layers // 2, self.layers - count), self.layers)
+        return sorted(sorted(upper, key=lambda layer: (votes[layer], layer))[-count:])
+
+    def outliers(self):
+        return {
+            self.importance(layer, document)[rank][2]
+            for layer in self.stable()
+            for document in range(len(self.documents))
+            for rank in np.flatnonzero(self.standing_out(layer, document))
+        }
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "overwrite", "stable_layers": 2, "recompute": "all"}], ids=str)
+def test_sidecars_are_appendix_a_written_twice(family, options):
+    lm, oracle = family
+    prompt = random_prompt(3, chunks=CHUNKS)
+    written = WithSidecars(oracle, prompt, {"update": "fusion", **SIZES, **options})
+    fused = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt), **SIZES, **options)
+    assert fused.kept_tokens == tuple(len(kept) + len(prompt.suffix_ids) for kept in written.kept)
+    assert_same(decoded(lm, fused), written.logits())
+    # Local queries lie beside the blocks: the suffix alone runs in the generic pass.
+    again = [len(written.again & set.union(*written.kept[layer:])) for layer in range(written.layers)]
+    assert fused.computed_tokens == tuple(2 * len(prompt.suffix_ids) + count for count in again)
+
+
+def test_what_a_sidecar_holds_is_what_the_oracle_finds(family):
+    lm, oracle = family
+    prompt = random_prompt(3, chunks=CHUNKS)
+    written = WithSidecars(oracle, prompt, {"update": "fusion", **SIZES})
+    for document, block in enumerate(surveyed(lm, prompt)):
+        found, start = block.sidecar, min(written.documents[document])
+        assert found.stable.tolist() == [bool(vote) for vote in written.votes(document)]
+        for layer in range(written.layers):
+            wanted = written.importance(layer, document)
+            if not wanted:
+                assert (int(found.most[layer]), int(found.least[layer])) == (-1, -1)
+                continue
+            assert int(found.most[layer]) == min(range(len(wanted)), key=lambda rank: wanted[rank][0])
+            assert int(found.least[layer]) == min(range(len(wanted)), key=lambda rank: wanted[rank][1])
+            marked = {start + int(place) for place in found.outliers[layer].nonzero()[:, 0]}
+            assert marked == {wanted[rank][2] for rank in np.flatnonzero(written.standing_out(layer, document))}
+
+
+@pytest.mark.parametrize("recipe", ["isolated", "prefix"])
+def test_without_what_appendix_a_says_sidecars_change_nothing(family, recipe):
+    """Scores by mean keys are those by all keys."""
+    lm, _ = family
+    prompt = random_prompt(4, chunks=CHUNKS)
+    options = {**SIZES, "top_p": 0.5, "personalized_bias": False, "recompute": "all", "update": "overwrite"}
+    plain = rc.fuse(lm, prompt, "samkv", recipe=recipe, **options)
+    beside = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt, recipe=recipe), **options)
+    assert beside.kept_tokens == plain.kept_tokens
+    assert beside.computed_tokens == plain.computed_tokens
+    assert_same(decoded(lm, beside), decoded(lm, plain))
+
+
+def test_local_queries_are_those_of_the_passages_own_place(llama):
+    """Behind a prefix as alone: turned to where the passage stands, they are what it asked there."""
+    prompt = random_prompt(5, chunks=(40,))
+    (alone,), (behind,) = (surveyed(llama, prompt, recipe=recipe) for recipe in ("isolated", "prefix"))
+    assert not torch.allclose(alone.sidecar.local_query[1], behind.sidecar.local_query[1], atol=1e-4)
+    # Layer 0 knows nothing of what stands before.
+    torch.testing.assert_close(alone.sidecar.local_query[0], behind.sidecar.local_query[0], atol=1e-5, rtol=1e-5)
+
+
+def lines(slow=None):
+    """Attention of 40 tokens, in blocks of two from token 4 on; that of one token hardly falls, token 20's is small."""
+    weights, far = np.full((40, 40), 1e-6), np.arange(1, 41.0)
+    for token in range(40):
+        exponent = 0.1 if token == slow else 1.5 + 0.1 * math.sin(token)
+        scale = 1e-4 if token in (20, 21) else 0.2
+        weights[token + 1 :, token] = scale * far[: 39 - token] ** -exponent
+    return importance(torch.tensor(weights, dtype=torch.float32), 4, 28, 2)
+
+
+def test_attention_that_falls_slowly_makes_a_block_important_and_its_token_an_outlier():
+    found = lines(slow=10)
+    assert (found.most, found.least) == ((10 - 4) // 2, (20 - 4) // 2)
+    assert found.outliers.nonzero()[:, 0].tolist() == [10]
+    np.testing.assert_allclose(found.alphas[found.most], 0.1, atol=1e-4)
+    assert stable_layers([found.alphas, lines().alphas, found.alphas]).tolist() == [True, False, True]
+    assert not lines().outliers.any()
+
+
+class Counted(torch.Tensor):
+    """Numbers that lie off the device: whatever an operation makes of them has to reach it. Views are no operation."""
+
+    num_bytes = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        if not isinstance(made, cls):
+            return made
+        sources = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
+        if made.untyped_storage().data_ptr() in sources:
+            return made
+        Counted.num_bytes += made.nbytes
+        return made.as_subclass(torch.Tensor)
+
+
+def test_few_of_the_bytes_are_read(tmp_path):
+    """Passages of 25 to 27 blocks: at most 15 % of the KV leaves where it lies, mean keys included."""
+    lm = rc.load_lm(save_tiny_llama(tmp_path, positions=4096))
+    sizes = {"block_size": 16, "initial_blocks": 1, "local_blocks": 1}
+    prompt = random_prompt(6, prefix=4, chunks=(400, 420, 405, 430, 425, 410), suffix=8)
+    blocks = surveyed(lm, prompt, sizes)
+    whole = sum(block.kv.num_bytes for block in blocks)
+    plain = [block.kv.map(lambda tensor: tensor.as_subclass(Counted)) for block in blocks]
+    beside = [SurveyedBlock(kv, block.sidecar) for kv, block in zip(plain, blocks, strict=True)]
+    shares = {}
+    for name, given in (("sidecars", beside), ("all keys", plain)):
+        Counted.num_bytes = 0
+        fused = rc.fuse(lm, prompt, "samkv", given, **sizes, top_p=0.2)
+        shares[name] = Counted.num_bytes / whole
+        kept = sum(fused.kept_tokens) / len(fused.kept_tokens) / prompt.num_tokens
+        assert shares[name] >= 0.9 * kept, "what is kept was not counted"
+    shares["sidecars"] += sum(block.sidecar.mean_keys.nbytes for block in blocks) / whole
+    assert shares["sidecars"] <= 0.15
+    assert shares["all keys"] > 0.5
+
+
+def test_a_file_holds_block_and_sidecar(llama, tmp_path):
+    codec = get_codec("samkv")
+    prompt = random_prompt(7, chunks=(30,))
+    (block,) = surveyed(llama, prompt)
+    written = write_block(tmp_path / "block", "a" * 64, block, codec)
+    found = read_block(tmp_path / "block", "a" * 64)
+    assert isinstance(found, SurveyedBlock)
+    assert found.equal(block)
+    assert written.equal(block)
+    assert found.num_bytes == block.kv.num_bytes + block.sidecar.num_bytes
+    assert codec_of(found).name == "samkv", "what is written late, or copied, would lose its sidecar"
+    other = Sidecar(**{**block.sidecar.tensors, "most": block.sidecar.most + 1})
+    assert not found.equal(SurveyedBlock(block.kv, other))
+    assert not found.equal(block.kv)
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Sidecar)])
+def test_a_sidecar_of_another_block_is_damage(llama, name):
+    (block,) = surveyed(llama, random_prompt(7, chunks=(30,)))
+    tensors = dict(get_codec("samkv").encode(block))
+    held = tensors[f"sidecar.{name}"]
+    cut = held[:, :, 1:] if name == "mean_keys" else held[1:]
+    for broken in (tensors | {f"sidecar.{name}": cut}, {k: v for k, v in tensors.items() if k != f"sidecar.{name}"}):
+        with pytest.raises(DamagedBlockError, match="sidecar"):
+            get_codec("samkv").decode(broken)
+
+
+def test_blocks_cut_in_another_way_are_read_without_their_sidecars(llama):
+    prompt = random_prompt(8, chunks=CHUNKS)
+    blocks = surveyed(llama, prompt)
+    options = {**SIZES, "block_size": 4}
+    expected = rc.fuse(llama, prompt, "samkv", [block.kv for block in blocks], **options)
+    found = rc.fuse(llama, prompt, "samkv", blocks, **options)
+    assert torch.equal(found.next_logits, expected.next_logits)
+    mixed = rc.fuse(llama, prompt, "samkv", [blocks[0].kv, *blocks[1:]], **SIZES)
+    assert torch.equal(mixed.next_logits, rc.fuse(llama, prompt, "samkv", [b.kv for b in blocks], **SIZES).next_logits)
+
+
+TEXT = "The harbour of Aabo is old. Its ships sail for Brugge in spring, and for Chur when the wind has turned. " * 12
+
+
+def test_a_store_keeps_sidecars_from_ingestion_on(tmp_path):
+    """Every other method reads the same blocks; they are gone with their document."""
+    store = rc.StoreConfig(codec="samkv")
+    documents = [rc.Document(id=name, text=TEXT.replace("Aabo", name)) for name in ("Aabo", "Evora", "Delft")]
+    with rc.RagCache.open(tmp_path / "kb", model="mini", store=store) as kb:
+        kb.ingest(documents)
+    with rc.RagCache.open(tmp_path / "kb", model="mini", store=store) as kb:
+        handles = [hit.handle for hit in kb.retrieve("Where do ships sail?", k=3)]
+        held = [kb.store.kv.get(handle).block for handle in handles]
+        assert all(isinstance(block, SurveyedBlock) for block in held)
+        answer = kb.ask("Where do ships sail?", k=3, method="samkv")
+        assert answer.method == "samkv"
+        assert kb.ask("Where do ships sail?", k=3, method="reposition").usage.computed_tokens
+        kb.delete(["Aabo", "Evora", "Delft"])
+        assert not set(kb.store.kv.keys()) & set(handles)
