@@ -30,7 +30,7 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "ragcache": Room(1_327, 7, 1_120, 7),
+    "ragcache": Room(1_362, 7, 1_120, 7),
     "ragcache/kv": Room(2_407, 10, 1_870, 9),
     "ragcache/models": Room(5_564, 27, 4_300, 20),
     "ragcache/codecs": Room(1_280, 8, 2_321, 15),
@@ -43,14 +43,14 @@ ROOMS = {
     "ragcache/cli": Room(1_668, 9, 1_448, 8),
     # Annexes.
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),
-    "extras/documents/ragcache_documents": Room(358, 5, 347, 5),
+    "extras/documents/ragcache_documents": Room(480, 5, 347, 5),
     "extras/eval/ragcache_eval": Room(5_424, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_729, 21, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_623, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_021, 23, 1_280, 10),
-    "integrations/completions/ragcache_completions": Room(448, 4, 300, 3),
-    "integrations/mcp/ragcache_mcp": Room(320, 4, 320, 4),
-    "integrations/ollama/ragcache_ollama": Room(735, 3, 725, 3),
+    "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),
+    "integrations/mcp/ragcache_mcp": Room(391, 5, 320, 4),
+    "integrations/ollama/ragcache_ollama": Room(786, 3, 725, 3),
     "integrations/openai/ragcache_openai": Room(2_340, 11, 2_340, 11),
     "integrations/postgres/ragcache_postgres": Room(275, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(536, 3, 529, 3),

@@ -104,9 +104,8 @@ class Options(RequestModel):
 
     def defaults(self, own: AnswerDefaults) -> AnswerDefaults:
         """The server's own for the rest: without a longest answer or a seed where the request wants none."""
-        endless = self.num_predict is not None and self.num_predict < 1
-        none = {"max_tokens": None} if endless else {}
-        return replace(own, **none, **({"seed": None} if self.seed == -1 else {}))
+        own = replace(own, max_tokens=None) if self.num_predict is not None and self.num_predict < 1 else own
+        return replace(own, seed=None) if self.seed == -1 else own
 
 
 class AnswerRequest(RequestModel):
