@@ -37,7 +37,8 @@ class _Outline(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
 
     def represent_number(self, number: str) -> yaml.ScalarNode:
-        return self.represent_scalar(self.resolve(yaml.ScalarNode, number, (True, False)), str(number))
+        tag = self.resolve(yaml.ScalarNode, number, (True, False))  # type: ignore[no-untyped-call]
+        return self.represent_scalar(tag, str(number))
 
     def represent_pairs(self, pairs: _Pairs) -> yaml.MappingNode:
         return self.represent_mapping("tag:yaml.org,2002:map", pairs)
