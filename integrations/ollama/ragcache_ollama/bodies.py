@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, JsonValue, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, JsonValue, Tag, ValidationError, WithJsonSchema
 
 from ragcache.engine.options import AnswerDefaults
 from ragcache.server.chat_types import (
@@ -58,7 +58,8 @@ def _no_template(given: str | None) -> None:
         raise ValueError("the model's own chat template is used; leave it out, or send the whole prompt with raw")
 
 
-Think = Annotated[bool | str | None, AfterValidator(_level)]
+LEVEL: dict[str, Any] = {"anyOf": [{"type": "boolean"}, {"enum": ["", *LEVELS], "type": "string"}, {"type": "null"}]}
+Think = Annotated[bool | str | None, AfterValidator(_level), WithJsonSchema(LEVEL)]
 NoImages = Annotated[list[JsonValue] | None, AfterValidator(_no_images)]
 NoContext = Annotated[list[JsonValue] | None, AfterValidator(_no_context)]
 
