@@ -1,7 +1,8 @@
 """Every error that ragcache raises on purpose.
 
     RagCacheError
-    ├── ConfigError                     an argument or option is out of range or unknown (also a ValueError)
+    ├── ConfigError                     an argument or option is out of range (also a ValueError)
+    │   └── UnknownOptionError          a call or a configuration has none of this name (also a TypeError)
     ├── PromptError                     a question or prompt that cannot be run
     │   ├── ContextTooLongError
     │   ├── AnswerTooLargeError         its KV would take more memory than all answers together may
@@ -63,7 +64,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Self, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
 
 class RagCacheError(Exception):
@@ -79,6 +80,10 @@ class ConfigError(RagCacheError, ValueError):
     def __init__(self, message: str = "", option: str | None = None) -> None:
         super().__init__(message)
         self.option = option
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """A call or a configuration has no option of this name."""
 
 
 class PromptError(RagCacheError):
@@ -308,6 +313,30 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], way_out
     """Raises ConfigError naming the option and the way out when the value is of another type."""
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}; {way_out}", name)
+
+
+class Config:
+    """Base of dataclasses of options: one that there is not is refused with the one that is meant. elsewhere: by field,
+    what other libraries call it"""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    _elsewhere: ClassVar[dict[str, str]]
+
+    def __init_subclass__(cls, **elsewhere: str) -> None:
+        cls._elsewhere = elsewhere
+
+    def __new__(cls, *_args: Any, **given: Any) -> Self:
+        if unknown := [name for name in given if name not in cls.__dataclass_fields__]:
+            ways = ", ".join(way for name in unknown if (way := cls.said(name)))
+            out = f"say {ways}" if ways else f"the options are {', '.join(cls.__dataclass_fields__)}"
+            raise UnknownOptionError(f"there is no option {', '.join(unknown)}; {out}", unknown[0])
+        return super().__new__(cls)
+
+    @classmethod
+    def said(cls, name: str) -> str | None:
+        """How a field is said, by its name here or elsewhere."""
+        named = (field for field in cls.__dataclass_fields__ if name in (field, *cls._elsewhere.get(field, "").split()))
+        return next((f"rc.{cls.__name__}({field}=...)" for field in named), None)
 
 
 def check_text(text: str) -> None:

@@ -17,13 +17,14 @@ import torch
 from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import ALWAYS, AUTO, LOADS, NEVER, Rates
 from ragcache.errors import (
-    ConfigError,
     NoSuchDocumentError,
     StoreBusyError,
     StoreFullError,
     StoreNotFoundError,
     StoreReadOnlyError,
     StoreUnreachableError,
+    check_choice,
+    check_least,
 )
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock, part_of_block
@@ -92,10 +93,8 @@ class BlockLoader:
         self, kv_store: KVStore, rates: Rates | None = None, *, policy: str = AUTO, ahead_bytes: int = 0
     ) -> None:
         """Raises ConfigError for an unknown policy, or a negative number of bytes."""
-        if policy not in LOADS:
-            raise ConfigError(f"load {policy!r} is unknown; choose one of {', '.join(LOADS)}")
-        if ahead_bytes < 0:
-            raise ConfigError(f"speculative_bytes is {ahead_bytes}; give 0 (read nothing ahead) or more")
+        check_choice("load", policy, LOADS)
+        check_least("speculative_bytes", ahead_bytes, 0)
         self.kv = kv_store
         self.rates = rates or Rates()
         self.policy = policy

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
-from ragcache.errors import ConfigError, check_choice, check_type
+from ragcache.errors import Config, ConfigError, UnknownOptionError, check_choice, check_least, check_type
 from ragcache.retrieval.search import Search
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
@@ -52,7 +52,7 @@ Size = partial(Option, is_size=True)
 
 
 @dataclass(frozen=True)
-class StoreConfig:
+class StoreConfig(Config):
     """How a store is opened. Each field's option says what it is, for these there is more to say:
 
     database:     None: SQLite inside the store's directory. The directory names the database that has its documents,
@@ -158,14 +158,10 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
             raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
-        if self.foreign_cache < 0:
-            raise ConfigError(f"foreign_cache is {self.foreign_cache}; give bytes, or 0 to keep none", "foreign_cache")
+        for name in ("foreign_cache", "speculative_bytes", "measure_s"):
+            check_least(name, getattr(self, name), 0)
         check_type("approximate", self.approximate, bool, "give True or False")
         check_choice("load", self.load, get_args(Load))
-        if self.speculative_bytes < 0 or not self.measure_s >= 0:
-            raise ConfigError(
-                f"speculative_bytes is {self.speculative_bytes} and measure_s {self.measure_s}; give 0 (none) or more"
-            )
         if self.neighbours is not None:
             from ragcache.kv.block_key import Recipe
 
@@ -393,32 +389,28 @@ def names(options: type) -> tuple[str, ...]:
     return tuple(options.__annotations__)
 
 
+OPEN = "RagCache.open"
 SAID = (
-    ("ask", "sampling=rc.Sampling(max_tokens=...)", "max_new_tokens max_completion_tokens n_predict num_predict"),
-    ("ask", "sampling=rc.Sampling(temperature=...)", "temp"),
     ("ask", "k=... for passages, sampling=rc.Sampling(top_k=...) for tokens", "top_k"),
     ("ask", "k=...", "similarity_top_k top_n n_results num_results max_num_results"),
     ("ask", "filter=...", "filters where"),
     ("ask", "system=...", "system_prompt"),
-    ("RagCache.open", "model=...", "model model_name model_id model_path llm"),
-    ("RagCache.open", "embedder=...", "embedder embedding_model embed_model embedding embeddings"),
-    ("RagCache.open", "chunker=rc.ChunkerConfig(max_tokens=...)", "chunk_size"),
-    ("RagCache.open", "chunker=rc.ChunkerConfig(overlap=...)", "chunk_overlap"),
+    (OPEN, "model=...", "model model_name model_id model_path llm"),
+    (OPEN, "embedder=...", "embedder embedding_model embed_model embedding embeddings"),
 )
 """A call, how something is said there, and what it is called elsewhere."""
 
 
 def said(name: str, known: Iterable[str]) -> str | None:
     """How a name that is not among the known ones is said here; None where it means nothing."""
+    from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.models.sampler import Sampling
 
-    own = (
-        ("ask", f"sampling=rc.Sampling({name}=...)", Sampling.__dataclass_fields__),
-        ("RagCache.open", f"store=rc.StoreConfig({name}=...)", StoreConfig.__dataclass_fields__),
-        ("ask", f"{name}=...", ("k", *names(AskOptions))),
-    )
-    rows = (*((call, way, words.split()) for call, way, words in SAID), *own)
-    found = next(((call, way) for call, way, words in rows if name in words), None)
+    configs = (("ask", "sampling=", Sampling), (OPEN, "store=", StoreConfig), (OPEN, "chunker=", ChunkerConfig))
+    ways = [(call, way) for call, way, words in SAID if name in words.split()]
+    ways += [(call, f"{start}{way}") for call, start, config in configs if (way := config.said(name))]
+    ways += [("ask", f"{name}=...")] if name in ("k", *names(AskOptions)) else []
+    found = next(iter(ways), None)
     return found and (found[1] if found[1].partition("=")[0] in known else f"{found[0]}(..., {found[1]})")
 
 
@@ -433,7 +425,7 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
                 ways = [way for way in ways if way not in own]
                 ways.append(f"{call}{', '.join(way.removeprefix(call)[:-1] for way in own)})")
         out += [f"say {', '.join(ways)}"] if ways else []
-        raise ConfigError(f"there is no option {', '.join(unknown)}; {'; '.join(out)}", unknown[0])
+        raise UnknownOptionError(f"there is no option {', '.join(unknown)}; {'; '.join(out)}", unknown[0])
 
 
 def retrieval(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, choose_method, refuse_approximate, warn_if_unchecked
-from ragcache.errors import ConfigError, blaming, check_text, check_type
+from ragcache.errors import ConfigError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
@@ -113,10 +113,7 @@ class Questions:
         conversation = Conversation(self._parts.card.tokenizer, messages, shown)
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
-        if context not in get_args(Context):
-            raise ConfigError(
-                f"context {context!r} is unknown; choose one of {', '.join(get_args(Context))}", "context"
-            )
+        check_choice("context", context, get_args(Context))
         reading = replace(self._reading(options, templated=True), continues=conversation.continues)
         system = self._system(conversation, options, reading)
         if tools is not None:

@@ -17,7 +17,7 @@ from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import Order, Overflow
 from ragcache.engine.tool_use import ToolUse
 from ragcache.engine.verdict import Choice
-from ragcache.errors import ConfigError, check_least
+from ragcache.errors import ConfigError, check_choice, check_least
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.deadline import Limit
@@ -63,8 +63,7 @@ class RequestOptions:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0", "timeout_s")
         for name, known in (("order", get_args(Order)), ("on_overflow", get_args(Overflow))):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}", name)
+            check_choice(name, getattr(self, name), known)
 
     @property
     def method(self) -> FusionMethod:

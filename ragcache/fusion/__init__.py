@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from ragcache import plugins
-from ragcache.errors import ConfigError, blaming
+from ragcache.errors import ConfigError, blaming, check_choice
 from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
@@ -51,11 +51,9 @@ def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
         if options:
             raise ConfigError(f"options {', '.join(options)} go with a method's name, not with a method object")
         return method
-    if method not in METHODS:
-        raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}", "method")
+    check_choice("method", method, METHODS)
     known = [f.name for f in fields(METHODS[method])]
-    unknown = [name for name in options if name not in known]
-    if unknown:
+    if unknown := [name for name in options if name not in known]:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
         raise ConfigError(f"method {method!r} has no option {', '.join(unknown)}; it {takes}", "method_options")
     with blaming("method_options"):

@@ -86,8 +86,7 @@ class Link(FusionMethod):
                 f"link_ids holds {len(self.link_ids)} lists and the prompt has {len(prompt.chunk_ids)} chunks; give "
                 "one list a chunk"
             )
-        outside = [id for ids in self.link_ids for id in ids if not 0 <= id < lm.vocab_size]
-        if outside:
+        if outside := [id for ids in self.link_ids for id in ids if not 0 <= id < lm.vocab_size]:
             raise ConfigError(f"link_ids holds {outside[0]}; {lm.name} has ids 0 to {lm.vocab_size - 1}")
 
 

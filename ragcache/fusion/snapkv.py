@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ragcache.errors import ConfigError, is_whole
+from ragcache.errors import ConfigError, check_choice, is_whole
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.attention import Attended
 
@@ -47,8 +47,7 @@ class SnapKV:
             raise ConfigError(f"the observation window is {self.window!r}; give rows of the suffix, at least 1")
         if not is_whole(self.kernel) or self.kernel < 1 or self.kernel % 2 == 0:
             raise ConfigError(f"the pooling kernel is {self.kernel!r}; give an odd number of tokens, 1 for no pooling")
-        if self.pooling not in POOLINGS:
-            raise ConfigError(f"pooling {self.pooling!r} is unknown; choose one of {', '.join(POOLINGS)}")
+        check_choice("pooling", self.pooling, POOLINGS)
 
     @classmethod
     def of(cls, given: SnapKV | int) -> SnapKV:

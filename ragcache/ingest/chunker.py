@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from tokenizers import Tokenizer
 
 from ragcache import plugins
-from ragcache.errors import ConfigError, ContextTooLongError, check_least, check_text
+from ragcache.errors import Config, ConfigError, ContextTooLongError, check_least, check_text
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_sentences
 from ragcache.models.deadline import LIMIT
 from ragcache.plugins import Registry
@@ -54,7 +54,7 @@ COMPRESSORS: Registry[Callable[[str, float], Compressor]] = Registry(plugins.COM
 
 
 @dataclass(frozen=True)
-class ChunkerConfig:
+class ChunkerConfig(Config, max_tokens="chunk_size", overlap="chunk_overlap"):
     """max_tokens: of a chunk, its final newline included. min_tokens: a section with fewer is joined to the next one.
     overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section.
     compressor: directory or hub id of a token classifier that leaves words out of what the model reads of a chunk; None
@@ -143,7 +143,8 @@ class Chunker:
         text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
         outline = _Outline()
         groups = self._pack(self._units(text, map(outline.note, split_blocks(text))))
-        spans = (_Span(group[0].start, group[-1].end, group[0].header) for group in groups)
+        groups = ([unit for unit in group if not text[unit.start : unit.end].isspace()] for group in groups)
+        spans = (_Span(group[0].start, group[-1].end, group[0].header) for group in groups if group)
         return [
             TextChunk(whole := span.text(text), self._read(whole, ids), outline.above(span.start))
             for some in _batched(spans, lambda span: span.end - span.start)
@@ -180,6 +181,14 @@ class Chunker:
             yield unit
             return
         body = text[unit.start : unit.end]
+        own = body.rstrip()  # a table's row alone may fit: chunks end without the blank lines behind it
+        if (unit.header or own.startswith("|")) and own != body and unit.tokens <= limit + len(body) - len(own):
+            ((_, tokens),) = self._counted([own], str)
+            if tokens <= limit:
+                end = unit.start + len(own)
+                yield unit._replace(end=end, tokens=tokens)
+                yield _Unit(end, unit.end, unit.tokens - tokens, 0)
+                return
         pieces: Iterable[str]
         if len(body) > MAX_BODY:
             pieces, finer = _parts(body), cuts
@@ -230,7 +239,7 @@ class Chunker:
                     yield held
                 held = group
         is_tiny = bool(held) and _size(current) < self.config.min_tokens
-        if is_tiny and _size(held + current) < self.config.max_tokens:
+        if is_tiny and _size(held + current) + held[0].header_tokens < self.config.max_tokens:
             held, current = [], held + current
         yield from (group for group in (held, current) if group)
 

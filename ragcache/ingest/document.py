@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragcache.errors import ConfigError, IngestError, ReaderError, ReaderLimitError, check_least
+from ragcache.errors import Config, ConfigError, IngestError, ReaderError, ReaderLimitError, check_least
 from ragcache.kv.block_key import digest
 from ragcache.store.json_values import check_metadata, text_problem
 
@@ -77,7 +77,7 @@ LEAST_MEMORY = 128 * MIB
 
 
 @dataclass(frozen=True)
-class ReadLimits:
+class ReadLimits(Config):
     """Limits for one document; what exceeds one fails by name, and the others go on.
 
     seconds:      for one file, or one record of JSON lines
@@ -99,8 +99,7 @@ class ReadLimits:
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ConfigError(f"seconds is {self.seconds}; reading a file takes some time: allow more than 0")
-        if self.memory_bytes < LEAST_MEMORY:
-            raise ConfigError(f"memory_bytes is {self.memory_bytes}; a reading process needs at least {LEAST_MEMORY}")
+        check_least("memory_bytes", self.memory_bytes, LEAST_MEMORY)
         check_least("text_bytes", self.text_bytes, 1)
         check_least("chunks", self.chunks, 1)
         try:

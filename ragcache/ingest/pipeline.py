@@ -23,6 +23,7 @@ import numpy as np
 
 from ragcache.errors import (
     BasisError,
+    Config,
     ConfigError,
     DocumentExistsError,
     DuplicateDocumentError,
@@ -30,6 +31,7 @@ from ragcache.errors import (
     PromptError,
     ReaderError,
     check_choice,
+    check_least,
 )
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
@@ -62,7 +64,7 @@ HOT_AFTER = 2
 
 
 @dataclass(frozen=True)
-class IngestConfig:
+class IngestConfig(Config):
     """window_tokens: documents are committed when this many tokens of chunks have come together
     batch_tokens:  padded tokens that the language model reads at once; what suits its device when None
     save_every_s:  seconds between two savings of the index; it is saved at the end in any case
@@ -131,10 +133,8 @@ class Ingestor:
         BasisError when the first passages are too few for the codec; what was committed stays. With sync, ReaderError
         for a given path that is not there or cannot be read; then nothing was changed.
         """
-        if kv not in KV_MODES:
-            raise ConfigError(f"kv={kv!r} is unknown; choose one of {', '.join(KV_MODES)}")
-        if hot_after < 1:
-            raise ConfigError(f"hot_after is {hot_after}; a passage is hot after 1 retrieval or more")
+        check_choice("kv", kv, KV_MODES)
+        check_least("hot_after", hot_after, 1)
         if kv != "lazy":
             _ = self.names.encoder
         if cluster is not None and kv == "eager" and self.kv.lacks_basis:

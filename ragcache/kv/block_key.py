@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ragcache.errors import ConfigError, is_whole
+from ragcache.errors import ConfigError, check_choice, is_whole
 from ragcache.kv.anchor_tokens import Anchors
 
 RECIPE_NAMES = ("isolated", "prefix")
@@ -69,8 +69,7 @@ class Recipe:
         object.__setattr__(self, "anchors", Anchors.of(self.anchors))
         if not is_whole(self.neighbours) or self.neighbours < 0:
             raise ConfigError(f"recipe neighbours={self.neighbours!r} is no number of chunks; choose 0 or more")
-        if self.name not in RECIPE_NAMES:
-            raise ConfigError(f"recipe {self.name!r} is unknown; choose one of {', '.join(RECIPE_NAMES)}")
+        check_choice("recipe", self.name, RECIPE_NAMES)
         if self.bos and self.name != "isolated":
             raise ConfigError(
                 "recipe bos=True goes with 'isolated': behind a prefix the BOS is the prefix's first token"

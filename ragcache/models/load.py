@@ -29,6 +29,7 @@ from ragcache.errors import (
     ConfigError,
     ModelNotFoundError,
     UnsupportedModelError,
+    check_choice,
     check_type,
     first_line,
 )
@@ -220,8 +221,7 @@ def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.dev
             *(name, kind, kind),
         )
         return torch.float32
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}")
+    check_choice("dtype", dtype, ("auto", *DTYPES))
     return DTYPES[dtype]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -18,21 +18,29 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ragcache.errors import ConfigError, check_type
+from ragcache.errors import Config, ConfigError, check_type
 from ragcache.models.structured import as_json, choice_grammar, json_grammar, regex_grammar
 from ragcache.models.thoughts import Form
 
-NUMBERS = (
-    "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logprobs",
-)  # fmt: skip
 COLD = 1e-5
 MAX_LOGPROBS = 20
 """OpenAI's and vLLM's own bound."""
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_tokens": (lambda n: n >= 1, "at least 1"),
+    "temperature": (lambda n: 0 <= n < math.inf, "0 (greedy) or more"),
+    "top_p": (lambda n: 0 < n <= 1, "in (0, 1]"),
+    "top_k": (lambda n: n >= 1, "at least 1"),
+    "seed": (math.isfinite, "a number"),
+    "min_p": (lambda n: 0 <= n <= 1, "in [0, 1]"),
+    "presence_penalty": (math.isfinite, "a number, 0 for none"),
+    "frequency_penalty": (math.isfinite, "a number, 0 for none"),
+    "repetition_penalty": (lambda n: 0 < n < math.inf, "above 0, and 1 for none"),
+    "logprobs": (lambda n: 0 <= n <= MAX_LOGPROBS, f"in 0 to {MAX_LOGPROBS}, or None for none"),
+}
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predict num_predict", temperature="temp"):
     """How tokens are chosen.
 
     max_tokens:  longest answer, in tokens; None: until the end of text, or the context is full
@@ -74,22 +82,18 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if one.name in NUMBERS and getattr(self, one.name) != one.default:
-                check_type(one.name, getattr(self, one.name), Real, "give a number")
+        for name, (fits, meant) in NUMBERS.items():
+            if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
+                check_type(name, value, Real, "give a number")
+                if not fits(value):
+                    raise ConfigError(f"{name} is {value}; it must be {meant}", name)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1")
         if any(not s for s in self.stop):
             raise ConfigError("a stop string is empty")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"logprobs is {self.logprobs}; it must be in 0 to {MAX_LOGPROBS}, or None for none")
-        self._check_weights()
+        for id, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise ConfigError(f"logit_bias of token {id} is {bias}; it must be a number, -100 for never")
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", as_json(self.json_schema))
         if self.choices is not None:
@@ -97,21 +101,6 @@ class Sampling:
         if sum(form is not None for form in (self.json_schema, self.regex, self.choices)) > 1:
             raise ConfigError("json_schema, regex and choices exclude each other; choose one")
         self.grammar()  # whatever cannot be compiled is said before anything runs
-
-    def _check_weights(self) -> None:
-        """Raises ConfigError naming what would change probabilities in no sensible way."""
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p is {self.min_p}; it must be in [0, 1]")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0, and 1 for none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number, 0 for none")
-        for id, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise ConfigError(f"logit_bias of token {id} is {bias}; it must be a number, -100 for never")
 
     def check_ids(self, vocab_size: int, name: str) -> None:
         """Raises ConfigError for token ids that the model called `name` does not have."""

@@ -146,8 +146,7 @@ class TrainedTokens:
         if version != VERSION:
             raise _bad(f"it has version {version!r}, this ragcache reads {VERSION}; install a newer ragcache")
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(section) - known - {"version"})
-        if unknown:
+        if unknown := sorted(set(section) - known - {"version"}):
             raise _bad(f"it holds {', '.join(unknown)}, which this ragcache does not know")
         return cls(**{name: value for name, value in section.items() if name in known})
 
@@ -221,16 +220,14 @@ class TrainedTokens:
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
         """Raises ConfigError when the model has no such ids, or the tokenizer does not set them apart from text."""
-        outside = sorted(i for i in self.added_ids if i >= vocab_size)
-        if outside:
+        if outside := sorted(i for i in self.added_ids if i >= vocab_size):
             raise ConfigError(
                 f"{name}: config.json's section {SECTION!r} names token id {outside[-1]} and the model has ids 0 to "
                 f"{vocab_size - 1}; use the config.json and weights of one training run"
             )
         if tokenizer is None:
             return
-        strange = sorted(self.added_ids - set(tokenizer.added_tokens_decoder))
-        if strange:
+        if strange := sorted(self.added_ids - set(tokenizer.added_tokens_decoder)):
             raise ConfigError(
                 f"{name} was trained for reuse with token id {strange[0]}, which its tokenizer does not hold as an "
                 "added token; use the tokenizer files that were saved with the checkpoint"

@@ -454,7 +454,7 @@ def test_the_trace_says_of_every_block_once_where_it_came_from(tmp_path, open_se
 
 @pytest.mark.parametrize("options", [{"policy": "sometimes"}, {"ahead_bytes": -1}])
 def test_bad_settings_are_refused(setup, options):
-    with pytest.raises(ConfigError, match=r"give 0|choose one of auto, always, never"):
+    with pytest.raises(ConfigError, match=r"at least 0|choose one of auto, always, never"):
         BlockLoader(setup.kv, Rates(), **options)
 
 

@@ -1,8 +1,12 @@
 """The bundled models say once that they were made for the registry's text, over any other."""
 
+import copy
 import gzip
+import inspect
 import json
 import logging
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from transformers import AutoTokenizer
 import ragcache as rc
 from ragcache.engine import questions as mini_notice
 from ragcache.engine.questions import is_other_text
+from ragcache.ingest.document import ReadLimits
 from ragcache_demo.bag_of_words import BagOfWords
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +103,39 @@ def test_what_is_no_option_of_opening_is_told_where_it_is_said(tmp_path, name, w
         rc.RagCache.open(tmp_path / "kb", **{name: 3})
     assert str(caught.value).endswith(way_out)
     assert not (tmp_path / "kb").exists()
+
+
+FIELDS = "the options are {}, "
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "way_out"),
+    [
+        (rc.Sampling, "max_new_tokens", "say rc.Sampling(max_tokens=...)"),
+        (rc.Sampling, "temp", "say rc.Sampling(temperature=...)"),
+        (rc.Sampling, "colour", FIELDS.format("max_tokens")),
+        (rc.ChunkerConfig, "chunk_size", "say rc.ChunkerConfig(max_tokens=...)"),
+        (rc.ChunkerConfig, "chunk_overlap", "say rc.ChunkerConfig(overlap=...)"),
+        (rc.StoreConfig, "memory", FIELDS.format("database")),
+        (rc.IngestConfig, "colour", FIELDS.format("window_tokens")),
+        (ReadLimits, "timeout", FIELDS.format("seconds")),
+    ],
+)
+def test_a_wrong_option_of_a_configuration_is_told_how_it_is_said(config, name, way_out):
+    """A TypeError too, as any other class's."""
+    with pytest.raises(TypeError) as caught:
+        config(**{name: 3})
+    assert isinstance(caught.value, rc.errors.ConfigError)
+    assert caught.value.option == name
+    assert str(caught.value).startswith(f"there is no option {name}; {way_out}")
+
+
+def test_configurations_stay_what_dataclasses_are():
+    sampling = rc.Sampling(3, seed=4)
+    assert pickle.loads(pickle.dumps(sampling)) == copy.deepcopy(sampling) == replace(sampling) == sampling
+    assert list(inspect.signature(rc.Sampling).parameters)[:2] == ["max_tokens", "temperature"]
+    with pytest.raises(rc.errors.UnknownOptionError, match=r"max_new_tokens, temp; say .*max_tokens.*temperature"):
+        replace(sampling, max_new_tokens=3, temp=1)
 
 
 def test_another_model_is_offered_a_store_of_its_own(tmp_path, mini):

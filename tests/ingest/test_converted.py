@@ -27,7 +27,7 @@ POWER = (
 SENTENCE = "<w:p><w:r><w:t>It rises near Osby.</w:t></w:r></w:p>"
 
 
-def zipped(files: dict[str, str]) -> bytes:
+def zipped(files: dict[str, str | bytes]) -> bytes:
     held = BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
         for name, text in files.items():
@@ -69,7 +69,10 @@ def xlsx(rows: list[list[object]]) -> bytes:
     return held.getvalue()
 
 
-def epub() -> bytes:
+PAGE = '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>One</h1><p>The Arno.</p></body></html>'
+
+
+def epub(page: str | bytes = PAGE) -> bytes:
     container = "urn:oasis:names:tc:opendocument:xmlns:container"
     return zipped({
         "mimetype": "application/epub+zip",
@@ -80,7 +83,7 @@ def epub() -> bytes:
         "<dc:identifier id=\"id\">1</dc:identifier></metadata><manifest>"
         '<item id="one" href="one.xhtml" media-type="application/xhtml+xml"/></manifest>'
         '<spine><itemref idref="one"/></spine></package>',
-        "one.xhtml": '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>One</h1><p>The Arno.</p></body></html>',
+        "one.xhtml": page,
     })  # fmt: skip
 
 
@@ -302,3 +305,152 @@ def test_cells_keep_their_own_types(tmp_path):
         "| Swan\\|II | Petra Elley |  | TRUE | 2020-05-01 12:30:00 |",
         "| Teal | 0.3 | 1e-07 | 007 |  |",
     ]
+
+
+def read(path: Path, data: bytes | str) -> Document | ReaderError:
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    (record,) = read_file(find_files([path]).files[0])
+    return record
+
+
+def test_json_is_read_as_it_is_written(tmp_path):
+    """Numbers digit by digit, names as often as they stand there, and no character as an escape."""
+    long = "9" * 5000
+    numbers = f'"price": 1.10, "exact": 0.1234567890123456789012, "far": 1e400, "count": {long}, "none": NaN'
+    given = (
+        "{" + numbers + ', "name": "first", "name": "second", "text": "one \\n\\ttwo", "tab": "a\\tb", "said": "1.10"}'
+    )
+    assert read(tmp_path / "a.json", given).text.splitlines() == [
+        "price: 1.10",
+        "exact: 0.1234567890123456789012",
+        "far: 1e400",
+        f"count: {long}",
+        "none: NaN",
+        "name: first",
+        "name: second",
+        "text: |-",
+        "  one ",
+        "  \ttwo",
+        "tab: 'a\tb'",
+        "said: '1.10'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("river;km;note\nAlna;3,50;x,y\n", ["| river | km | note |", "| Alna | 3,50 | x,y |"]),
+        ("river\tkm\nAlna\t3\n", ["| river | km |", "| Alna | 3 |"]),
+        ("sep=|\nriver|km\nAlna;|3,5\n", ["| river | km |", "| Alna; | 3,5 |"]),
+        ('river,km\nAlna,"1,200"\n', ["| river | km |", "| Alna | 1,200 |"]),
+        ('river,km\n"a;b",1\n"c;d",2\n', ["| river | km |", "| a;b | 1 |", "| c;d | 2 |"]),
+        (
+            'river,note\n\nAlna,"two\nlines | bars",more\n',
+            ["| river | note |  |", "| Alna | two lines \\| bars | more |"],
+        ),
+        ("rivers\nAlna, the long one\n", ["| rivers |  |", "| Alna | the long one |"]),
+    ],
+)
+def test_lists_are_told_apart_by_their_own_separator(tmp_path, text, lines):
+    head, _, *rows = read(tmp_path / "a.csv", text).text.splitlines()
+    assert [head, *rows] == lines
+
+
+def test_a_formula_without_a_saved_value_stands_itself(tmp_path):
+    rows = [["km", "twice"], [17, "=A2*2"], [None, None], [3, 4]]
+    assert "| 17 | =A2*2 |\n| 3 | 4 |" in read(tmp_path / "a.xlsx", xlsx(rows)).text
+
+
+def mail(body: str, kind: str = "multipart/mixed; boundary=x") -> str:
+    return f"From: a@osby.example\nSubject: Quay\nMIME-Version: 1.0\nContent-Type: {kind}\n\n{body}"
+
+
+def part(kind: str, body: str, more: str = "", boundary: str = "x") -> str:
+    return f"--{boundary}\nContent-Type: {kind}\n{more}\n{body}\n"
+
+
+PDF = part("application/pdf", "no", "Content-Disposition: attachment; filename=plan.pdf\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (mail("K\u016f\u0148.", "text/plain; charset=us-ascii"), ["K\u016f\u0148."]),
+        (mail("K\u016f\u0148.", "text/plain"), ["K\u016f\u0148."]),
+        (mail("K\xf9\xf2.", "text/plain; charset=windows-1250").encode("latin-1"), ["K\u016f\u0148."]),
+        (
+            mail(
+                part("text/plain", " ") + part("text/html", "<p>Nine.</p>") + "--x--",
+                "multipart/alternative; boundary=x",
+            ),
+            ["Nine."],
+        ),
+        (
+            mail(
+                part("text/plain", "Nine.") + part("text/html", "<p>Nine.</p>") + "--x--",
+                "multipart/alternative; boundary=x",
+            ),
+            ["Nine."],
+        ),
+        (
+            mail(part("text/plain", "Nine.") + part("image/png", "no") + part("text/plain", "Ten.") + "--x--"),
+            ["Nine.", "Ten.", "Attached, not read: image/png"],
+        ),
+        (
+            mail(
+                part("text/plain", "Nine.", boundary="y")
+                + part("multipart/mixed; boundary=x", part("text/html", "<p>Nine.</p>") + PDF + "--x--", boundary="y")
+                + "--y--",
+                "multipart/alternative; boundary=y",
+            ),
+            ["Nine.", "Attached, not read: plan.pdf"],
+        ),
+        (
+            mail(
+                part("text/html", "<p>Nine.</p>") + part("image/png", "no", "Content-ID: <1>\n") + "--x--",
+                "multipart/related; boundary=x",
+            ),
+            ["Nine."],
+        ),
+        (mail("no", "application/pdf; name=plan.pdf"), ["Attached, not read: plan.pdf"]),
+        (
+            mail(part("message/rfc822", "From: b@osby.example\n\nTen.") + "--x--"),
+            ["Attached, not read: message/rfc822"],
+        ),
+    ],
+)
+def test_all_that_a_mail_says_is_read_or_named(tmp_path, data, texts):
+    assert read(tmp_path / "a.eml", data).text.split("\n\n") == ["# Quay", "From: a@osby.example", *texts]
+
+
+def test_a_mail_in_another_encoding_than_it_states_is_refused(tmp_path):
+    data = mail("Caf\xe9.", "text/plain; charset=utf-8").encode("latin-1")
+    assert "state its encoding" in read(tmp_path / "a.eml", data).reason
+    nested = "".join(f"--{rank}\nContent-Type: multipart/mixed; boundary={rank + 1}\n\n" for rank in range(5000))
+    assert "nested too deeply" in read(tmp_path / "b.eml", mail(nested, "multipart/mixed; boundary=0")).reason
+
+
+def test_cells_of_an_odt_keep_their_columns(tmp_path):
+    empty, covered = '<table:table-cell table:number-columns-repeated="2"/>', "<table:covered-table-cell/>"
+    cell = "<table:table-cell><text:p>{}</text:p></table:table-cell>".format
+    rows = (f"{empty}{cell('third')}", f"{cell('wide')}{covered}{cell('last')}")
+    body = "".join(f"<table:table-row>{row}</table:table-row>" for row in rows)
+    text = read(tmp_path / "a.odt", odt(f"<table:table>{body}</table:table>")).text
+    assert text.splitlines()[::2] == ["|  |  | third |", "| wide |  | last |"]
+
+
+def test_an_odt_needs_no_more_than_its_text(tmp_path):
+    with zipfile.ZipFile(BytesIO(odt('<text:h text:outline-level="9">Deep</text:h>'))) as made:
+        alone = zipped({"content.xml": made.read("content.xml").decode()})
+    document = read(tmp_path / "a.odt", alone)
+    assert (document.text, document.title) == ("###### Deep", "Deep")
+
+
+def test_bytes_of_rtf_are_of_its_own_encoding(tmp_path):
+    assert read(tmp_path / "a.rtf", b"{\\rtf1\\ansi\\ansicpg1250 k\xf9\\'f2}").text == "k\u016f\u0148"
+
+
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-16"])
+def test_pages_of_a_book_may_be_in_another_encoding(tmp_path, encoding):
+    page = f'<?xml version="1.0" encoding="{encoding}"?>' + PAGE.replace("The Arno.", "Caf\xe9 Arno.")
+    assert "Caf\xe9 Arno." in read(tmp_path / "a.epub", epub(page.encode(encoding))).text

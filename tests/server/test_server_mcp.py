@@ -65,6 +65,40 @@ async def test_errors_say_the_way_out(served):
         assert "at least 1 item" in said(await client.call_tool("delete", {"ids": []}))
 
 
+async def test_arguments_that_there_are_not_are_refused_by_name(served, kb):
+    async with Client(f"{served.url}/mcp") as client:
+        for tool in (await client.list_tools()).tools:
+            assert tool.input_schema["additionalProperties"] is False
+        assert "limit" in said(await client.call_tool("search", {"query": "x", "limit": 1}))
+        told = {"documents": [{"id": "hat", "text": "A hat.", "tags": ["green"]}]}
+        assert "documents.0.tags" in said(await client.call_tool("add", told))
+    assert kb.document("hat") is None
+
+
+async def test_its_work_is_among_the_servers_figures(served):
+    """Documents are counted at once, answers as those of all routes."""
+    figures = lambda: served.http.get("/v1/store").json()["documents"]  # noqa: E731
+    before = figures()
+    async with Client(f"{served.url}/mcp") as client:
+        await client.call_tool("add", {"documents": [{"id": "hat", "text": "Jonas wears a green hat."}]})
+        assert figures() == before + 1
+        await client.call_tool("delete", {"ids": ["hat"]})
+        assert figures() == before
+        await client.call_tool("ask", {"question": BARKS, "max_tokens": 4})
+    assert 'ragcache_tokens_total{kind="completion"} 4.0' in served.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_server_that_stops_says_so(served, mode):
+    async with Client(f"{served.url}/mcp", mode=mode) as client:
+        asking = asyncio.create_task(client.call_tool("ask", {"question": BARKS}))
+        await asyncio.to_thread(wait_for, lambda: served.service.slots.in_use == 1)
+        served.service.stop()
+        assert "shutting down" in said(await client.call_tool("search", {"query": BARKS}))
+        served.service.cancel_all()
+        assert "shutting down" in said(await asking)
+
+
 async def test_a_question_is_told_when_its_time_is_up(serve):
     async with Client(f"{serve(timeout_s=0.2).url}/mcp") as client:
         assert "no answer within 0.2 s" in said(await client.call_tool("ask", {"question": BARKS}))

@@ -14,6 +14,7 @@ from scripted import script
 from serving import TEXTS, Served, serving, wait_for
 
 import ragcache as rc
+from ragcache.engine.options import AnswerDefaults
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_ollama.bodies import Turn, messages_of
 
@@ -43,7 +44,7 @@ def client(connect, served: Served) -> ollama.Client:
 def converse(agent: Served, connect):
     """Asks the agent without passages."""
     client, name = connect(agent), f"{agent.service.chat_model}:plain"
-    return lambda messages=ASKED, **more: client.chat(name, messages, options={"num_predict": 300}, **more)
+    return lambda messages=ASKED, **more: client.chat(name, messages, **{"options": {"num_predict": 300}, **more})
 
 
 def answered(kb: rc.RagCache, messages=ASKED, **options: object) -> rc.Answer:
@@ -122,6 +123,33 @@ def test_an_answer_without_a_limit_ends_by_itself(agent, connect, monkeypatch, l
     script(monkeypatch, agent.service.kb.lm, "A river.")
     found = connect(agent).chat(agent.service.chat_model, ASKED, options={"num_predict": longest})
     assert (found.message.content, found.done_reason) == ("A river.", "stop")
+
+
+def test_the_servers_defaults_give_way_to_none(serve, connect, kb, monkeypatch):
+    """num_predict of -1 is no longest answer, seed of -1 no seed, whatever the server says for others."""
+    asked, chat = [], kb.astream_chat
+
+    def record(messages, **options):
+        asked.append(options["sampling"])
+        return chat(messages, **{**options, "sampling": rc.Sampling(1)})
+
+    monkeypatch.setattr(kb, "astream_chat", record)
+    client = connect(serve(answers=AnswerDefaults(max_tokens=2, seed=7)))
+    for options in ({}, {"num_predict": -1}, {"num_predict": -2, "seed": -1}, {"seed": 3}):
+        client.chat("tiny", ASKED, options=options)
+    assert [(one.max_tokens, one.seed) for one in asked] == [(2, 7), (None, 7), (None, None), (2, 3)]
+
+
+def test_a_seed_of_minus_one_is_none(client):
+    told = {"num_predict": 8, "temperature": 1.0, "seed": -1}
+    assert len({client.chat("tiny", ASKED, options=told).message.content for _ in range(4)}) > 1
+
+
+def test_a_stop_string_does_not_end_thoughts(agent, converse, monkeypatch):
+    monkeypatch.setattr(agent.service.kb.lm.tokenizer, "chat_template", THINKS)
+    script(monkeypatch, agent.service.kb.lm, THOUGHT)
+    found = converse(think=True, options={"num_predict": 300, "stop": ["Who", "nas"]})
+    assert (found.message.thinking, found.message.content) == ("Who is it?", "Jo")
 
 
 def test_unknown_fields_are_named(served):
@@ -221,6 +249,7 @@ def test_embeddings_are_the_embedders(client, kb):
     assert client.embed("bag-of-words:latest", "a cat").embeddings == right[:1].tolist()
     assert client.embeddings("bag-of-words", "a cat").embedding == right[0].tolist()
     assert client.embed("bag-of-words", "").embeddings == []
+    assert client.embed("bag-of-words", ["a cat", "", "a dog"]).embeddings[::2] == right.tolist()
     with pytest.raises(ollama.ResponseError, match="dimensions") as refused:
         client.embed("bag-of-words", "x", dimensions=7)
     assert refused.value.status_code == 400
@@ -243,6 +272,18 @@ def test_models_are_listed_and_shown(client, kb):
     assert client.chat("tiny:plain", ASKED, options=SHORT).prompt_eval_count < 60
 
 
+def test_a_name_with_the_usual_tag_may_be_said_without(serve, connect):
+    client = connect(serve(model_name="rivers:latest"))
+    for name in ("rivers", "rivers:latest"):
+        assert client.chat(name, ASKED, options=SHORT).model == name
+
+
+def test_letters_of_arguments_are_not_written_as_numbers():
+    called = [{"function": {"name": "search", "arguments": {"name": "你好"}}}]
+    (message,) = messages_of([Turn(role="assistant", tool_calls=called)])
+    assert message.tool_calls[0].function.arguments == '{"name": "你好"}'
+
+
 def test_the_version_is_one_that_clients_can_compare(served):
     version = served.http.get("/api/version").json()["version"]
     assert [int(part) for part in version.split(".")] > [0, 5, 0]
@@ -250,7 +291,7 @@ def test_the_version_is_one_that_clients_can_compare(served):
 
 def test_a_model_is_loaded_already(client):
     assert client.chat("tiny", []).done_reason == "load"
-    assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+    assert {client.generate("tiny", "", keep_alive=time).done_reason for time in (0, "0", "0s")} == {"unload"}
     assert [part.done for part in client.generate("tiny", stream=True)] == [True]
 
 
@@ -260,21 +301,28 @@ WRONG = [
     ("chat", {"messages": ASKED}, 400, "'model' is missing"),
     ("chat", {"model": "tiny", "messages": "x"}, 400, "messages"),
     ("chat", {"model": "tiny", "messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
-    ("chat", {"model": "tiny", "messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, 400, "images"),
+    (
+        "chat",
+        {"model": "tiny", "messages": [{"role": "user", "content": "x", "images": ["aa"]}]},
+        400,
+        "reads no images",
+    ),
     ("chat", {"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0] answers no call"),
     ("chat", {"model": "tiny", "messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
     ("chat", {"model": "tiny", "messages": ASKED, "format": "xml"}, 400, "format"),
     ("chat", {"model": "tiny", "messages": ASKED, "format": {"type": "strange"}}, 400, "cannot be compiled"),
-    ("chat", {"model": "tiny", "messages": ASKED, "think": "huge"}, 400, "think"),
+    ("chat", {"model": "tiny", "messages": ASKED, "think": "huge"}, 400, "say true, false, low"),
     ("chat", {"model": "tiny", "messages": ASKED, "options": {"temperature": -1}}, 400, "options.temperature"),
     ("chat", {"model": "tiny", "messages": ASKED, "ragcache": {"method": "x"}}, 400, "choose one of"),
     ("chat", {"model": "tiny", "messages": [{"role": "user", "content": "word " * 5000}]}, 400, "4096"),
     ("generate", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "suffix"),
-    ("generate", {"model": "tiny", "prompt": "x", "template": "y"}, 400, "template"),
-    ("generate", {"model": "tiny", "prompt": "x", "context": [1]}, 400, "context"),
+    ("generate", {"model": "tiny", "prompt": "x", "template": "y"}, 400, "own chat template"),
+    ("generate", {"model": "tiny", "prompt": "x", "context": [1]}, 400, "as messages to /api/chat"),
     ("generate", {"model": "tiny", "prompt": "x", "raw": True, "system": "y"}, 400, "does not go with raw"),
+    ("generate", {"model": "tiny", "prompt": "x", "raw": True, "ragcache": {"k": 2}}, 400, "'ragcache.k' does not go"),
     ("embed", {"model": "tiny", "input": "x"}, 404, "bag-of-words"),
     ("embed", {"model": "bag-of-words", "input": 3}, 400, "input"),
+    ("embed", {"model": "bag-of-words", "input": ["x"] * 2049}, 400, "2048 items"),
     ("embed", {"model": "bag-of-words"}, 400, "'input' is missing"),
     ("show", {"model": "gpt-4"}, 404, "'gpt-4' is not served here"),
     ("show", {}, 400, "'model' is missing"),

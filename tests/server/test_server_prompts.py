@@ -67,6 +67,7 @@ def test_the_openai_client_reads_it(served, kb):
     [
         ({"n": 0}, "n"),
         ({"best_of": 3}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -86,6 +87,22 @@ def test_what_is_not_done_is_refused_by_name(served, fields, param):
     response = completed(served, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(param)
+
+
+def test_fields_that_ask_for_nothing_are_taken(served, kb):
+    expected = kb.complete(PROMPT, sampling=rc.Sampling(max_tokens=6)).text
+    found = completed(served, suffix="", n=2, best_of=2, stop=[], logit_bias={}).json()["choices"]
+    assert [one["text"] for one in found] == [expected] * 2
+
+
+def test_tokens_of_one_text_are_all_among_the_likeliest(served, kb):
+    """Bytes of no whole character are all written as U+FFFD."""
+    found = completed(served, logprobs=20).json()["choices"][0]["logprobs"]
+    right = kb.complete(PROMPT, sampling=rc.Sampling(6, logprobs=20)).logprobs
+    assert any(sum(near.text == "\ufffd" for near in token.top) > 1 for token in right)
+    for top, chosen, token in zip(found["top_logprobs"], found["tokens"], right, strict=True):
+        assert sorted(top.values()) == pytest.approx(sorted(near.logprob for near in token.top), abs=1e-3)
+        assert top[chosen] == pytest.approx(token.logprob, abs=1e-3)
 
 
 def test_each_prompt_of_a_list_is_answered(served, kb):
@@ -182,6 +199,7 @@ def test_tokens_are_the_tokenizers(served, kb):
         ({"content": PROMPT}, False),
         ({"content": PROMPT, "add_special_tokens": True, "model": "tiny"}, True),
         ({"prompt": ""}, True),
+        ({"prompt": PROMPT, "model": "tiny:plain"}, True),
     ):
         text = body.get("prompt", body.get("content"))
         expected = tokenizer.encode(text, add_special_tokens=special)

@@ -129,7 +129,7 @@ def test_a_block_larger_than_the_budget_is_not_kept_and_pushes_nothing_out(tmp_p
         assert store.put(make_key(1), large).equal(large)
         assert (tier_of(store, make_key(0)), tier_of(store, make_key(1))) == ("disk", None)
         assert store.get(make_key(1)) is None
-    with pytest.raises(ConfigError, match="-1 bytes"):
+    with pytest.raises(ConfigError, match="disk_bytes is -1"):
         KVStore(root, disk_bytes=-1)
 
 

@@ -214,5 +214,5 @@ def test_the_policy_learns_sizes_and_tokens() -> None:
 
 
 def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(ConfigError, match="-1 bytes"):
+    with pytest.raises(ConfigError, match="_bytes is -1"):
         MemoryTier(-1, LRU())

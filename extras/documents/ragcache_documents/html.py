@@ -21,7 +21,7 @@ _WRITTEN = re.compile(r"(?ms)^[ >]*(?P<fence>`{3,}).*?^[ >]*(?P=fence)$| +$|^(?P
 
 
 def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
-    title, text = markdown_of(_decode(read_bytes(path), path), path)
+    title, text = markdown_of(decode_page(read_bytes(path), path), path)
     if not text:
         raise ReaderError(path, "there is no text in it (only markup)")
     yield Document(document_id, text, title=title, source=document_id)
@@ -66,7 +66,7 @@ class _Raised:
         return {"custom": f"[{text}]" if text == self._linked else f"^{text}"}
 
 
-def _decode(data: bytes, path: Path) -> str:
+def decode_page(data: bytes, path: Path) -> str:
     """UTF-8, or the encoding that the page declares. A declaration that was read as ASCII does not stand in UTF-16:
     such a page is UTF-8, as browsers read it (WHATWG, "prescan a byte stream")."""
     found = _DECLARED.search(data[:1024])

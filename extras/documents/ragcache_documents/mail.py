@@ -7,37 +7,70 @@ from email import message_from_bytes
 from email.message import EmailMessage
 from email.policy import default
 from pathlib import Path
+from typing import NamedTuple
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document, headed
-from ragcache.ingest.readers.plain import read_bytes, storable
+from ragcache.ingest.readers.plain import decode, read_bytes, storable
 from ragcache_documents.html import markdown_of
 
 HEADERS = ("From", "To", "Cc", "Date")
 
 
 def read_eml(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
-    mail = message_from_bytes(read_bytes(path), _class=EmailMessage, policy=default)
+    data = read_bytes(path)
+    try:
+        document = _document(message_from_bytes(data, _class=EmailMessage, policy=default), path, document_id)
+    except (MemoryError, ReaderError):
+        raise
+    except RecursionError as error:
+        raise ReaderError(path, "its parts are nested too deeply") from error
+    except Exception as error:  # the parser of headers raises any kind
+        raise ReaderError(path, f"the mail is damaged ({type(error).__name__}: {error})") from error
+    yield document
+
+
+def _document(mail: EmailMessage, path: Path, id: str) -> Document:
     said = {name: " ".join(storable(str(mail[name])).split()) for name in HEADERS if mail[name]}
     subject = " ".join(storable(str(mail["Subject"] or "")).split())
     if not said and not subject:
         raise ReaderError(path, "this is no mail (it has neither a sender nor a subject)")
-    attached = [storable(part.get_filename() or part.get_content_type()) for part in mail.iter_attachments()]
-    parts = ["\n".join(f"{name}: {value}" for name, value in said.items()), _body(mail, path)]
-    parts += [f"Attached, not read: {', '.join(attached)}"] if attached else []
+    found = _read(mail, path)
+    parts = ["\n".join(f"{name}: {value}" for name, value in said.items()), *found.texts]
+    parts += [f"Attached, not read: {', '.join(found.attached)}"] if found.attached else []
     text = headed(subject, "\n\n".join(part for part in parts if part))
-    yield Document(document_id, text, {name.lower(): said[name] for name in said}, subject, document_id)
+    return Document(id, text, {name.lower(): said[name] for name in said}, subject, id)
 
 
-def _body(mail: EmailMessage, path: Path) -> str:
-    """The plain text, or the page as its reader makes it; "" where there is neither."""
-    part = mail.get_body(("plain", "html"))
-    if part is None:
+class _Found(NamedTuple):
+    """Texts to be read, and names of what is not."""
+
+    texts: list[str]
+    attached: list[str]
+
+
+def _read(part: EmailMessage, path: Path) -> _Found:
+    """What is in a part: of alternatives the first that says something, and what is attached to any of them."""
+    kind = part.get_content_type()
+    if kind.startswith("multipart/"):
+        inner = [_read(one, path) for one in part.iter_parts() if isinstance(one, EmailMessage)]
+        texts = [found.texts for found in inner if found.texts]
+        texts = texts[:1] if kind == "multipart/alternative" else texts
+        return _Found([text for some in texts for text in some], [name for found in inner for name in found.attached])
+    if kind in ("text/plain", "text/html") and not part.is_attachment():
+        return _Found([text] if (text := _text(part, path)) else [], [])
+    is_of_a_page = part["Content-ID"] is not None and not part.is_attachment()  # a picture of its text
+    return _Found([], [] if is_of_a_page else [storable(part.get_filename() or kind)])
+
+
+def _text(part: EmailMessage, path: Path) -> str:
+    """The plain text, or the page as its reader makes it. In UTF-8 where it is not in the encoding that it states."""
+    data = part.get_payload(decode=True)
+    if not isinstance(data, bytes) or not data.strip():
         return ""
     try:
-        text = str(part.get_content())
-    except LookupError:  # an encoding that nobody knows
-        payload = part.get_payload(decode=True)
-        text = payload.decode("utf-8", "replace") if isinstance(payload, bytes) else ""
+        text = data.decode(part.get_content_charset("utf-8"))
+    except (LookupError, UnicodeDecodeError):
+        text = decode(data, path)
     text = storable(text).replace("\r\n", "\n").strip()
-    return markdown_of(text, path)[1] if text and part.get_content_subtype() == "html" else text
+    return markdown_of(text, path)[1] if part.get_content_subtype() == "html" else text

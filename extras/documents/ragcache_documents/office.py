@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from html import escape
-from io import BytesIO
+from io import BytesIO, StringIO
+from itertools import islice, repeat
 from pathlib import Path
 from typing import IO, Any
 from xml.etree.ElementTree import Element, ParseError, fromstring
@@ -16,7 +19,7 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import decode, read_bytes, storable
 from ragcache.ingest.text_blocks import first_heading
-from ragcache_documents.html import markdown_of
+from ragcache_documents.html import decode_page, markdown_of
 
 TEXTUAL = (".ipynb", ".csv")
 # What converters write of a file without text: comments that number slides, and names of sheets.
@@ -27,7 +30,7 @@ def read_converted(path: Path, document_id: str) -> Iterator[Document | ReaderEr
     data, suffix = read_bytes(path), path.suffix.lower()
     if suffix in TEXTUAL:
         data = decode(data, path).encode()
-    title, text = _convert(data, suffix, path)
+    title, text = ("", storable(_csv(data.decode(), path))) if suffix == ".csv" else _convert(data, suffix, path)
     if not any(map(str.isalnum, _MADE.sub("", text))):
         raise ReaderError(path, "there is no text in it")
     yield Document(document_id, text, title=title or first_heading(text), source=document_id)
@@ -74,25 +77,78 @@ class _Pages:
         return DocumentConverterResult(text, title=title)
 
     def convert(self, page: IO[bytes], _info: Any, **_options: Any) -> Any:
-        return self.convert_string(page.read().decode("utf-8", "replace"))
+        return self.convert_string(decode_page(page.read(), self._path))
 
 
-# Spreadsheets. markitdown reads them as columns of one type each: an empty cell is NaN, 3 is 3.0, and "NA" nothing.
+# Spreadsheets and lists. markitdown reads sheets as columns of one type each: an empty cell is NaN, 3 is 3.0, and "NA"
+# nothing; and every list as one with commas.
+
+_FORMULA = re.compile(rb"<f[ />]")
+PIECE = 1 << 20
+SEPARATORS = ",;\t|"
+# Rows that a list's separator is told by.
+TOLD_BY = 50
 
 
 def _sheets(data: bytes) -> str:
-    """Each sheet as a table under its name. A formula is the value that was saved with it."""
+    """Each sheet as a table under its name. A formula is the value that was saved with it, or stands itself."""
     from openpyxl import load_workbook
 
-    book = load_workbook(BytesIO(data), read_only=True, data_only=True)
+    load = partial(load_workbook, read_only=True)
+    book = load(BytesIO(data), data_only=True)
+    written = load(BytesIO(data)).worksheets if _has_formulas(data) else repeat(None)
     tables = []
-    for sheet in book.worksheets:
-        sheet.reset_dimensions()  # what the file states may be any number
-        rows = [row for cells in sheet.iter_rows(values_only=True) if any(row := [_cell(value) for value in cells])]
-        width = max(map(len, rows), default=0)
-        lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
-        tables.append("\n".join([f"## {sheet.title}", *lines[:1], *["|" + " --- |" * width] * bool(lines), *lines[1:]]))
+    for sheet, formulas in zip(book.worksheets, written, strict=False):
+        rows = _rows(sheet)
+        if formulas is not None:
+            both = zip(rows, _rows(formulas), strict=True)
+            rows = ([text if value is None else value for value, text in zip(*pair, strict=True)] for pair in both)
+        tables.append(f"## {sheet.title}\n{_table(rows)}".rstrip("\n"))
     return "\n\n".join(tables)
+
+
+def _rows(sheet: Any) -> Iterator[Sequence[object]]:
+    sheet.reset_dimensions()  # what the file states may be any number
+    return iter(sheet.iter_rows(values_only=True))
+
+
+def _has_formulas(data: bytes) -> bool:
+    with ZipFile(BytesIO(data)) as archive:
+        for name in archive.namelist():
+            if name.startswith("xl/worksheets/"):
+                with archive.open(name) as sheet:
+                    before = b""
+                    for piece in iter(partial(sheet.read, PIECE), b""):
+                        if _FORMULA.search(before + piece):
+                            return True
+                        before = piece[-2:]
+    return False
+
+
+def _table(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as Markdown, the first one as its header, all as wide as the widest; those without text are left out."""
+    written = [row for cells in rows if any(row := [_cell(value) for value in cells])]
+    width = max(map(len, written), default=0)
+    lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in written]
+    return "\n".join([*lines[:1], *["|" + " --- |" * width] * bool(lines), *lines[1:]])
+
+
+def _csv(text: str, path: Path) -> str:
+    """The list as a table. Its separator is the one that its first line states, or by which most rows are as wide as
+    the first, which has several cells: with semicolons, 3,50 is a number."""
+    stated = re.match(r"sep=(.)\n", text)
+    text = text[stated.end() :] if stated else text
+
+    def fit(separator: str) -> tuple[float, int]:
+        widths = [len(row) for row in islice(csv.reader(StringIO(text), delimiter=separator), TOLD_BY) if row]
+        columns = widths[0] if widths else 0
+        return (widths.count(columns) / len(widths), columns) if columns > 1 else (0, 0)
+
+    try:
+        separator = stated[1] if stated else max(SEPARATORS, key=fit)
+        return _table(csv.reader(StringIO(text), delimiter=separator))
+    except (csv.Error, TypeError) as error:
+        raise ReaderError(path, f"the file is no list of values ({error})") from error
 
 
 def _cell(value: object) -> str:
@@ -110,11 +166,12 @@ def _cell(value: object) -> str:
 
 
 _ODF = "{urn:oasis:names:tc:opendocument:xmlns:%s:1.0}"
-_OFFICE, _STYLE, _TEXT = (_ODF % name for name in ("office", "style", "text"))
+_OFFICE, _STYLE, _TABLE, _TEXT = (_ODF % name for name in ("office", "style", "table", "text"))
 _TAGS = {
-    "p": "p", "list": "ul", "list-item": "li", "table": "table", "table-row": "tr", "table-cell": "td", "a": "a",
-    "line-break": "br",
+    "p": "p", "list": "ul", "list-item": "li", "table": "table", "table-row": "tr", "table-cell": "td",
+    "covered-table-cell": "td", "a": "a", "line-break": "br",
 }  # fmt: skip
+MOST_REPEATED = 64
 _LEFT_OUT = ("tracked-changes", "annotation")  # what was deleted, and remarks
 
 
@@ -122,11 +179,12 @@ def read_odt(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     data = read_bytes(path)
     try:
         with ZipFile(BytesIO(data)) as archive:
-            content = fromstring(archive.read("content.xml"))
-            title = fromstring(archive.read("meta.xml")).findtext(".//{http://purl.org/dc/elements/1.1/}title")
-    except (BadZipFile, KeyError, ParseError, RuntimeError) as error:
+            page = _page(fromstring(archive.read("content.xml")))
+            meta = fromstring(archive.read("meta.xml")) if "meta.xml" in archive.namelist() else Element("meta")
+    except (BadZipFile, KeyError, ParseError, RuntimeError, ValueError) as error:
         raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
-    named, text = markdown_of(_page(content), path)
+    title = meta.findtext(".//{http://purl.org/dc/elements/1.1/}title")
+    named, text = markdown_of(page, path)
     yield Document(document_id, text, title=" ".join((title or named).split()), source=document_id)
 
 
@@ -162,13 +220,19 @@ def _html(root: Element | None, marks: dict[str | None, str], notes: list[Elemen
             continue
         if name in ("s", "tab"):
             out.append(" ")
-        tag = f"h{node.get(f'{_TEXT}outline-level', '1')}" if name == "h" else _TAGS.get(name, "")
+        tag = f"h{min(6, int(node.get(f'{_TEXT}outline-level', '1')))}" if name == "h" else _TAGS.get(name, "")
         tag = tag or (marks.get(node.get(f"{_TEXT}style-name"), "") if name == "span" else "")
         out.append((f"<{tag}>" if tag else "") + escape(node.text or ""))
         stack.append(f"</{tag}>" if tag and tag != "br" else "")
         for child in reversed(node):
-            stack += [escape(child.tail or ""), child]
+            stack += [escape(child.tail or ""), *[child] * _times(child)]
     return "".join(out)
+
+
+def _times(cell: Element) -> int:
+    """How often it stands there: empty cells side by side are written as one."""
+    times = cell.get(f"{_TABLE}number-columns-repeated")
+    return 1 if times is None or len(cell) else max(1, min(MOST_REPEATED, int(times)))
 
 
 def _number(note: Element) -> str:
@@ -188,6 +252,7 @@ def read_rtf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         from striprtf.striprtf import rtf_to_text
     except ImportError as error:
         raise ReaderError(path, _lacking(".rtf")) from error
-    marked = _STRUCK.sub(r"\1~~\2~~", _RAISED.sub("^", data.decode("latin-1")))
+    data = re.sub(rb"[\x80-\xff]", lambda byte: b"\\'%02x" % ord(byte[0]), data)  # of the encoding that the file states
+    marked = _STRUCK.sub(r"\1~~\2~~", _RAISED.sub("^", data.decode("ascii")))
     marked = marked.replace(r"\footnote", r"\line [note]")
     yield Document(document_id, storable(rtf_to_text(marked, errors="replace")).strip(), source=document_id)

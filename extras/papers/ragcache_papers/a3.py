@@ -80,10 +80,8 @@ class A3(RecomputeMethod):
 
 def check_pool(pool_tokens: object) -> None:
     """Raises ConfigError for what is no odd number of tokens."""
-    if not is_whole(pool_tokens) or pool_tokens < 1:
+    if not is_whole(pool_tokens) or pool_tokens < 1 or pool_tokens % 2 == 0:
         raise ConfigError(f"pool_tokens is {pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
-    if pool_tokens % 2 == 0:
-        raise ConfigError(f"pool_tokens is {pool_tokens}, which has no middle; choose an odd number")
 
 
 def pooled(scores: Tensor, width: int) -> Tensor:

@@ -23,8 +23,8 @@ class CompletionRequest(SampledRequest):
     logprobs: LikeliestCount | None = None
 
     # Accepted only where they ask for nothing.
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    suffix: None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Literal[""] | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -32,6 +32,13 @@ class CompletionRequest(SampledRequest):
         if len(listed(prompt)) * (given.data.get("n") or 1) > MAX_ANSWERS:
             raise ValueError(f"prompts times n are more than {MAX_ANSWERS} answers; send fewer at once")
         return prompt
+
+    @field_validator("best_of")
+    @classmethod
+    def _leaves_none_out(cls, best_of: int | None, given: ValidationInfo) -> int | None:
+        if best_of is not None and best_of != (given.data.get("n") or 1):
+            raise ValueError("every answer is given; make it n")
+        return best_of
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -48,7 +55,9 @@ class TextLogprobs(AnswerModel):
 
     tokens: list[str]
     token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float] | None] = Field(
+        description="By text; of two tokens with one text, as those of no whole character, the second is token_id:N"
+    )
     text_offset: list[int] = Field(description="Where the token's text begins in the answer's")
 
 

@@ -173,12 +173,18 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogpro
     return TextLogprobs(
         tokens=texts,
         token_logprobs=[None if math.isnan(token.logprob) else number_of(token) for token in tokens],
-        top_logprobs=[
-            None if math.isnan(token.logprob) else {near.text: number_of(near) for near in (*token.top, token)}
-            for token in tokens
-        ],
+        top_logprobs=[None if math.isnan(token.logprob) else _by_text(token) for token in tokens],
         text_offset=list(accumulate(map(len, texts), initial=offset))[: len(texts)],
     )
+
+
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """The chosen token and the likeliest ones, none lost to another of the same text."""
+    found = {token.text: number_of(token)}
+    for near in token.top:
+        if near.id != token.id:
+            found[f"token_id:{near.id}" if near.text in found else near.text] = number_of(near)
+    return found
 
 
 @router.post(
@@ -191,7 +197,7 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     asked = await read_json(request, TokenizeRequest)
     if asked.model is not None:
-        service.check_model(asked.model, service.chat_model)
+        service.retrieves(asked.model)
     tokens = await service.in_thread(_tokens, service, asked)
     return TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens).to_response()
 

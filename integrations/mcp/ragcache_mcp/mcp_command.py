@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
 from contextlib import redirect_stdout
@@ -13,7 +12,6 @@ from ragcache.cli.terminal import command
 from ragcache.engine.options import AnswerOptions
 from ragcache.errors import ConfigError
 
-AT_ONCE = 8
 TIMEOUT_S = 600.0
 
 
@@ -40,9 +38,7 @@ def mcp(
     with redirect_stdout(sys.stderr):  # standard output is the protocol's alone
         kb = open_with_models(store, models, reading=reading, create=True)
     with kb:
-        asking, changing = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore()
-        tools = Tools(kb, options, lambda: asking, lambda: changing, timeout_s=timeout_s)
-        build(tools, writes=not read_only).run("stdio")
+        build(Tools(kb, options, timeout_s), writes=not read_only).run("stdio")
 
 
 def check_installed() -> None:

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -21,19 +20,11 @@ PATH = "/mcp"
 async def _running(app: FastAPI) -> AsyncIterator[None]:
     from mcp.server.transport_security import TransportSecuritySettings
 
-    from ragcache_mcp.tools import Tools, build
+    from ragcache_mcp.served import ServedTools
+    from ragcache_mcp.tools import build
 
     service: Service = app.state.service
-    settings = service.settings
-    tools = Tools(
-        service.kb,
-        settings.answers.call_options(),
-        service.slots.hold,
-        service.writers.hold,
-        tell=lambda error: str(service.told(error, Request({"type": "http"})).detail),
-        timeout_s=settings.timeout_s,
-        write_wait_s=settings.write_wait_s,
-    )
+    tools = ServedTools(service.kb, service.settings.answers.call_options(), service=service)
     server = build(tools, writes=not service.kb.config.read_only)
     # Each call stands for itself: no session is kept, and a client that hangs up ends its own.
     checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # by the server, as for every route

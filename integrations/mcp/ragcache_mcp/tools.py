@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.tools import Tool
 from mcp.types import ToolAnnotations
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.exceptions import HTTPException
 
-from ragcache import Document, Hit, RagCache, Source, __version__
+from ragcache import Document, Hit, IngestReport, RagCache, Source, __version__
 from ragcache.engine.options import retrieval
 from ragcache.errors import RagCacheError
 
 MOST_K = 1000
 MOST_DOCUMENTS = 1000
 WRITE_WAIT_S = 30.0
+AT_ONCE = 8
 INSTRUCTIONS = (
     "A library of documents. `search` finds passages, `ask` answers from them with a local model that has read them, "
     "`add` stores texts, `delete` removes them. Cite the `source` of what you use."
 )
 
-Hold = Callable[[], AbstractAsyncContextManager[None]]
+T = TypeVar("T")
 Text = Annotated[str, StringConstraints(min_length=1)]
 Question = Annotated[Text, Field(description="In plain words; a whole question finds more than a few key words")]
 PassageCount = Annotated[
@@ -66,6 +69,8 @@ class Answered(BaseModel):
 
 
 class NewDocument(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     id: Annotated[Text, Field(description="Adding the same id again replaces the document")]
     text: Annotated[Text, Field(description="Plain text or Markdown")]
     title: str = ""
@@ -97,26 +102,22 @@ class Tools:
     """What the tools do.
 
     options:   of a question that does not say otherwise, as for `RagCache.ask`
-    asking:    holds a place among the questions, changing: among the changes of documents
-    tell:      the text of an error
-    timeout_s: of one question, waiting included
+    timeout_s: of one question, waiting included; None: however long it takes
     """
 
     kb: RagCache
     options: Mapping[str, Any]
-    asking: Hold
-    changing: Hold
-    tell: Callable[[Exception], str] = str
-    timeout_s: float = 600.0
-    write_wait_s: float = WRITE_WAIT_S
+    timeout_s: float | None = None
+    asking: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, AT_ONCE))
+    changing: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)
 
     async def search(
         self, query: Question, k: PassageCount | None = None, filter: MetadataFilter | None = None
     ) -> Found:
         """Find the passages of the library that fit a question best, without an answer."""
-        async with self._told(), asyncio.timeout(self.timeout_s), self.asking():
-            options = self._options(k, filter)
-            hits = await self.kb.aretrieve(query, options["k"], **retrieval(options))
+        options = self._options(k, filter)
+        async with self._told():
+            hits = await self.answered(lambda: self.kb.aretrieve(query, options["k"], **retrieval(options)))
         return Found(passages=[_passage(hit) for hit in hits])
 
     async def ask(
@@ -130,8 +131,8 @@ class Tools:
         options = self._options(k, filter)
         if max_tokens is not None:
             options["sampling"] = replace(options["sampling"], max_tokens=max_tokens)
-        async with self._told(), asyncio.timeout(self.timeout_s), self.asking():
-            answer = await self.kb.aask(question, **options)
+        async with self._told():
+            answer = await self.answered(lambda: self.kb.aask(question, **options))
         sources = [_passage(hit) for hit in answer.hits]
         return Answered(answer=answer.text, sources=sources, is_cut=answer.finish_reason == "length")
 
@@ -140,16 +141,37 @@ class Tools:
     ) -> Added:
         """Store texts. A document whose id is there already is replaced. What cannot be stored is in `failed`."""
         given = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in documents]
-        async with self._told(), self.changing():
-            report = await self.kb.aingest(given, timeout_s=self.write_wait_s)
+        async with self._told():
+            report = await self.added(given)
         failed = [Failed(source=one.source, error=str(one.error)) for one in report.failed]
         return Added(added=report.added, updated=report.updated, unchanged=report.unchanged, failed=failed)
 
     async def delete(self, ids: Annotated[list[Text], Field(min_length=1, max_length=MOST_DOCUMENTS)]) -> Deleted:
         """Delete documents by id, with all that was computed from them. It cannot be undone."""
-        async with self._told(), self.changing():
-            deleted = await self.kb.adelete(ids, timeout_s=self.write_wait_s)
+        async with self._told():
+            deleted = await self.deleted(ids)
         return Deleted(deleted=deleted, unknown=[id for id in ids if id not in deleted])
+
+    async def answered(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do the work in a place among the questions, within the time."""
+        try:
+            async with asyncio.timeout(self.timeout_s), self.asking:
+                return await work()
+        except TimeoutError as error:
+            way_out = "ask for fewer passages or a shorter answer, or again when the server has less to do"
+            raise ToolError(f"no answer within {self.timeout_s:g} s; {way_out}") from error
+
+    async def added(self, documents: Sequence[Document]) -> IngestReport:
+        async with self.changing:
+            return await self.kb.aingest(documents, timeout_s=WRITE_WAIT_S)
+
+    async def deleted(self, ids: Sequence[str]) -> list[str]:
+        async with self.changing:
+            return await self.kb.adelete(ids, timeout_s=WRITE_WAIT_S)
+
+    def tell(self, error: Exception) -> str:
+        """The text of an error."""
+        return str(error)
 
     def _options(self, k: int | None, filter: Mapping[str, Any] | None) -> dict[str, Any]:
         """The server's own filter holds beside the caller's."""
@@ -162,9 +184,6 @@ class Tools:
         """An error that a caller can do something about is told to it; others end in the log."""
         try:
             yield
-        except TimeoutError as error:
-            way_out = "ask for fewer passages or a shorter answer, or again when the server has less to do"
-            raise ToolError(f"no answer within {self.timeout_s:g} s; {way_out}") from error
         except (RagCacheError, HTTPException) as error:
             raise ToolError(self.tell(error)) from error
 
@@ -173,12 +192,23 @@ def build(tools: Tools, *, writes: bool = True) -> MCPServer[Any]:
     """writes: offer `add` and `delete` too"""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    server: MCPServer[Any] = MCPServer("ragcache", version=__version__, instructions=INSTRUCTIONS, subscriptions=False)
+    offered = [_strict(getattr(tools, name), hints) for name, hints in _hints(writes)]
+    server: MCPServer[Any] = MCPServer(
+        "ragcache", version=__version__, instructions=INSTRUCTIONS, subscriptions=False, tools=offered
+    )
     root.handlers[:] = handlers  # the program's logging is not the package's to set up
     root.setLevel(level)
-    for name, hints in _hints(writes):
-        server.add_tool(getattr(tools, name), annotations=hints, structured_output=True)
     return server
+
+
+def _strict(function: Callable[..., Any], hints: ToolAnnotations) -> Tool:
+    """A tool that refuses arguments it does not know: a client that says `limit` for `k` is to hear of it."""
+    tool = Tool.from_function(function, annotations=hints, structured_output=True)
+    arguments = tool.fn_metadata.arg_model
+    arguments.model_config["extra"] = "forbid"
+    arguments.model_rebuild(force=True)
+    tool.parameters = arguments.model_json_schema(by_alias=True)
+    return tool
 
 
 def _hints(writes: bool) -> Iterator[tuple[str, ToolAnnotations]]:

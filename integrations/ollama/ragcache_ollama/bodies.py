@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, JsonValue, Tag, ValidationError, WithJsonSchema
 
+from ragcache.engine.options import AnswerDefaults
 from ragcache.server.chat_types import (
     MAX_TOOLS,
     Called,
@@ -19,8 +21,8 @@ from ragcache.server.chat_types import (
     JsonSchema,
     LikeliestCount,
     Message,
-    Nothing,
     Penalty,
+    RetrieveFields,
     SchemaFormat,
     ScoredToken,
     SeedInt,
@@ -32,11 +34,39 @@ from ragcache.server.http_errors import ApiError, from_validation
 from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
 
 Body = TypeVar("Body", bound=BaseModel)
+LEVELS = ("low", "medium", "high")
+
+
+def _level(said: bool | str | None) -> bool | str | None:
+    if isinstance(said, str) and said not in ("", *LEVELS):
+        raise ValueError(f"it is {said[:40]!r}; say true, false, {', '.join(LEVELS)}")
+    return said
+
+
+def _no_images(given: list[JsonValue] | None) -> None:
+    if given:
+        raise ValueError("the model reads no images; send text alone")
+
+
+def _no_context(given: list[JsonValue] | None) -> None:
+    if given:
+        raise ValueError("token ids of earlier answers are not read; send the conversation as messages to /api/chat")
+
+
+def _no_template(given: str | None) -> None:
+    if given:
+        raise ValueError("the model's own chat template is used; leave it out, or send the whole prompt with raw")
+
+
+LEVEL: dict[str, Any] = {"anyOf": [{"type": "boolean"}, {"enum": ["", *LEVELS], "type": "string"}, {"type": "null"}]}
+Think = Annotated[bool | str | None, AfterValidator(_level), WithJsonSchema(LEVEL)]
+NoImages = Annotated[list[JsonValue] | None, AfterValidator(_no_images)]
+NoContext = Annotated[list[JsonValue] | None, AfterValidator(_no_context)]
 
 
 class Options(RequestModel):
-    """num_predict: the longest answer, in tokens; 0 and below: until it ends. The last lines are about loading a model,
-    which is loaded already."""
+    """num_predict: the longest answer, in tokens; 0 and below: until it ends. seed: -1 is none. The last fields are
+    about loading a model, which is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -66,11 +96,17 @@ class Options(RequestModel):
 
     def sampling(self) -> dict[str, Any]:
         """By OpenAI's and vLLM's names. A top_p of 0 leaves the likeliest token alone, as 1e-6 does."""
-        same = ("temperature", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+        same = ("temperature", "top_k", "min_p", "stop", "presence_penalty", "frequency_penalty")
         longest = self.num_predict if self.num_predict and self.num_predict > 0 else None
         top_p = None if self.top_p is None else max(self.top_p, 1e-6)
-        own = {"max_tokens": longest, "repetition_penalty": self.repeat_penalty, "top_p": top_p}
+        seed = None if self.seed == -1 else self.seed
+        own = {"max_tokens": longest, "repetition_penalty": self.repeat_penalty, "top_p": top_p, "seed": seed}
         return {name: getattr(self, name) for name in same} | own
+
+    def defaults(self, own: AnswerDefaults) -> AnswerDefaults:
+        """The server's own for the rest: without a longest answer or a seed where the request wants none."""
+        own = replace(own, max_tokens=None) if self.num_predict is not None and self.num_predict < 1 else own
+        return replace(own, seed=None) if self.seed == -1 else own
 
 
 class AnswerRequest(RequestModel):
@@ -86,10 +122,13 @@ class AnswerRequest(RequestModel):
     format: Literal["", "json"] | JsonObject | None = None
     options: Options | None = None
     keep_alive: JsonValue = None
-    think: bool | Literal["", "low", "medium", "high"] | None = None
+    think: Think = None
     logprobs: bool | None = None
     top_logprobs: LikeliestCount | None = None
     ragcache: Extension | None = None
+
+    def defaults(self, own: AnswerDefaults) -> AnswerDefaults:
+        return (self.options or Options()).defaults(own)
 
     @property
     def streams(self) -> bool:
@@ -148,7 +187,7 @@ class Turn(LooseModel):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
-    images: Nothing | None = None
+    images: NoImages = None
     tool_calls: list[Call] | None = None
     tool_name: Text | None = None
     tool_call_id: Text | None = None
@@ -190,7 +229,7 @@ def messages_of(turns: Sequence[Turn]) -> list[Message]:
 
 
 def _written(function: Function) -> CalledFunction:
-    return CalledFunction(name=function.name, arguments=json.dumps(function.arguments))
+    return CalledFunction(name=function.name, arguments=json.dumps(function.arguments, ensure_ascii=False))
 
 
 def _answers(turn: Turn, call: Called) -> bool:
@@ -205,16 +244,26 @@ class GenerateRequest(AnswerRequest):
     raw: bool | None = None
 
     suffix: Literal[""] | None = None
-    template: Literal[""] | None = None
-    images: Nothing | None = None
-    context: Nothing | None = None
+    template: Annotated[Text | None, AfterValidator(_no_template)] = None
+    images: NoImages = None
+    context: NoContext = None
+
+    @property
+    def unlike_raw(self) -> list[str]:
+        """What is asked for that a raw prompt has no place for."""
+        asked = [name for name in ("system", "think") if getattr(self, name)]
+        given = self.ragcache.model_fields_set if self.ragcache else ()
+        return asked + [f"ragcache.{name}" for name in (*RetrieveFields.model_fields, "documents") if name in given]
 
 
 class EmbedRequest(RequestModel):
     """truncate: whether the beginning of a text that is too long is read; else it is refused"""
 
     model: Name
-    input: Text | Annotated[list[Text], Field(max_length=MAX_INPUTS)]
+    input: Annotated[
+        Annotated[Text, Tag("Text")] | Annotated[list[Text], Field(max_length=MAX_INPUTS), Tag("Texts")],
+        Discriminator(lambda given: "Texts" if isinstance(given, list) else "Text"),
+    ]
     truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     options: Options | None = None

@@ -91,7 +91,7 @@ async def body_of(request: Request, model: type[Body]) -> Body:
 def served_name(service: Service, asked: str) -> str:
     """The server's name of a model: Ollama's have a tag, `:latest` where nobody says another."""
     names = (service.chat_model, service.plain_model, service.embedding_model)
-    return asked if asked in names else asked.removesuffix(LATEST)
+    return next((name for name in (asked, asked + LATEST) if name in names), asked.removesuffix(LATEST))
 
 
 def now() -> str:
@@ -133,12 +133,12 @@ async def generate(request: Request) -> Response:
     if not asked.raw:
         system = [Message(role="system", content=asked.system)] if asked.system else []
         return await answer(request, asked, [*system, turn], PromptWriter)
-    if name := next((name for name in ("system", "think") if getattr(asked, name)), None):
+    if name := next(iter(asked.unlike_raw), None):
         raise ApiError(400, f"{name!r} does not go with raw; leave one of them out", "invalid_value", name)
     service = service_of(request)
     service.retrieves(served_name(service, asked.model))
     told = asked.as_chat(asked.model, [turn], (), thinks=False)
-    options = read_options(told, service.settings.answers, service.kb.lm.max_positions)
+    options = read_options(told, asked.defaults(service.settings.answers), service.kb.lm.max_positions)
     events = service.kb.astream_completion(asked.prompt, **options)
     return await respond(PromptWriter(service, request, asked.model), told, [events], told.extension.timeout_s)
 
@@ -151,7 +151,7 @@ async def answer(
     retrieves, lm = service.retrieves(name), service.kb.lm
     tools = asked.tools or () if isinstance(asked, OllamaChatRequest) else ()
     told = asked.as_chat(name, messages, tools, thinks=thinking_of(lm.tokenizer) is not None)
-    call = engine_call(told, service.settings.answers, lm.max_positions, retrieves=retrieves)
+    call = engine_call(told, asked.defaults(service.settings.answers), lm.max_positions, retrieves=retrieves)
     events = service.kb.astream_chat(call.messages, **call.options)
     return await respond(writer(service, request, asked.model), told, [events], told.extension.timeout_s)
 
@@ -160,7 +160,7 @@ def loaded(request: Request, asked: AnswerRequest, **empty: Any) -> Response:
     """Ollama loads a model, or unloads it, for a request without a prompt. This one is loaded."""
     service = service_of(request)
     service.retrieves(served_name(service, asked.model))
-    reason: Literal["load", "unload"] = "unload" if asked.keep_alive in (0, "0") else "load"
+    reason: Literal["load", "unload"] = "unload" if asked.keep_alive in (0, "0", "0s", "0m", "0h") else "load"
     return Part(model=asked.model, created_at=now(), done=True, done_reason=reason, **empty).to_response()
 
 
@@ -255,7 +255,7 @@ def _line(part: AnswerModel) -> bytes:
 async def embed_texts(request: Request) -> Response:
     asked, started = await body_of(request, EmbedRequest), time.perf_counter()
     texts = [asked.input] if isinstance(asked.input, str) else asked.input
-    vectors, tokens = await embedded(request, asked.model, [text for text in texts if text], asked)
+    vectors, tokens = await embedded(request, asked.model, [] if asked.input == "" else texts, asked)
     return Embeddings(
         model=asked.model,
         embeddings=vectors,
@@ -287,9 +287,9 @@ async def embedded(
         service.check_model(name, service.embedding_model)
         return [], 0
     dimensions, truncate = (asked.dimensions, asked.truncate) if asked else (None, None)
-    told = checked(
-        EmbeddingRequest, model=name, input=list(texts), dimensions=dimensions, truncate=truncate is not False
-    )
+    # One vector a text: an empty one has a blank one's, which embedders take.
+    inputs = [text or " " for text in texts]
+    told = checked(EmbeddingRequest, model=name, input=inputs, dimensions=dimensions, truncate=truncate is not False)
     vectors, tokens = await embed(request, told)
     return await service.in_thread(vectors.tolist), tokens
 

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 from filelock import FileLock, Timeout
 
 from ragcache.codecs.container import peek_metadata
-from ragcache.errors import ConfigError, StoreBusyError, translate_os_errors
+from ragcache.errors import ConfigError, StoreBusyError, check_least, translate_os_errors
 from ragcache.files import final_path, is_leftover, make_directory
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.ledger import ByteLedger, never
@@ -64,8 +64,7 @@ class DiskBudget:
     is_pinned: InitVar[Callable[[str], bool]] = never
 
     def __post_init__(self, is_pinned: Callable[[str], bool]) -> None:
-        if self.budget_bytes < 0:
-            raise ConfigError(f"a disk budget of {self.budget_bytes} bytes: give 0 (keep nothing) or more")
+        check_least("disk_bytes", self.budget_bytes, 0)
         self._ledger = ByteLedger(self.budget_bytes, self._policy, is_pinned)
         self._leaving: set[str] = set()
         self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ragcache.errors import ConfigError
+from ragcache.errors import check_least
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
@@ -52,8 +52,7 @@ class BudgetedTier(Tier):
         demote: Demote = drop,
         is_pinned: Callable[[str], bool] = never,
     ) -> None:
-        if budget_bytes < 0:
-            raise ConfigError(f"a {self.name} budget of {budget_bytes} bytes: give 0 (keep nothing) or more")
+        check_least(f"{self.name}_bytes", budget_bytes, 0)
         self.demote = demote
         self._ledger = ByteLedger(budget_bytes, policy, is_pinned)
         self._blocks: dict[str, KVBlock] = {}

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from ragcache.errors import ConfigError
+from ragcache.errors import check_least
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import Home, work_alone
 from ragcache.store.counters import WarnOnce
@@ -36,8 +36,7 @@ class WriteBehind(ForwardingTier):
     writes_late = True
 
     def __init__(self, tier: DurableTier, bound_bytes: int) -> None:
-        if bound_bytes < 0:
-            raise ConfigError(f"write-behind of {bound_bytes} bytes: give 0 (write at once) or more")
+        check_least("write_behind_bytes", bound_bytes, 0)
         super().__init__(tier)
         self.bound_bytes = bound_bytes
         self._pending: dict[str, KVBlock] = {}

@@ -1,0 +1,50 @@
+"""The tools on a server: their work is the server's, with its places, its limits and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from starlette.requests import Request
+
+from ragcache import Answer, Document, IngestReport
+from ragcache.server.document_routes import add_documents, deletion
+from ragcache.server.service import RunningTask, Service
+from ragcache_mcp.tools import Tools
+
+T = TypeVar("T")
+
+
+@dataclass
+class ServedTools(Tools):
+    service: Service = field(kw_only=True)
+
+    async def answered(self, work: Callable[[], Awaitable[T]]) -> T:
+        found = await _last(self.service.answer(_alone(work)))
+        if isinstance(found, Answer):
+            self.service.metrics.count_answer(found)
+        return found
+
+    async def added(self, documents: Sequence[Document]) -> IngestReport:
+        report = await _last(self.service.add(add_documents(self.service, documents, split=True)))
+        return cast(IngestReport, report)  # the last that an ingestion says
+
+    async def deleted(self, ids: Sequence[str]) -> list[str]:
+        """Not cancelled by a client that hangs up: a deletion that was asked for is done."""
+        return await self.service.change(deletion(self.service, ids)).last()
+
+    def tell(self, error: Exception) -> str:
+        return str(self.service.told(error, Request({"type": "http"})).detail)
+
+
+async def _alone(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
+    yield await work()
+
+
+async def _last(work: RunningTask[T]) -> T:
+    """Its result; it ends with whoever waits for it."""
+    try:
+        return await work.last()
+    finally:
+        work.cancel()
