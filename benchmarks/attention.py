@@ -31,7 +31,7 @@ from benchmarks.environment import environment
 from benchmarks.lines import Lines
 from benchmarks.report import RESULTS, Result, write
 from ragcache.errors import ConfigError, check_least
-from ragcache.fusion.fuse import Fused
+from ragcache.fusion.fuse import FuseOutput
 from ragcache.models.attention import Attended, observing
 from ragcache.prompt import Prompt
 from ragcache_eval.intervals import Estimate, estimate
@@ -81,7 +81,7 @@ class Watch:
 
 def look(reader: PromptReader, spec: MethodSpec, layers: Sequence[int]) -> Seen:
     watch = Watch(reader.prompt, layers)
-    fused: Fused
+    fused: FuseOutput
     with observing(watch):
         fused, _ = reader.read(spec.method(), spec.recipe)
     fused.cache.release()

@@ -25,7 +25,7 @@ from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Ratio, Variant, alternate, ratio, summarise
 from ragcache.errors import RagCacheError
 from ragcache.fusion import METHODS, get_method
-from ragcache.fusion.fuse import Fused, block_recipe, encode, fuse
+from ragcache.fusion.fuse import FuseOutput, block_recipe, encode, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
@@ -98,7 +98,7 @@ class Bench:
         self._link_context, self.link_logits = linked.cache, linked.next_logits
         self._link_positions = linked.cache.layer_state(0)[2][self.prompt.context_tokens :].clone()
 
-    def fuse(self, method: FusionMethod, **options: Any) -> Fused:
+    def fuse(self, method: FusionMethod, **options: Any) -> FuseOutput:
         blocks = self._in_hand(method) if method.reuses_blocks else None
         return fuse(self.lm, self.prompt, method, blocks, reserve_tokens=0, **options)
 

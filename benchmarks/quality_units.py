@@ -126,18 +126,18 @@ def _read_context(lm: rc.LanguageModel, unit: Unit, asked: Sequence[Case], found
             fused.cache.release()
 
 
-def _figures(fused: rc.Fused) -> tuple[float, float, float]:
+def _figures(fused: rc.FuseOutput) -> tuple[float, float, float]:
     """Shares computed and kept, and seconds to the first token."""
     computed, kept = (fmean(tokens) / fused.prompt_tokens for tokens in (fused.computed_tokens, fused.kept_tokens))
     return round(computed, 6), round(kept, 6), round(fused.timings.total_s, 6)
 
 
-def answers(lm: rc.LanguageModel, fused: rc.Fused, case: Case) -> bool:
+def answers(lm: rc.LanguageModel, fused: rc.FuseOutput, case: Case) -> bool:
     """Whether the greedy answer is the whole sentence that the bundled models learned, and ends there."""
     return would_write(lm, fused, [*encode_text(lm.tokenizer, case.answers[-1]), min(eos_token_ids(lm))])
 
 
-def would_write(lm: rc.LanguageModel, fused: rc.Fused, ids: Sequence[int]) -> bool:
+def would_write(lm: rc.LanguageModel, fused: rc.FuseOutput, ids: Sequence[int]) -> bool:
     """Whether the greedy answer begins with these ids: one pass over them all tells, without writing."""
     logits = forced_logits(lm, fused, ids).clone()
     logits[:, sorted(fused.reserved_ids)] = -torch.inf

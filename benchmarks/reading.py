@@ -17,7 +17,7 @@ from benchmarks import plain
 from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
 from benchmarks.shapes import Built
 from ragcache.errors import MissingBlockError, RagCacheError
-from ragcache.fusion.fuse import Fused, fuse
+from ragcache.fusion.fuse import FuseOutput, fuse
 from ragcache.fusion.method import FusionMethod, Placer
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
@@ -150,7 +150,7 @@ class Bench:
     def reposition_again(self) -> int:
         return _first_token(self.over_earlier())
 
-    def over_earlier(self) -> Fused:
+    def over_earlier(self) -> FuseOutput:
         """Another question over passages that an earlier one has placed."""
         return fuse(self.lm, self.prompt, "reposition", base=self._earlier, reserve_tokens=0)
 
@@ -214,7 +214,7 @@ def agreement(bench: Bench) -> dict[str, float]:
     return found
 
 
-def _first_token(fused: Fused) -> int:
+def _first_token(fused: FuseOutput) -> int:
     token = int(fused.next_logits.argmax())
     fused.cache.release()
     return token

@@ -295,7 +295,7 @@ def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, Doct
         run.go()
         status = server.stop()
         stats = kb.store.kv.stats()
-    with rc.Library.open(store) as kb:
+    with rc.Store.open(store) as kb:
         unreferenced = set(kb.store.kv.keys()) - set(kb.store.documents.handles())
         report = kb.doctor()
     repairs = [*report.damaged, *report.missing, *report.orphans]

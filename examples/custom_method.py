@@ -35,7 +35,7 @@ class Edges(rc.RecomputeMethod):
     paper: ClassVar[str] = "examples/custom_method.py"
     summary: ClassVar[str] = "runs the first and last tokens of each passage again"
 
-    def candidates(self, context: rc.Context) -> torch.Tensor:
+    def candidates(self, context: rc.RecomputeContext) -> torch.Tensor:
         slots: set[int] = set()
         for start, count in zip(context.chunk_starts, context.chunk_tokens, strict=True):
             passage = range(start, start + count)
@@ -78,7 +78,7 @@ def question(cut: Cut) -> str:
     return f"Which club does {cut.name} belong to?"
 
 
-def divergence(fused: rc.Fused, full: rc.Fused) -> float:
+def divergence(fused: rc.FuseOutput, full: rc.FuseOutput) -> float:
     """Kullback-Leibler divergence of the next token's distribution from full prefill's, in nats."""
     wanted, found = (torch.log_softmax(one.next_logits, dim=-1) for one in (full, fused))
     return max(0.0, float((wanted.exp() * (wanted - found)).sum()))  # rounding can end just below 0

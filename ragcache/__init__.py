@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragcache.engine.answer import Answer, Done, Reasoning, Source, Sources, Timings, Token, Usage
     from ragcache.engine.attach import Attachment, Hook, attach
     from ragcache.engine.kb import RagCache
-    from ragcache.engine.options import ReadOptions, RetrieveOptions, StoreConfig
+    from ragcache.engine.options import GenerationOptions, RetrieveOptions, StoreConfig
     from ragcache.engine.passages import Passage
     from ragcache.engine.precompute import PrecomputeReport
     from ragcache.engine.shared import open_shared
-    from ragcache.engine.store import Library
+    from ragcache.engine.store import Store
     from ragcache.errors import RagCacheError, UnknownHandleError, UnsupportedModelError
     from ragcache.fusion import METHODS, MethodInfo, methods
-    from ragcache.fusion.fuse import Fused, encode, fuse
-    from ragcache.fusion.layout import Additions
-    from ragcache.fusion.method import FusionMethod, Job, Prefilled
-    from ragcache.fusion.recompute import Context, RecomputeMethod
+    from ragcache.fusion.fuse import FuseOutput, encode, fuse
+    from ragcache.fusion.layout import AddedTokens
+    from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
+    from ragcache.fusion.recompute import RecomputeContext, RecomputeMethod
     from ragcache.fusion.snapkv import SnapKV
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import Document
@@ -40,43 +42,43 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
-    "Additions",
+    "AddedTokens",
     "Answer",
     "Attachment",
     "Chunk",
     "ChunkerConfig",
-    "Context",
     "Document",
     "Done",
     "Embedder",
-    "Fused",
+    "FuseOutput",
     "FusionMethod",
+    "GenerationOptions",
     "Hit",
     "Hook",
     "IngestConfig",
     "IngestReport",
-    "Job",
     "KVBlock",
     "LanguageModel",
-    "Library",
     "MethodInfo",
     "Passage",
     "PrecomputeReport",
-    "Prefilled",
+    "PrefillOutput",
+    "PrefillRequest",
     "ProgressEvent",
     "Prompt",
     "RagCache",
     "RagCacheError",
     "RayConfig",
-    "ReadOptions",
     "Reasoning",
     "Recipe",
+    "RecomputeContext",
     "RecomputeMethod",
     "RetrieveOptions",
     "Sampling",
     "SnapKV",
     "Source",
     "Sources",
+    "Store",
     "StoreConfig",
     "Timings",
     "Token",
@@ -103,15 +105,15 @@ _NAMES = {
     "engine.kb": "RagCache",
     "engine.precompute": "PrecomputeReport",
     "engine.shared": "open_shared",
-    "engine.store": "Library",
-    "engine.options": "ReadOptions RetrieveOptions StoreConfig",
+    "engine.store": "Store",
+    "engine.options": "GenerationOptions RetrieveOptions StoreConfig",
     "errors": "RagCacheError UnknownHandleError UnsupportedModelError",
     "fusion": "METHODS MethodInfo methods",
-    "fusion.method": "FusionMethod Job Prefilled",
+    "fusion.method": "FusionMethod PrefillRequest PrefillOutput",
     "fusion.snapkv": "SnapKV",
-    "fusion.fuse": "Fused encode fuse",
-    "fusion.layout": "Additions",
-    "fusion.recompute": "Context RecomputeMethod",
+    "fusion.fuse": "FuseOutput encode fuse",
+    "fusion.layout": "AddedTokens",
+    "fusion.recompute": "RecomputeContext RecomputeMethod",
     "ingest.chunker": "ChunkerConfig",
     "ingest.document": "Document",
     "ingest.pipeline": "IngestConfig",
@@ -128,10 +130,23 @@ _NAMES = {
     "store.records": "Chunk",
 }
 _WORKERS = {"RayConfig": "ray"}  # brought by plug-ins
+_OLD_NAMES = {  # until 0.2
+    "Additions": "AddedTokens",
+    "Context": "RecomputeContext",
+    "Fused": "FuseOutput",
+    "Job": "PrefillRequest",
+    "Library": "Store",
+    "Prefilled": "PrefillOutput",
+    "ReadOptions": "GenerationOptions",
+}
 _HOMES = {name: f"ragcache.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        new = _OLD_NAMES[name]
+        warnings.warn(f"rc.{name} is rc.{new} now; ragcache 0.2 drops the old name", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[__name__], new)
     if name not in _HOMES and name not in _WORKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ragcache.runtime import refuse_foreign

@@ -111,9 +111,9 @@ def test_sections_of_config_json_are_read_and_written_as_ever(section):
 
 
 def test_rates_of_before_are_read(tmp_path):
-    rc.Library.open(tmp_path / "kb", create=True).close()
+    rc.Store.open(tmp_path / "kb", create=True).close()
     (tmp_path / "kb" / "rates.json").write_text(json.dumps(RATES))
-    with rc.Library.open(tmp_path / "kb") as store:
+    with rc.Store.open(tmp_path / "kb") as store:
         found = store.rates()
     assert (found.tiers["disk"].latency_s, found.tiers["disk"].bytes_s) == (0.25, 2e9)
     assert (found.prefill.linear, found.prefill.quadratic) == (0.5, 0.125)

@@ -17,7 +17,7 @@ import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
 from ragcache.engine.admission import Admission, MemoryNeed, SharedPrefixes, Size, default_budget, kv_bytes
 from ragcache.fusion import get_method
-from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
@@ -90,7 +90,9 @@ class RagCacheWorker:
             fused.cache.release()
         return Answer(first_s, time.perf_counter() - started, ids, reused)
 
-    def _over_context(self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
+    def _over_context(
+        self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int
+    ) -> tuple[FuseOutput, int]:
         """Read over the passages as an earlier question placed them, where one did."""
         key = (repr(method), tuple(map(tuple, prompt.passages)))
         seat = leases.enter_context(self._contexts.admit(key, self._need(prompt, tokens), NO_LIMIT, keep=True))
@@ -102,7 +104,7 @@ class RagCacheWorker:
             found(fused.share())
             return fused, reused
 
-    def _fuse(self, method: FusionMethod, prompt: Prompt, tokens: int, **over: Any) -> Fused:
+    def _fuse(self, method: FusionMethod, prompt: Prompt, tokens: int, **over: Any) -> FuseOutput:
         recipe = self._encoder.recipe
         return fuse(self._lm, _prompt(prompt), method, recipe=recipe, reserve_tokens=tokens, **over)
 
@@ -111,13 +113,15 @@ class RagCacheWorker:
         whole, own = len(prompt.ids) + links + tokens, len(prompt.suffix) + tokens
         return MemoryNeed(Size(whole, kv_bytes(self._lm, whole)), Size(own, kv_bytes(self._lm, own)))
 
-    def _over_prefix(self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int) -> tuple[Fused, int]:
+    def _over_prefix(
+        self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int
+    ) -> tuple[FuseOutput, int]:
         known = leases.enter_context(self._tree.match(NAMESPACE, prompt.ids))
         known.cut(len(prompt.ids) - 1)  # the last token has to run: its logits choose the answer's first
         exact = known if known.num_tokens else None
         return fuse(self._lm, _prompt(prompt), method, exact=exact, reserve_tokens=tokens), known.num_tokens
 
-    def _keep_prefix(self, prompt: Prompt, answer: Sequence[int], fused: Fused) -> None:
+    def _keep_prefix(self, prompt: Prompt, answer: Sequence[int], fused: FuseOutput) -> None:
         """All but the answer's last token has run."""
         self._tree.insert(NAMESPACE, [*prompt.ids, *answer[:-1]], read_cache(fused.cache))
 

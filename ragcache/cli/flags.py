@@ -17,7 +17,7 @@ from ragcache.engine.options import StoreConfig
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragcache import ChunkerConfig, IngestConfig, Library, RagCache, Recipe
+    from ragcache import ChunkerConfig, IngestConfig, RagCache, Recipe, Store
     from ragcache.fusion.method import FusionMethod
 
 
@@ -183,12 +183,12 @@ ENGINE_KEY = "RAGCACHE_ENGINE_KEY"
 """The secret shared with another engine comes from the environment alone: arguments are seen by others."""
 
 
-def open_for_care(store: StoreOptions, *, read_only: bool = False) -> Library:
+def open_for_care(store: StoreOptions, *, read_only: bool = False) -> Store:
     """Open a store without models: for listing, deleting and checking. Raises StoreNotFoundError."""
-    from ragcache import Library
+    from ragcache import Store
 
     report_warnings()
-    return Library.open(store.store, store=replace(store, read_only=read_only))
+    return Store.open(store.store, store=replace(store, read_only=read_only))
 
 
 def open_with_models(

@@ -41,7 +41,7 @@ from ragcache.engine.options import MetadataFilter
 from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyError
 
 if TYPE_CHECKING:
-    from ragcache import Document, IngestReport, Library, PrecomputeReport, RagCache, RayConfig
+    from ragcache import Document, IngestReport, PrecomputeReport, RagCache, RayConfig, Store
     from ragcache.ingest.report import Failure
 
 
@@ -61,7 +61,7 @@ def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"$and": wanted} if wanted else None
 
 
-def document_ids(kb: Library, given: Iterable[str]) -> dict[str, str]:
+def document_ids(kb: Store, given: Iterable[str]) -> dict[str, str]:
     """The ids that these names stand for: ids of documents and passages as they are, files by their paths."""
     from ragcache.ingest.readers import file_id
 

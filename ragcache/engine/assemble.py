@@ -26,7 +26,7 @@ from ragcache.engine.probe import open_rates, probe_prefill
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
 from ragcache.engine.request import RequestOptions
-from ragcache.engine.store_config import Store, open_kv_to_fill
+from ragcache.engine.store_config import StoreParts, open_kv_to_fill
 from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, EmbedderMismatchError, ModelMismatchError, StoreMismatchError
@@ -86,7 +86,7 @@ class Components(_Made):
     system: the system message of conversations that have none
     """
 
-    store: Store
+    store: StoreParts
     config: StoreConfig
     card: ModelCard
     retriever: Retriever
@@ -116,7 +116,7 @@ class OpenOptions:
 
 @team_ends()
 def assemble(
-    store: Store,
+    store: StoreParts,
     config: StoreConfig,
     card: ModelCard,
     retriever: Retriever,
@@ -203,7 +203,7 @@ def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
 
 
 def _here(
-    store: Store,
+    store: StoreParts,
     config: StoreConfig,
     lm: LanguageModel,
     own_blocks: tuple[Recipe, list[int], str],
@@ -266,7 +266,7 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
 
 
 def open_retriever(
-    store: Store,
+    store: StoreParts,
     config: StoreConfig,
     embedder: str | Path | Embedder | None,
     reranker: str | Path | Reranker | None,
@@ -281,7 +281,7 @@ def open_retriever(
     return retriever
 
 
-def open_workers(store: Store, config: StoreConfig, chosen: WorkersConfig) -> Workers:
+def open_workers(store: StoreParts, config: StoreConfig, chosen: WorkersConfig) -> Workers:
     """Workers that write blocks where the store has them."""
     bound = store.documents.properties()
     remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
@@ -331,7 +331,7 @@ def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> 
     raise ModelMismatchError(
         f"the store's KV was made with {made}, not with {given} (their fingerprints differ); use that one, or make "
         f"a new store of the same documents: `ragcache reencode NEW --store OLD --model {lm.name}`, in Python "
-        f"rc.RagCache.open(NEW, model={lm.name!r}).copy(rc.Library.open(OLD))"
+        f"rc.RagCache.open(NEW, model={lm.name!r}).copy(rc.Store.open(OLD))"
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from ragcache.engine.store_config import Store
+from ragcache.engine.store_config import StoreParts
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
@@ -57,7 +57,7 @@ class DoctorReport:
         return {**asdict(self), "sound": self.sound}
 
 
-def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -> DoctorReport:
+def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30.0) -> DoctorReport:
     """Verify every block and the index; drop what is damaged, collect what nobody refers to, rebuild the index.
 
     Nothing that can be computed again is lost: chunks keep their text, and a dropped block is made on first use.
@@ -81,7 +81,7 @@ def doctor(store: Store, *, index_kind: str = "flat", timeout_s: float = 30.0) -
     return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index, expired, store.kv.gives_up, advice)
 
 
-def _verify_blocks(store: Store) -> tuple[list[str], list[str], int]:
+def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
     damaged, newer, checked = [], [], 0
     for key in list(store.kv.keys()):
         checked += 1
@@ -97,7 +97,7 @@ def _verify_blocks(store: Store) -> tuple[list[str], list[str], int]:
     return damaged, newer, checked
 
 
-def _forget_missing(store: Store) -> list[str]:
+def _forget_missing(store: StoreParts) -> list[str]:
     """Chunks whose handle names no block become pending; returns their ids. All blocks are listed at once: a remote
     that cannot be asked raises, and lets none look missing."""
     kept = set(store.kv.keys())
@@ -113,7 +113,7 @@ def _forget_missing(store: Store) -> list[str]:
     return missing
 
 
-def _check_index(store: Store, kind: str) -> str:
+def _check_index(store: StoreParts, kind: str) -> str:
     bound = store.documents.properties()
     if "embedder" not in bound or not store.documents.counts().chunks:
         return "absent"
@@ -138,7 +138,7 @@ def _check_index(store: Store, kind: str) -> str:
     return reason
 
 
-def _index_fault(store: Store, stored: Stored) -> str | None:
+def _index_fault(store: StoreParts, stored: Stored) -> str | None:
     """Why the saved index has to be rebuilt; None when it says what SQL says."""
     path = store.layout.index
     if not path.exists():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.engine.store_config import Store
+from ragcache.engine.store_config import StoreParts
 from ragcache.errors import StoreUnreachableError
 from ragcache.files import atomic_write, write_all
 from ragcache.store.counters import KVStats
@@ -46,7 +46,7 @@ class Info:
         return asdict(self)
 
 
-def info(store: Store, usage: UsageLog) -> Info:
+def info(store: StoreParts, usage: UsageLog) -> Info:
     stats, counts, bound = store.kv.stats(), store.documents.counts(), store.documents.properties()
     usage.record(stats)
     seen = usage.read()
@@ -66,7 +66,7 @@ def info(store: Store, usage: UsageLog) -> Info:
     )
 
 
-def _pending(store: Store) -> int:
+def _pending(store: StoreParts) -> int:
     """Where a remote cannot be asked, by what the documents say."""
     computed_never = sum(document.num_pending for document in store.documents.documents())
     try:

@@ -36,7 +36,7 @@ from ragcache.engine.options import (
     DEFAULT_K,
     AskOptions,
     ChatOptions,
-    ReadOptions,
+    GenerationOptions,
     RetrieveOptions,
     StoreConfig,
     check_names,
@@ -46,7 +46,7 @@ from ragcache.engine.passages import Passage
 from ragcache.engine.precompute import Precompute, PrecomputeReport
 from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
-from ragcache.engine.store import Library
+from ragcache.engine.store import Store
 from ragcache.engine.store_config import open_store
 from ragcache.engine.verdict import AUTO, FULL, refuse_approximate
 from ragcache.errors import ConfigError, check_type
@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
 
 
-class RagCache(Library):
+class RagCache(Store):
     """A knowledge base: one store, one language model, one embedder.
 
     Use `RagCache.open`. Thread-safe: several threads may ask while one ingests; several processes may open one store,
@@ -83,7 +83,7 @@ class RagCache(Library):
     """
 
     def __init__(self, parts: Components) -> None:
-        Library.__init__(self, parts.store, parts.config)
+        Store.__init__(self, parts.store, parts.config)
         self._threads = Threads()
         self._parts = parts
         self._reader = parts.reader
@@ -135,7 +135,7 @@ class RagCache(Library):
                   are added without KV
         engine_key: the engine's key
 
-        To list, delete and check documents no models are needed: see `Library.open`.
+        To list, delete and check documents no models are needed: see `Store.open`.
 
         Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
@@ -144,7 +144,7 @@ class RagCache(Library):
         of_methods = {name for one in methods() for name in one.options} if elsewhere else set()  # loads all of them
         check_names([name for name in elsewhere if name not in of_methods], list(signature(cls.open).parameters))
         if "models" in method_options:
-            raise ConfigError("models=False is no option; Library.open opens a store without its models")
+            raise ConfigError("models=False is no option; Store.open opens a store without its models")
         if method is not None and method != AUTO:  # a wrong one is refused before a store is made
             method, method_options = get_method(method, **method_options), {}
         keep, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
@@ -284,7 +284,7 @@ class RagCache(Library):
 
     @team_ends()
     def copy(
-        self, other: Library, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
+        self, other: Store, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
         """Store the documents of another store, which may be of another model; see `Ingestor.copy`."""
         return self._parts.ingestor.copy(other.store.documents, kv=kv, progress=progress, timeout_s=timeout_s)
@@ -350,7 +350,7 @@ class RagCache(Library):
         """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
         return self.store.documents.vectors(ids, self.embedder.dimension)
 
-    pin = team_ends()(Library.pin)
+    pin = team_ends()(Store.pin)
 
     @property
     def _encoder(self) -> ModelEncoder | None:
@@ -390,7 +390,7 @@ class RagCache(Library):
         """Sources, then tokens, then the whole answer.
 
         options: `AskOptions`: which passages to find (`RetrieveOptions`) or `hits` to read instead, and how to read
-                 and answer (`ReadOptions`)
+                 and answer (`GenerationOptions`)
 
         Answers that are made at the same time share the model's passes and the memory of `StoreConfig.answer_bytes`;
         one that does not fit waits for others to end, so close a stream that is not read to its end.
@@ -420,23 +420,25 @@ class RagCache(Library):
         self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
 
-    def complete(self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]) -> Answer:
+    def complete(
+        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[GenerationOptions]
+    ) -> Answer:
         """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
         return answer_of(deque(self.stream_completion(parts, **options), maxlen=1))
 
     def stream_completion(
-        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[ReadOptions]
+        self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[GenerationOptions]
     ) -> Iterator[Event]:
         """Continue raw text, passages where they stand in it, or token ids, without a chat template. Raises what
         `stream` raises."""
-        self._check(options, ReadOptions)
+        self._check(options, GenerationOptions)
         return self._questions.complete(parts, options)
 
     # The same for an event loop: arguments and errors are those of the call without the "a". Cancelling the task, or
     # closing a stream, stops the work; what was stored stays.
 
     aingest = cancellable(ingest)
-    adelete = threaded(Library.delete)
+    adelete = threaded(Store.delete)
     aprecompute = cancellable(precompute)
     aforget = threaded(forget)
     aretrieve = threaded(retrieve)

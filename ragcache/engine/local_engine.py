@@ -18,7 +18,7 @@ from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
 from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
-from ragcache.fusion.fuse import Fused, fuse
+from ragcache.fusion.fuse import FuseOutput, fuse
 from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
@@ -192,7 +192,7 @@ class LocalEngine:
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
     def _decode(
-        self, asked: Request, fused: Fused, written: OutputProcessor, seat: SharedPrefixRef, most: int
+        self, asked: Request, fused: FuseOutput, written: OutputProcessor, seat: SharedPrefixRef, most: int
     ) -> Generator[int, None, None]:
         cache, read, reading = fused.cache, fused.cache.own_tokens, asked.reading
         thoughts = None
@@ -244,7 +244,7 @@ class ResolvedKV:
     loaded: LoadedBlocks
     sources: list[Source]
 
-    def usage(self, fused: Fused, written: OutputProcessor) -> Usage:
+    def usage(self, fused: FuseOutput, written: OutputProcessor) -> Usage:
         created = self.prefix.created_tokens + self.loaded.encoded_tokens
         computed = max(fused.computed_tokens) + fused.encoded_tokens + created
         cached = max(0, fused.prompt_tokens - computed)
@@ -291,7 +291,7 @@ class KVLookup:
                 sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
             yield ResolvedKV(path, prefix, loaded, sources)
 
-    def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: Fused) -> None:
+    def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
         """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
         path, reading = ready.path, asked.reading
         method = reading.method
@@ -303,7 +303,7 @@ class KVLookup:
     def keeps_context_of(self, method: FusionMethod) -> bool:
         """Whether what the method places can be shared and kept: where blocks hold other tokens in each head, every
         question places its own."""
-        return self.encoder.recipe.keeps_all or not method.reuses_blocks
+        return self.encoder.recipe.is_dense or not method.reuses_blocks
 
     def shares_context_of(self, method: FusionMethod) -> bool:
         """Whether questions over the same passages can stand on one context: a state is kept where blocks end alone."""

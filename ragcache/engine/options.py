@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
 DEFAULT_K = 5
 Overflow = Literal["error", "trim"]
 Order = Literal["relevance", "shared"]
-Context = Literal["last", "keep"]
+ContextMode = Literal["last", "keep"]
 Load = Literal["auto", "always", "never"]
 NeighboursFrom = Literal["similarity", "document"]
 
@@ -70,7 +70,7 @@ class StoreConfig(Config):
     neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
                   as the store was made, similarity for a new one
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
-    approximate:  False: questions are read exactly, unless they say approximate=True; see `ReadOptions`
+    approximate:  False: questions are read exactly, unless they say approximate=True; see `GenerationOptions`
     measure_s:    at the first opening with a model; later openings measure the disk alone, in a third of that time; 0
                   measures nothing
     """
@@ -190,7 +190,7 @@ class RetrieveOptions(TypedDict, total=False):
     rerank: bool | None
 
 
-class ReadOptions(TypedDict, total=False):
+class GenerationOptions(TypedDict, total=False):
     """How a prompt is read and answered.
 
     method:         another fusion method than the one the store was opened with
@@ -230,7 +230,7 @@ class ReadOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class AskOptions(RetrieveOptions, ReadOptions, total=False):
+class AskOptions(RetrieveOptions, GenerationOptions, total=False):
     """Options of one question.
 
     hits:   passages to read instead of retrieving, best first
@@ -244,7 +244,7 @@ class AskOptions(RetrieveOptions, ReadOptions, total=False):
     system: str | None
 
 
-class ChatOptions(RetrieveOptions, ReadOptions, total=False):
+class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
     """Options of a conversation.
 
     passages: instead of passages in the messages, those to put in front of the last user message (of the first one
@@ -268,7 +268,7 @@ class ChatOptions(RetrieveOptions, ReadOptions, total=False):
 
     passages: Sequence[Hit | Passage] | None
     k: int | None
-    context: Context
+    context: ContextMode
     drop_turns: bool
     system: str | None
     tools: Sequence[Mapping[str, Any]] | None
@@ -287,7 +287,7 @@ MetadataFilter = Annotated[
 class AnswerOptions:
     """How a question is answered where it does not say otherwise: options of the command line, defaults of the server.
 
-    Fields of `Sampling`, `RetrieveOptions` and `ReadOptions`, which say more. k: of `RagCache.ask`
+    Fields of `Sampling`, `RetrieveOptions` and `GenerationOptions`, which say more. k: of `RagCache.ask`
     """
 
     k: Annotated[int, Option("--k", "Passages to read.", 1, 1000)] = DEFAULT_K
@@ -361,7 +361,7 @@ class AnswerOptions:
         from ragcache.models.sampler import Sampling
 
         sampling = Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.seed, tuple(self.stop))
-        known = (*names(RetrieveOptions), *names(ReadOptions))
+        known = (*names(RetrieveOptions), *names(GenerationOptions))
         given = {name: value for name, value in vars(self).items() if name in known}
         return {"k": self.k, "sampling": sampling, **given}
 
@@ -375,7 +375,7 @@ class AnswerDefaults(AnswerOptions):
     """
 
     context: Annotated[
-        Context,
+        ContextMode,
         Option("--context", "Passages that a turn is read over: its own, or those of the turns before it, too."),
     ] = "last"
     drop_turns: Annotated[

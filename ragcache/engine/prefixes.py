@@ -14,7 +14,7 @@ from ragcache.engine.options import RetrieveOptions, names
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
-from ragcache.fusion.fuse import Fused
+from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.layout import Layout, Segment
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
@@ -160,7 +160,7 @@ class Prefixes:
         """Tokens of a beginning that are known; changes nothing."""
         return self._tree.count(self._namespace(method), elements)
 
-    def keep(self, method: FusionMethod, path: Path, answer_ids: Sequence[int], fused: Fused) -> None:
+    def keep(self, method: FusionMethod, path: Path, answer_ids: Sequence[int], fused: FuseOutput) -> None:
         """Remember what was computed for a prompt and its answer.
 
         Where memory is short nothing is, with a warning: it costs a later question time, never this one its answer.

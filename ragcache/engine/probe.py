@@ -20,7 +20,7 @@ from ragcache.codecs import Codec
 from ragcache.codecs.base import example_block
 from ragcache.engine.rates import RateFigures, Rates, machine_key
 from ragcache.kv.block_key import Recipe
-from ragcache.models.kvzip import read_behind
+from ragcache.models.kvzip import replay_ids
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.eviction import PrefillRate
 
@@ -61,8 +61,8 @@ def _measure_disk(rates: Rates, block_file: Path | None, budget_s: float) -> Non
 def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) -> PrefillRate:
     """One short pass to warm up, which tells how long a second one may be. recipe: that chunks are encoded by"""
     alone = Recipe(kept=recipe.kept, task=recipe.task, anchors=recipe.anchors)
-    room = lm.max_positions - 1 - len(read_behind(lm, alone, ()))
-    longest = max(1, min(MOST_TOKENS, room if alone.keeps_all else room // 2))
+    room = lm.max_positions - 1 - len(replay_ids(lm, alone, ()))
+    longest = max(1, min(MOST_TOKENS, room if alone.is_dense else room // 2))
 
     def encode_s(num_tokens: int) -> float:
         ids = [1 + rank % min(100, lm.vocab_size - 1) for rank in range(num_tokens)]

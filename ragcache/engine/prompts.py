@@ -16,7 +16,7 @@ from ragcache.engine.history import History
 from ragcache.engine.request import RequestOptions
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.fuse import block_recipe
-from ragcache.fusion.layout import Additions
+from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import BlockKeys
 from ragcache.models.card import ModelCard
@@ -266,7 +266,7 @@ def _takes_order(ends: PromptEnds, reading: RequestOptions) -> bool:
     return reading.order == "shared" and reading.method.takes_exact and not ends.label_ids
 
 
-def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: Additions) -> int:
+def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: AddedTokens) -> int:
     """How many of the best passages fit, whole, with what the method adds to them. labels, chunks: their tokens"""
     count = len(chunks) if added.max_chunks is None else min(len(chunks), added.max_chunks)
     while count and sum(labels[:count]) + sum(chunks[:count]) + added.num_tokens(chunks[:count]) > room:

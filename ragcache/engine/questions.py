@@ -24,7 +24,7 @@ from ragcache.engine.assemble import Components
 from ragcache.engine.conversation import Conversation, Given, completion_ends
 from ragcache.engine.history import ConversationContext, History, inline_passages
 from ragcache.engine.loader import Prefetch
-from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, Context, ReadOptions, retrieval
+from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextMode, GenerationOptions, retrieval
 from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
@@ -69,8 +69,8 @@ class Questions:
         self.drop_deleted()
         if isinstance(question, str):
             check_text(question)
-        foresee, documents = None if ahead is None else ahead.begin, self._parts.store.documents
-        return self._parts.retriever.retrieve(question, k, **options, foresee=foresee, documents=documents)
+        on_candidates, documents = None if ahead is None else ahead.begin, self._parts.store.documents
+        return self._parts.retriever.retrieve(question, k, **options, on_candidates=on_candidates, documents=documents)
 
     def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
         check_type("question", question, str, "give its text")
@@ -97,7 +97,7 @@ class Questions:
 
         return self._read(lambda _: (ends(), 0), find, reading)
 
-    def complete(self, parts: str | Sequence[str | Hit | Passage | int], options: ReadOptions) -> Iterator[Event]:
+    def complete(self, parts: str | Sequence[str | Hit | Passage | int], options: GenerationOptions) -> Iterator[Event]:
         reading = self._reading(options)
         self.drop_deleted()
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
@@ -113,7 +113,7 @@ class Questions:
         conversation = Conversation(self._parts.card.tokenizer, messages, shown)
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
-        check_choice("context", context, get_args(Context))
+        check_choice("context", context, get_args(ContextMode))
         reading = replace(self._reading(options, templated=True), continues=conversation.continues)
         system = self._system(conversation, options, reading)
         if tools is not None:
@@ -167,12 +167,12 @@ class Questions:
             return reading, partial(ends, question, system)
         return reading, partial(ends, question, self._parts.system if system is None else system, shown)
 
-    def _shown(self, options: ReadOptions) -> Shown:
+    def _shown(self, options: GenerationOptions) -> Shown:
         """What the chat template is told. Raises ConfigError."""
         effort, enable, given = (options.get(name) for name in TEMPLATE_OPTIONS)
         return Shown(variables=template_variables(self._parts.card.tokenizer, effort, enable, given))
 
-    def _reading(self, options: ReadOptions, *, templated: bool = False) -> RequestOptions:
+    def _reading(self, options: GenerationOptions, *, templated: bool = False) -> RequestOptions:
         """templated: whether the chat template makes the prompt, and may have the model think"""
         parts = self._parts
         sampling = options.get("sampling") or Sampling()
@@ -230,7 +230,7 @@ class Questions:
         texts: what the caller wrote, without passages given as such
         """
         card, found, recipe = self._parts.card, list[Hit](), self._parts.reader.prompts.names.recipe
-        parts = recipe.keeps_all and not recipe.neighbours and recipe.markers is None  # of a block that is as read
+        parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None  # of a block that is as read
         if not given and self._reuses_text(reading) and len(ends.suffix_ids) <= card.max_positions:
             ends, found = self.finder.cut(ends.suffix_ids, self._parts.store.documents, parts=parts)
         if not found:

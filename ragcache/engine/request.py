@@ -29,7 +29,7 @@ from ragcache.retrieval.retriever import Hit
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How one prompt is read and answered; see `ReadOptions`.
+    """How one prompt is read and answered; see `GenerationOptions`.
 
     whole: generation of the documents, all of which are read; None: what was found is
     tools: what the model may call; None: nothing

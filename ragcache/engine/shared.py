@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from ragcache.engine.assemble import DEFAULT_MODEL
 from ragcache.engine.kb import RagCache
-from ragcache.engine.store import Library
+from ragcache.engine.store import Store
 from ragcache.errors import ConfigError, StoreNotFoundError, check_type
 from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
@@ -103,7 +103,7 @@ class SharedStores:
 
 def _properties(path: str | Path, options: dict[str, Any]) -> dict[str, Any]:
     try:
-        with Library.open(path, store=options.get("store")) as library:
+        with Store.open(path, store=options.get("store")) as library:
             return library.store.documents.properties()
     except StoreNotFoundError:
         return {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from ragcache.engine.info import Info, UsageLog, info
 from ragcache.engine.options import StoreConfig, check_names, names
 from ragcache.engine.rates import RateFigures
-from ragcache.engine.store_config import Store, open_store
+from ragcache.engine.store_config import StoreParts, open_store
 from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError, StoreClosedError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
     from ragcache.retrieval.retriever import Retriever
 
 
-class Library:
+class Store:
     """The documents of one store and their KV, to look at, to delete and to check. Nothing is asked, embedded or
     computed: `RagCache` does that.
 
-    Use `Library.open`. Thread-safe; several processes may open one store.
+    Use `Store.open`. Thread-safe; several processes may open one store.
     """
 
-    def __init__(self, store: Store, config: StoreConfig) -> None:
+    def __init__(self, store: StoreParts, config: StoreConfig) -> None:
         self.store = store
         self.config = config
         self._usage = UsageLog(store.layout.root / "usage.json")
@@ -212,7 +212,7 @@ class AbsentEmbedder:
         return cls(str(bound["embedder"]), int(str(bound["embedding_dim"])))
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        raise ConfigError("a Library has no embedder; open the store with RagCache.open")
+        raise ConfigError("a Store has no embedder; open the store with RagCache.open")
 
     def embed_query(self, text: str) -> Vectors:
-        raise ConfigError("a Library has no embedder; open the store with RagCache.open")
+        raise ConfigError("a Store has no embedder; open the store with RagCache.open")

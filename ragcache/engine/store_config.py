@@ -17,7 +17,7 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Connection, connect, open_blobs
 
 
-class Store(NamedTuple):
+class StoreParts(NamedTuple):
     """The parts of one directory, opened."""
 
     layout: StoreLayout
@@ -34,7 +34,7 @@ class Store(NamedTuple):
         self.documents.close()
 
 
-def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
+def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> StoreParts:
     """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, DatabaseMismatchError, ConfigError, and
     StoreError where the remote refuses."""
     layout = StoreLayout(path)
@@ -56,7 +56,7 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> Store:
             undo.callback(foreign.close)
         kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign)
         undo.pop_all()
-    return Store(layout, documents, kv)
+    return StoreParts(layout, documents, kv)
 
 
 def open_kv(

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
+from ragcache.fusion.recompute import (
+    Choose,
+    RecomputeContext,
+    RecomputeMethod,
+    Running,
+    check_ratio,
+    check_tokens,
+    chosen,
+)
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -52,12 +60,12 @@ class CacheBlend(RecomputeMethod):
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
 
-    def candidates(self, context: Context) -> Tensor:
+    def candidates(self, context: RecomputeContext) -> Tensor:
         slots = context.chunk_slots()
         some = any(self._counts(context)[CHECK_LAYER:]) or self._edges(context).numel()
         return slots if some else slots[:0]
 
-    def chooser(self, context: Context) -> Choose | None:
+    def chooser(self, context: RecomputeContext) -> Choose | None:
         counts, always = self._counts(context), self._edges(context)
 
         def choose(running: Running) -> Tensor | None:
@@ -68,10 +76,10 @@ class CacheBlend(RecomputeMethod):
 
         return choose
 
-    def _edges(self, context: Context) -> Tensor:
+    def _edges(self, context: RecomputeContext) -> Tensor:
         return context.edges(self.boundary_tokens, self.tail_tokens)
 
-    def _counts(self, context: Context) -> list[int]:
+    def _counts(self, context: RecomputeContext) -> list[int]:
         """Chunk tokens that run, by layer."""
         num_tokens, layers = sum(context.chunk_tokens), context.lm.shape.num_layers
         above = layers - CHECK_LAYER

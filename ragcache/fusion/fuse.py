@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
-from ragcache.fusion.layout import Additions, Layout
-from ragcache.fusion.method import FusionMethod, Job, PhaseTimes, Prefilled, Scope
+from ragcache.fusion.layout import AddedTokens, Layout
+from ragcache.fusion.method import FusionMethod, PhaseTimes, PrefillOutput, PrefillRequest, Scope
 from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
@@ -26,12 +26,12 @@ from ragcache.prompt import Part, Passages, Prompt, Text
 
 
 @dataclass(frozen=True, eq=False)
-class Fused(Prefilled):
+class FuseOutput(PrefillOutput):
     """A prompt that has been read.
 
     prompt:  as it was given; layout: where all its tokens stand, those that the method added among them
     timings: seconds by phase
-    computed_tokens: as `Prefilled` has them, encoding of missing blocks left out
+    computed_tokens: as `PrefillOutput` has them, encoding of missing blocks left out
     kept_tokens:     likewise, of each KV head where some were evicted
     encoded_tokens:  tokens of blocks that had to be made for this call
     reserved_ids:    ids of tokens that the method added, which no answer may hold
@@ -105,7 +105,7 @@ def fuse(
     base: SharedContext | None = None,
     scope: Scope | None = None,
     **options: Any,
-) -> Fused:
+) -> FuseOutput:
     """Fused prefill: put the blocks in place and run the question.
 
     prompt: a Prompt; or, for a method that `keeps_context`, several groups of passages with text between them: equals
@@ -121,7 +121,7 @@ def fuse(
             blocks: of `method.prefix_ids`, the prefix with what the method puts behind it (KVLink's KV-START); read
             here when None. For one with `takes_exact`, or several groups of passages: of any number of tokens that
             ends within no passage whose block is placed
-    base:   instead of blocks, all that stands before the suffix, as `Fused.share` of the same prompt with any other
+    base:   instead of blocks, all that stands before the suffix, as `FuseOutput.share` of the same prompt with another
             suffix gave it, for a method with `shares_context`: it is read where it is
     scope:  of what a method keeps for later prompts (kvcomm): it finds what prompts of the same scope left; None: those
             that name none
@@ -149,28 +149,28 @@ def fuse(
         _check_exact(chosen, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None, must_run)
     _check_base(chosen, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
-    job = Job(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
-    job, encoded = _with_blocks(job, chunks, recipe, prefix_ids, blocks)
-    if lm.shape.states and not layout.running(job.known).behind:
+    request = PrefillRequest(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
+    request, encoded = _with_blocks(request, chunks, recipe, prefix_ids, blocks)
+    if lm.shape.states and not layout.running(request.known).behind:
         raise PromptError(
             f"text stands between two passages, and {lm.name} has recurrent layers, whose blocks are joined "
             "side by side alone; choose full, or put it before, behind or into a passage"
         )
     if evict is None:
-        done = chosen.prefill(job)
+        done = chosen.prefill(request)
     else:
         passages = sum(len(piece.ids) for piece in layout.passages)
         behind = layout.num_tokens - len(prefix_ids) - passages
         ballot = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
         with observing(ballot):
-            done = chosen.prefill(job)
-        with job.running(done.cache):
+            done = chosen.prefill(request)
+        with request.running(done.cache):
             done = replace(done, kept_tokens=ballot.evict(done.cache, reserve_tokens))
-    return Fused(
+    return FuseOutput(
         **vars(done),
         prompt=prompt,
         layout=layout,
-        timings=job.times,
+        timings=request.times,
         encoded_tokens=encoded,
         reserved_ids=added.reserved,
     )
@@ -181,7 +181,7 @@ def _used_recipe(
     method: FusionMethod,
     recipe: str | Recipe | None,
     blocks: Sequence[KVBlock] | None,
-    added: Additions | None,
+    added: AddedTokens | None,
 ) -> Recipe:
     """The recipe asked for, or what the blocks say, or the method's own. Raises StaleBlockError where these differ."""
     stated = [block.recipe for block in blocks or () if block.recipe is not None]
@@ -264,7 +264,7 @@ def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | Non
     return _recipe(lm, method, recipe, method.additions(lm))
 
 
-def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, added: Additions | None) -> Recipe:
+def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, added: AddedTokens | None) -> Recipe:
     """added: None where there is no chunk to encode: any markers will do then"""
     if recipe is None:
         trained = lm.reuse.recipe if lm.reuse is not None else None
@@ -282,7 +282,7 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             "encode the chunks again under that recipe"
         )
     wanted = chosen if added is None else replace(chosen, markers=added.markers, anchors=added.anchors)
-    if not wanted.keeps_all and not method.takes_sparse:
+    if not wanted.is_dense and not method.takes_sparse:
         other = "or encode them with kept=1" if wanted.anchors is None else "or 'full', which reads text"
         movers = ", ".join(name for name, kind in METHODS.items() if kind.reuses_blocks and kind().takes_sparse)
         raise ConfigError(
@@ -312,28 +312,28 @@ def check_method(lm: ModelCard, method: FusionMethod) -> None:
 
 
 def _with_blocks(
-    job: Job,
+    request: PrefillRequest,
     chunks: Sequence[Sequence[int]],
     recipe: Recipe,
     prefix_ids: Sequence[int],
     blocks: Sequence[KVBlock] | None,
-) -> tuple[Job, int]:
-    """The job with its prefix and blocks, and how many tokens had to be encoded for them."""
-    if not job.layout.separate or job.base is not None:
-        return job, 0
-    lm = job.lm
+) -> tuple[PrefillRequest, int]:
+    """The request with its prefix and blocks, and how many tokens had to be encoded for them."""
+    if not request.layout.separate or request.base is not None:
+        return request, 0
+    lm = request.lm
     started, encoded = time.perf_counter(), 0
-    if job.exact is None and prefix_ids:
-        job = replace(job, exact=lm.read(prefix_ids))
+    if request.exact is None and prefix_ids:
+        request = replace(request, exact=lm.read(prefix_ids))
         encoded += len(prefix_ids)
-    placed = job.layout.placed(job.known)
+    placed = request.layout.placed(request.known)
     if blocks is None:
         wanted = [chunks[piece.passage] for piece in placed if piece.passage is not None]
-        blocks = lm.encode(wanted, recipe, prefix_ids, prefix=job.exact)
+        blocks = lm.encode(wanted, recipe, prefix_ids, prefix=request.exact)
         encoded += sum(block.num_tokens for block in blocks)
     times = PhaseTimes(encode_s=time.perf_counter() - started)
     _check_blocks(lm, [piece.ids for piece in placed], blocks, recipe)
-    return replace(job, blocks=blocks, times=times), encoded
+    return replace(request, blocks=blocks, times=times), encoded
 
 
 def _check_blocks(
@@ -359,7 +359,7 @@ def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, 
         read = block.num_tokens
         raise StaleBlockError(f"the block of {what} holds {read} tokens and its text has {num_tokens}; encode it")
     wanted = num_tokens if held is None else held
-    found = sum(block.held_by_layer)
+    found = sum(block.tokens_by_layer)
     if found != wanted * block.num_layers:
         raise StaleBlockError(
             f"a head of the block of {what} holds {found / block.num_layers:g} of {num_tokens} tokens, and {wanted} "

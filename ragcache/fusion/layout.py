@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Additions:
+class AddedTokens:
     """A method's tokens in each group of passages, and the passages' positions. A prompt without chunks gets no token.
 
     behind_prefix: behind the prefix, and part of its block
@@ -77,12 +77,12 @@ class Additions:
         object.__setattr__(self, "anchors", Anchors.of(self.anchors))
 
     @classmethod
-    def in_blocks(cls, spec: TrainedTokens | None) -> Additions:
+    def in_blocks(cls, spec: TrainedTokens | None) -> AddedTokens:
         """What a checkpoint was trained to read with every passage, whatever the method: its packets or anchors."""
         return NO_ADDITIONS if spec is None else cls(markers=spec.packet, anchors=spec.anchors)
 
     @classmethod
-    def trained(cls, spec: TrainedTokens) -> Additions:
+    def trained(cls, spec: TrainedTokens) -> AddedTokens:
         """The additions that a checkpoint was trained with."""
         return cls(
             behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
@@ -105,7 +105,7 @@ class Additions:
         return len(self.behind_prefix) + markers + anchors + links + len(self.behind_chunks)
 
 
-NO_ADDITIONS = Additions()
+NO_ADDITIONS = AddedTokens()
 
 
 class Segment(NamedTuple):
@@ -203,7 +203,7 @@ class Layout:
             start += len(piece.ids)
 
 
-def lay_out(parts: Sequence[Part], recipe: Recipe, added: Additions, *, separate: bool = True) -> Layout:
+def lay_out(parts: Sequence[Part], recipe: Recipe, added: AddedTokens, *, separate: bool = True) -> Layout:
     """Lay out a prompt with what a method adds to each group of passages. Neighbouring texts become one piece.
 
     recipe: how passages are encoded; its markers and anchors stand in them only where they are read `separate`
@@ -224,7 +224,7 @@ def lay_out(parts: Sequence[Part], recipe: Recipe, added: Additions, *, separate
 
 
 def _joined(
-    parts: Sequence[Part], recipe: Recipe, added: Additions, separate: bool
+    parts: Sequence[Part], recipe: Recipe, added: AddedTokens, separate: bool
 ) -> Iterator[tuple[Sequence[int], int | None]]:
     """Ids of each piece, with its number where it is a passage."""
     text: list[int] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.layout import Additions
+from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod
 from ragcache.models.card import ModelCard
 from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, TrainedTokens
@@ -49,12 +49,12 @@ class Link(FusionMethod):
     def keeps_context(self) -> bool:  # type: ignore[override]
         return self.link_ids is None
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         if self.link_ids is not None:
             links = tuple(tuple(ids) for ids in self.link_ids)
             return replace(super().additions(lm), links=links, max_chunks=len(links))
         spec = self._training(lm)
-        return super().additions(lm) if spec is None else Additions.trained(spec)
+        return super().additions(lm) if spec is None else AddedTokens.trained(spec)
 
     def _training(self, lm: ModelCard) -> TrainedTokens | None:
         """The link tokens of this model; None for K = 0. Raises ConfigError where it has none."""

@@ -1,4 +1,4 @@
-"""The contract of a fusion method: one job in, one context that is ready to decode from out.
+"""The contract of a fusion method: one request in, one context that is ready to decode from out.
 
 A method lays out a prompt, places blocks in a FusedCache and runs the tokens it must. What it computes is counted. The
 engine knows nothing of any method beyond what stands here.
@@ -7,6 +7,7 @@ engine knows nothing of any method beyond what stands here.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import PromptError
-from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Span, lay_out
+from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Span, lay_out
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.state import compose
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
-    from ragcache.kv.fused_cache import FusedCache, Place
+    from ragcache.kv.fused_cache import Adjust, FusedCache, Place
     from ragcache.kv.prefix_cache import Exact
     from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
@@ -59,7 +60,7 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefilled:
+class PrefillOutput:
     """A context that is ready to decode from.
 
     cache:  every placed and computed token
@@ -77,14 +78,14 @@ class Prefilled:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PrefillRequest:
     """One prompt to read: what a method's `prefill` gets.
 
     lm:     the model
     layout: where every token stands
     blocks: those of `layout.placed(known)`, in order, on any device
     exact:  KV of the first tokens that earlier passes left: at most all but the last one
-    base:   all that stands before the last text, as another job left it: it is read where it is
+    base:   all that stands before the last text, as another request left it: it is read where it is
     reserve_tokens: room to leave for decoding
     scope:  of what a method keeps for later prompts; None: the method's own
     """
@@ -124,10 +125,17 @@ class Job:
         if place is None and self.base is not None:
             room = self.layout.num_tokens - self.base.num_tokens + self.reserve_tokens
             return self.lm.new_cache(room, base=self.base)
-        held = [sum(layer) for layer in zip(*(block.held_by_layer for block in self.blocks), strict=True)]
+        held = [sum(layer) for layer in zip(*(block.tokens_by_layer for block in self.blocks), strict=True)]
         dropped = sum(block.num_tokens for block in self.blocks) - max(held, default=0)
         room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
         return self.lm.new_cache(room, self.place() if place is None else place)
+
+    def read(self, adjust: Adjust | None = None) -> PrefillOutput:
+        """Deprecated: what `run(new_cache())` was called before."""
+        warnings.warn("read() is run(new_cache()) now; ragcache 0.2 drops it", DeprecationWarning, stacklevel=2)
+        cache = self.new_cache()
+        cache.adjust = adjust
+        return self.run(cache)
 
     def run(
         self,
@@ -137,7 +145,7 @@ class Job:
         *,
         slots: Tensor | None = None,
         before_layer: BeforeLayer | None = None,
-    ) -> Prefilled:
+    ) -> PrefillOutput:
         """Run these tokens, as `LanguageModel.run` does; without ids, all tokens that are not placed, each over
         everything before it."""
         ordered = None
@@ -146,7 +154,7 @@ class Job:
             positions = torch.tensor(places, device=self.lm.device)
         with self.running(cache):
             logits = self.lm.run(ids, positions, cache, slots=slots, ordered=ordered, before_layer=before_layer)
-        return Prefilled(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
+        return PrefillOutput(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
 
     @contextmanager
     def placing(self) -> Iterator[None]:
@@ -187,7 +195,7 @@ class Placer:
         placements = [pair for pair in placements if pair[0].num_tokens]
         self._blocks = [block for block, _ in placements]
         self._starts = [start for _, start in placements]
-        held = [block.held_by_layer for block in self._blocks]
+        held = [block.tokens_by_layer for block in self._blocks]
         self._lengths = [list(layer) for layer in zip(*held, strict=True)]
         self._sparse = any(min(own) < block.num_tokens for own, block in zip(held, self._blocks, strict=True))
         ranges = [(start, start + block.num_tokens) for block, start in placements]
@@ -268,7 +276,7 @@ class FusionMethod:
     takes_sparse:   whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`,
                     `Recipe.anchors`): it moves them as they are, and neither runs passages' tokens nor chooses among
                     them
-    remembers:      whether it keeps KV of earlier prompts, by `Job.scope`
+    remembers:      whether it keeps KV of earlier prompts, by `PrefillRequest.scope`
     reruns_in_answers: whether passages' tokens run again while an answer is written (`FusedCache.step`)
     """
 
@@ -303,12 +311,12 @@ class FusionMethod:
         is_global = all(before.end == piece.start for before, piece in pairwise(layout.pieces))
         return [] if type(self).prefill is FusionMethod.prefill and is_global else None
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         """Tokens that the method puts between the prompt's own. Of itself it puts none, and reads blocks with what a
         model was trained to hold in them (`packet`). Raises ConfigError where `lm` has none trained."""
-        return Additions.in_blocks(lm.reuse) if self.reuses_blocks else NO_ADDITIONS
+        return AddedTokens.in_blocks(lm.reuse) if self.reuses_blocks else NO_ADDITIONS
 
-    def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> Additions:
+    def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> AddedTokens:
         """The additions, where there is a passage: any model can read a prompt without."""
         return (
             self.additions(lm) if any(isinstance(part, Passages) and part.chunk_ids for part in parts) else NO_ADDITIONS
@@ -319,7 +327,7 @@ class FusionMethod:
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
-        """Ids before the first passage: the text that `Job.exact` holds for a method that reads blocks."""
+        """Ids before the first passage: the text that `PrefillRequest.exact` holds for a method that reads blocks."""
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 
     def check(self, lm: ModelCard, prompt: Prompt) -> None:
@@ -338,6 +346,6 @@ class FusionMethod:
                 f"{others}, or put it before, behind or into a passage"
             )
 
-    def prefill(self, job: Job) -> Prefilled:
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
         """Read the prompt. What is not overridden places all blocks where the layout has them and runs the text."""
-        return job.run(job.new_cache())
+        return request.run(request.new_cache())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Span
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Context:
+class RecomputeContext:
     """Tokens that a recompute method chooses from. Slots number tokens in a cache: prefix, chunks, then all other text.
 
     prefix_tokens:  tokens whose KV is at hand and never runs again: the prefix; in a conversation, all that was read
@@ -50,16 +50,16 @@ class Context:
     begins: bool = True
 
     @classmethod
-    def of(cls, job: Job) -> Context:
-        layout, known, device = job.layout, job.known, job.lm.device
-        lengths = tuple(block.num_tokens for block in job.blocks)
+    def of(cls, request: PrefillRequest) -> RecomputeContext:
+        layout, known, device = request.layout, request.known, request.lm.device
+        lengths = tuple(block.num_tokens for block in request.blocks)
         starts = tuple(accumulate(lengths, initial=known))[:-1]
         pieces, text = layout.placed(known), layout.running(known)
         ids = [*layout.ids[:known], *(id for piece in pieces for id in piece.ids), *text.ids]
         chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
         positions = [*range(known), *chunk_positions, *text.positions]
         all_ids, places = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
-        return cls(job.lm, known, starts, lengths, job.blocks, all_ids, places, pieces == layout.passages)
+        return cls(request.lm, known, starts, lengths, request.blocks, all_ids, places, pieces == layout.passages)
 
     @property
     def num_tokens(self) -> int:
@@ -119,47 +119,47 @@ class RecomputeMethod(FusionMethod, ABC):
     narrows: ClassVar[bool] = False  # its chooser only drops running tokens: nobody looks whether some stood aside
 
     @abstractmethod
-    def candidates(self, context: Context) -> Tensor:
+    def candidates(self, context: RecomputeContext) -> Tensor:
         """Slots of the context tokens that may run in any layer: int64, ascending. None of them: `reposition`."""
 
-    def chooser(self, context: Context) -> Choose | None:
+    def chooser(self, context: RecomputeContext) -> Choose | None:
         """A fresh function to be asked before every layer; None: the candidates run in all layers."""
         return None
 
-    def prefill(self, job: Job) -> Prefilled:
-        context = Context.of(job)
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        context = RecomputeContext.of(request)
         candidates = self.candidates(context)
         if not candidates.numel():
-            return super().prefill(job)
-        return rerun(job, context, open_cache(job, context), candidates, self.chooser(context), self.narrows)
+            return super().prefill(request)
+        return rerun(request, context, open_cache(request, context), candidates, self.chooser(context), self.narrows)
 
 
-def open_cache(job: Job, context: Context) -> FusedCache:
+def open_cache(request: PrefillRequest, context: RecomputeContext) -> FusedCache:
     """A cache by slot: everything at hand is placed as each layer is reached, and the text has room behind it."""
-    place_known, text = job.place(), context.text_slots()
+    place_known, text = request.place(), context.text_slots()
 
     def place(cache: FusedCache, layer: int) -> None:
         place_known(cache, layer)
         cache.reserve(layer, context.positions[text])
 
-    return job.new_cache(place)
+    return request.new_cache(place)
 
 
 def rerun(
-    job: Job,
-    context: Context,
+    request: PrefillRequest,
+    context: RecomputeContext,
     cache: FusedCache,
     candidates: Tensor,
     choose: Choose | None = None,
     narrows: bool = False,
-) -> Prefilled:
+) -> PrefillOutput:
     """Run the text, and before it the candidates, or those of them that `choose` takes, layer by layer.
 
     candidates: slots of context tokens, int64, ascending; narrows: see RecomputeMethod
     """
     slots = torch.cat([candidates, context.text_slots()])
     before = None if choose is None else in_rows(choose, slots, candidates.numel(), narrows)
-    return job.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
+    return request.run(cache, context.ids[slots], context.positions[slots], slots=slots, before_layer=before)
 
 
 def check_ratio(ratio: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ragcache.fusion.layout import Additions
+from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod
 from ragcache.models.card import ModelCard
 
@@ -40,5 +40,5 @@ class Concat(FusionMethod):
     paper: ClassVar[str] = "raw reuse (the baseline in KVLink table 1 and A3 table 1)"
     summary: ClassVar[str] = "joins blocks with the positions they were encoded at"
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         return replace(super().additions(lm), positions="encoded")

@@ -17,7 +17,7 @@ from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import ModelCard
 from ragcache.models.deadline import LIMIT
 from ragcache.models.encode import AbandonedSignal
-from ragcache.models.kvzip import check_read_behind
+from ragcache.models.kvzip import check_replay
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.records import Chunk
 
@@ -77,7 +77,7 @@ class BlockKeys:
         ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
         what = f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}"
         self.card.check_ids(ids, what)
-        check_read_behind(self.card, self.recipe, self.prefix_ids, token_ids, what)
+        check_replay(self.card, self.recipe, self.prefix_ids, token_ids, what)
 
     def key(self, token_ids: Sequence[int], neighbours: Neighbours = ()) -> str:
         """The block key of a chunk."""
@@ -162,7 +162,7 @@ class ModelEncoder(BlockKeys):
                     wanted=limit.allows,
                     neighbours=behind,
                 )
-                if not self.recipe.keeps_all:  # chunks were read twice, or with more tokens
+                if not self.recipe.is_dense:  # chunks were read twice, or with more tokens
                     return blocks
                 if self.on_encoded is not None and chunks:
                     self.lm.finish()

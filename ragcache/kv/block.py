@@ -93,7 +93,7 @@ class KVBlock:
         return ()
 
     @property
-    def held_by_layer(self) -> tuple[int, ...]:
+    def tokens_by_layer(self) -> tuple[int, ...]:
         """Tokens whose keys and values each head of a layer holds: all that were read, but in a SparseBlock."""
         return (self.key_shape[2],) * self.num_layers
 
@@ -116,7 +116,7 @@ class KVBlock:
         return None
 
     def layer_keys(self, layer: int) -> Tensor:
-        """One layer's keys, [num_kv_heads, held, head_dim], held as `held_by_layer`; not to be written to."""
+        """One layer's keys, [num_kv_heads, held, head_dim], held as `tokens_by_layer`; not to be written to."""
         return self._layer("keys", layer)
 
     def layer_values(self, layer: int) -> Tensor:
@@ -197,8 +197,8 @@ class MixedBlock(KVBlock):
         return self.parts[0].num_tokens
 
     @property
-    def held_by_layer(self) -> tuple[int, ...]:
-        return tuple(part.held_by_layer[index] for part, index in self._places)
+    def tokens_by_layer(self) -> tuple[int, ...]:
+        return tuple(part.tokens_by_layer[index] for part, index in self._places)
 
     @property
     def num_bytes(self) -> int:

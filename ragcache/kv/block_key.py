@@ -98,10 +98,10 @@ class Recipe:
     @property
     def joins_states(self) -> bool:
         """Whether a block says what its tokens, all of them and no others, do to a recurrent layer's state."""
-        return self.keeps_all and not self.bos and not self.neighbours
+        return self.is_dense and not self.bos and not self.neighbours
 
     @property
-    def keeps_all(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether blocks hold every token in every head."""
         return self.kept == 1 and self.anchors is None
 

@@ -102,10 +102,10 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._pool.lane.drop_done()
 
     def hold(self) -> None:
-        """Keep the buffers until `let_go`, whoever releases them: a pass is about to work on them."""
+        """Keep the buffers until `release_reference`, whoever releases them: a pass is about to work on them."""
         self._is_held = True
 
-    def let_go(self) -> None:
+    def release_reference(self) -> None:
         """End `hold`."""
         self._is_held = False
         if self._is_released:

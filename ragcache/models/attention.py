@@ -167,7 +167,7 @@ class FusedPass:
 
 
 @dataclass(frozen=True, eq=False)
-class JointPass:
+class BatchedPass:
     """Passes of several requests as one; their rows stand one behind the other.
 
     lengths: rows of each
@@ -192,7 +192,7 @@ class Attended:
     weights: Callable[[int], Tensor]
 
 
-CURRENT: ContextVar[EncodePass | FusedPass | JointPass | None] = ContextVar("ragcache_pass", default=None)
+CURRENT: ContextVar[EncodePass | FusedPass | BatchedPass | None] = ContextVar("ragcache_pass", default=None)
 OBSERVER: ContextVar[Callable[[Attended], None] | None] = ContextVar("ragcache_observer", default=None)
 
 
@@ -231,7 +231,7 @@ def hook_latent(module: nn.Module, rotary: int, rank: int) -> None:
 
 def _expand_later(module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     current = CURRENT.get()
-    is_later = isinstance(current, JointPass) or (isinstance(current, FusedPass) and not current.cache.probing)
+    is_later = isinstance(current, BatchedPass) or (isinstance(current, FusedPass) and not current.cache.probing)
     return (rotary, latent) if is_later else expand(module, (rotary, latent))
 
 
@@ -264,7 +264,7 @@ def attention(
             raise ProjectedSignal(Projected(query, key, value, current.running, scoring, sliding_window))
         own = None if hasattr(module, LATENT) else (key, value)
         out = _attend_members([current], module, [query], sliding_window, scoring, own)
-    elif isinstance(current, JointPass):
+    elif isinstance(current, BatchedPass):
         rows = torch.split(query, list(current.lengths), dim=2)
         out = _attend_members(current.members, module, rows, sliding_window, scoring)
     elif isinstance(current, EncodePass):

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ragcache.kv.fused_cache import CacheMark, FusedCache
-from ragcache.models.attention import CURRENT, FusedPass, JointPass
+from ragcache.models.attention import CURRENT, BatchedPass, FusedPass
 from ragcache.runtime import during
 
 
@@ -106,7 +106,7 @@ def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> lis
     ids = torch.cat([piece.ids for piece in pieces])
     positions = torch.cat([one.positions for one in passes])
     alone = len(pieces) == 1
-    with during(CURRENT, passes[0] if alone else JointPass(passes, lengths)):
+    with during(CURRENT, passes[0] if alone else BatchedPass(passes, lengths)):
         out = model(
             input_ids=ids[None],
             position_ids=positions[None],

@@ -65,7 +65,7 @@ class ModelCard:
         return {"ratio": 0.3} if self.default_method == "cacheblend" else {}
 
     @property
-    def unsaid_ids(self) -> frozenset[int]:
+    def suppress_tokens(self) -> frozenset[int]:
         """Ids that training for reuse added, which no answer may hold."""
         return self.reuse.added_ids if self.reuse is not None else frozenset()
 

@@ -56,7 +56,7 @@ def decode(
     grammar = sampling.grammar()
     form: Form | None = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
     form = form if thoughts is None else thoughts(form)
-    choose = Sampler(sampling, logits.device, {*never, *lm.unsaid_ids}, form, prompt_ids, scores)
+    choose = Sampler(sampling, logits.device, {*never, *lm.suppress_tokens}, form, prompt_ids, scores)
     last = min([lm.max_positions, *(position + n for n in (sampling.max_tokens, most) if n is not None)])
     ends = {*eos_ids, *sampling.stop_token_ids}
     decoding = DecodingSequence(cache, choose, position, last, ends, limit or Limit(cancelled))

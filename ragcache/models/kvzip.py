@@ -8,7 +8,7 @@ With a task or examples in place of the repetition the same attention tells what
 Beyond RAG, arXiv 2503.04973).
 
 What differs from the paper: the heads of one layer keep equally many tokens, where KVzip ranks the pairs of all heads
-together (layers share a block's tokens by that ranking here, too, `drop_least`); the first tokens of a chunk and its
+together (layers share a block's tokens by that ranking here, too, `evict_lowest`); the first tokens of a chunk and its
 recipe's markers always stay; a long text is repeated as a whole and not in parts of 2,048 tokens.
 """
 
@@ -41,7 +41,7 @@ FIRST_TOKENS = 4  # attention sinks where a chunk is read alone
 ROWS = 256  # of the repetition that run together: their attention weights stand in memory, a layer at a time
 
 
-def read_behind(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> list[int]:
+def replay_ids(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> list[int]:
     """Ids that run behind a chunk so that its KV's worth shows; none where the recipe keeps all of it.
 
     A model without a tokenizer repeats without being asked. Raises ConfigError for a task that it cannot read then.
@@ -53,12 +53,12 @@ def read_behind(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> li
     return [*(encode_text(card.tokenizer, REPEAT) if card.has_tokenizer else ()), *chunk_ids]
 
 
-def check_read_behind(
+def check_replay(
     card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], what: str
 ) -> None:
     """Raises ContextTooLongError where a chunk fits the model and what has to run behind it does not."""
     if recipe.kept < 1:
-        ids = [*prefix_ids, *recipe.marked(chunk_ids), *read_behind(card, recipe, chunk_ids)]
+        ids = [*prefix_ids, *recipe.marked(chunk_ids), *replay_ids(card, recipe, chunk_ids)]
         card.check_ids(ids, f"{what}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
 
 
@@ -129,7 +129,7 @@ def measure_worth(
     return [worth.by_layer[layer] for layer in range(block.num_layers)]
 
 
-def drop_least(block: KVBlock, worth: Sequence[Tensor], recipe: Recipe) -> KVBlock:
+def evict_lowest(block: KVBlock, worth: Sequence[Tensor], recipe: Recipe) -> KVBlock:
     """The block with what is worth most of it, as much as the recipe keeps; of equally good tokens the first stay.
 
     A layer's heads keep equally many. Its j-th place is worth what the heads' j-th best tokens are worth, on average,

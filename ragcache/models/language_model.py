@@ -23,7 +23,7 @@ from ragcache.models.batch import ForwardRequest, run_pieces
 from ragcache.models.batches import plan_batches
 from ragcache.models.card import ModelCard
 from ragcache.models.encode import encode_batch
-from ragcache.models.kvzip import check_read_behind, drop_least, measure_worth, num_kept, read_behind
+from ragcache.models.kvzip import check_replay, evict_lowest, measure_worth, num_kept, replay_ids
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
@@ -131,7 +131,7 @@ class LanguageModel(ModelCard):
             if not chunk:
                 raise PromptError(f"chunk {rank} has no tokens; leave empty passages out")
             self.check_ids([*behind, *before, *recipe.marked(chunk)], f"chunk {rank}")
-            check_read_behind(self, recipe, behind, chunk, f"chunk {rank}")
+            check_replay(self, recipe, behind, chunk, f"chunk {rank}")
         rows = [[*before, *recipe.marked(chunk)] for before, chunk in zip(heads, chunks, strict=True)]
         context = self.read(behind, prefix) if behind else None
         layers = [context.layer_state(layer)[:2] for layer in range(self.shape.num_layers)] if context else []
@@ -155,12 +155,12 @@ class LanguageModel(ModelCard):
         wanted: Callable[[], bool] | None,
     ) -> KVBlock:
         """What the recipe keeps of a block that holds every token."""
-        if recipe.keeps_all:
+        if recipe.is_dense:
             return block
         if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
-            behind = read_behind(self, recipe, chunk)
+            behind = replay_ids(self, recipe, chunk)
             worth = measure_worth(self.model, self.rope, self.new_cache, block, behind, prefix, wanted)
-            return drop_least(block, worth, recipe)
+            return evict_lowest(block, worth, recipe)
         stays = torch.ones(block.num_tokens, dtype=torch.bool)
         if recipe.anchors is not None:
             stays = torch.tensor([not gives_way(number) for number in recipe.anchors.numbers(block.num_tokens)])

@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ragcache.kv.cache_shape import StateShape
 from ragcache.kv.state import State, StateMap
-from ragcache.models.attention import CURRENT, RANK, EncodePass, JointPass
+from ragcache.models.attention import CURRENT, RANK, BatchedPass, EncodePass
 
 _LEAST = 1e-3  # of a state's size: a basis as large as the state keeps the digits of P
 
@@ -90,8 +90,8 @@ class Mixer:
         hidden: Tensor = given.pop("hidden_states")
         if isinstance(current, EncodePass):
             return self._encode(current, hidden, given)
-        members = current.members if isinstance(current, JointPass) else [current]
-        lengths = list(current.lengths) if isinstance(current, JointPass) else [hidden.shape[1]]
+        members = current.members if isinstance(current, BatchedPass) else [current]
+        lengths = list(current.lengths) if isinstance(current, BatchedPass) else [hidden.shape[1]]
         rows = torch.split(hidden, lengths, dim=1)
         outs = []
         for one, part in zip(members, rows, strict=True):

@@ -340,7 +340,7 @@ class Scheduler:
             unfinished = [one for one in self._running if one.sequence is None and not one.finished.done()]
             self._waiting += unfinished
             for request in self._running:
-                request.run.cache.let_go()
+                request.run.cache.release_reference()
             self._running = []
             self._changed.notify_all()
 

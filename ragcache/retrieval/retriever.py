@@ -35,7 +35,7 @@ FORESEEN = 16
 
 
 # Told handles of KV blocks that are likely to be read, the likeliest first.
-Foresee = Callable[[Sequence[str]], None]
+OnCandidates = Callable[[Sequence[str]], None]
 
 
 class Hit(NamedTuple):
@@ -103,7 +103,7 @@ class Retriever:
         mmr_lambda: float | None = None,
         fetch_k: int | None = None,
         rerank: bool | None = None,
-        foresee: Foresee | None = None,
+        on_candidates: OnCandidates | None = None,
         documents: DocumentStore | None = None,
     ) -> list[Hit]:
         """The k chunks that answer best, best first; all of them when there are fewer.
@@ -120,7 +120,7 @@ class Retriever:
         rerank:          have the reranker choose and order the k by reading each candidate with the question; None:
                          where there is one, the query is text and mmr_lambda is None. A hit's score stays the inner
                          product
-        foresee:         told the handles of the k nearest as soon as they are found, before their texts are read and
+        on_candidates:   told the handles of the k nearest as soon as they are found, before their texts are read and
                          before threshold and MMR have their say; once more where the search has to be repeated
         documents:       another view of the same documents: what is not seen through it is not found
 
@@ -133,7 +133,7 @@ class Retriever:
         question, vector = (query, self.embedder.embed_query(query)) if isinstance(query, str) else ("", query)
         seen = self.documents if documents is None else documents
         rank = partial(self._rank, seen, question, vector, search, filter, count)
-        found, chunks = self._search(seen, rank, min(k, FORESEEN), foresee)
+        found, chunks = self._search(seen, rank, min(k, FORESEEN), on_candidates)
         if filter and not len(found.ids):
             self._refuse_unknown_fields(seen, filter)
         if score_threshold is not None:
@@ -178,7 +178,7 @@ class Retriever:
             self.index.save(path)
 
     def _search(
-        self, seen: DocumentStore, rank: Callable[[], SearchResult], nearest: int, foresee: Foresee | None
+        self, seen: DocumentStore, rank: Callable[[], SearchResult], nearest: int, on_candidates: OnCandidates | None
     ) -> tuple[SearchResult, list[Chunk]]:
         """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
         that as many come back as there are."""
@@ -186,8 +186,8 @@ class Retriever:
             self.refresh()
             found = rank()
             ids = found.ids.tolist()
-            if foresee is not None:
-                foresee(seen.handles_by_vector_ids(ids[:nearest]))
+            if on_candidates is not None:
+                on_candidates(seen.handles_by_vector_ids(ids[:nearest]))
             chunks = seen.chunks_by_vector_ids(ids)
             if len(chunks) == len(ids):
                 break

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from ragcache import Answer, Chunk, Passage, RagCache, ReadOptions, RetrieveOptions, Sampling, Source
+from ragcache import Answer, Chunk, GenerationOptions, Passage, RagCache, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
 from ragcache.engine.options import AnswerDefaults, names
 from ragcache.server.chat_types import (
@@ -37,7 +37,7 @@ from ragcache.server.chat_types import (
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
 # `RunningTask` keeps it.
-READ = [name for name in names(ReadOptions) if name not in ("sampling", "cancelled", "timeout_s")]
+READ = [name for name in names(GenerationOptions) if name not in ("sampling", "cancelled", "timeout_s")]
 
 
 class Call(NamedTuple):

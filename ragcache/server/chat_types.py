@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from ragcache.engine.options import AnswerDefaults, ReadOptions, RetrieveOptions, names
+from ragcache.engine.options import AnswerDefaults, GenerationOptions, RetrieveOptions, names
 from ragcache.models.sampler import MAX_LOGPROBS
 from ragcache.models.thoughts import Effort
 from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
@@ -141,7 +141,7 @@ class TemplateFields(optional("chat_template_kwargs")):  # type: ignore[misc]
     reasoning_effort: Effort | None = Field(default=None, description="How much the model thinks; none: not at all")
 
 
-class ReadFields(TemplateFields, optional("top_k", *names(ReadOptions))):  # type: ignore[misc]
+class ReadFields(TemplateFields, optional("top_k", *names(GenerationOptions))):  # type: ignore[misc]
     """How a prompt is read and answered."""
 
     method: Name | None = Field(default=None, description="Fusion method; see GET /v1/methods")

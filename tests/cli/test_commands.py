@@ -58,7 +58,7 @@ def test_ingest_on_a_ray_of_its_own(made, model, folder, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.stdout)["added"]) == len(NAMES)
     assert not ray.is_initialized()
-    with rc.Library.open(made) as here, rc.Library.open(root) as there:
+    with rc.Store.open(made) as here, rc.Store.open(root) as there:
         for document in here.documents():
             ours, theirs = here.chunks_of(document.id), there.chunks_of(document.id)
             assert [(one.text, one.handle) for one in ours] == [(one.text, one.handle) for one in theirs]
@@ -94,7 +94,7 @@ def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
 def test_chunk_options_reach_the_chunker(model, folder, tmp_path):
     kb = tmp_path / "kb"
     json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--chunk-max-tokens", 20, "--json"))
-    with rc.Library.open(kb) as opened:
+    with rc.Store.open(kb) as opened:
         texts = [chunk.text for one in opened.documents() for chunk in opened.chunks_of(one.id)]
     assert len(texts) > len(NAMES)
     assert max(len(text.encode()) for text in texts) <= 20  # the model's tokens are bytes
@@ -249,7 +249,7 @@ def test_pins_hold_until_they_are_taken_back(store):
     pinned = json_of(invoke("pin", "arno", "club", "--store", store, "--json"))["pinned"]
     assert len(pinned) == 2
     assert json_of(invoke("info", "--store", store, "--json"))["pinned"] == 2
-    with rc.Library.open(store) as kb:
+    with rc.Store.open(store) as kb:
         assert kb.store.kv.pinned == set(pinned)
     assert json_of(invoke("unpin", "arno", "--store", store, "--json"))["unpinned"] == pinned[:1]
     assert json_of(invoke("info", "--store", store, "--json"))["pinned"] == 1
@@ -269,7 +269,7 @@ def test_chat_survives_a_question_that_is_too_long(store):
 def test_list_gives_the_documents(store):
     found = json_of(invoke("list", "--store", store, "--json"))["documents"]
     assert names(document["id"] for document in found) == NAMES
-    with rc.Library.open(store) as kb:
+    with rc.Store.open(store) as kb:
         assert [asdict(d) | {"state": d.state} for d in kb.documents()] == found
     filtered = json_of(invoke("list", "--store", store, "--filter", '{"year": 2021}', "--json"))["documents"]
     assert [document["id"] for document in filtered] == ["arno"]
@@ -380,7 +380,7 @@ def test_reencode_makes_a_store_for_another_model(store, tmp_path):
     other, target = save_tiny_llama(tmp_path / "other", seed=3, positions=768), tmp_path / "kb2"
     report = json_of(invoke("reencode", target, "--store", store, "--model", other, "--json"))
     assert names(sorted(report["added"])) == NAMES
-    with rc.Library.open(store) as old, rc.Library.open(target) as new:
+    with rc.Store.open(store) as old, rc.Store.open(target) as new:
         assert new.info().model == str(other)
         assert [one.id for one in new.documents()] == [one.id for one in old.documents()]
     for arguments, said in (((target,), "--model"), ((store, "--model", other), "name another directory")):
@@ -437,6 +437,6 @@ def test_precompute_cuts_documents_as_ingest_does(model, folder, tmp_path):
     options = ("--model", model, *MOVED, "--chunk-max-tokens", 20)
     json_of(invoke("ingest", folder, "--store", tmp_path / "one", *options, "--json"))
     made = json_of(invoke("precompute", folder, "--split", "--store", tmp_path / "two", *options, "--json"))
-    with rc.Library.open(tmp_path / "one") as kb:
+    with rc.Store.open(tmp_path / "one") as kb:
         own = {chunk.handle for one in kb.documents() for chunk in kb.chunks_of(one.id)}
     assert set(made["handles"]) == own

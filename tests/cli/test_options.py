@@ -232,7 +232,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ["ask", "chat", "serve"])
 def test_no_option_of_the_engine_is_absent(name):
-    known = {*rc.ReadOptions.__annotations__, *rc.RetrieveOptions.__annotations__, "k"}
+    known = {*rc.GenerationOptions.__annotations__, *rc.RetrieveOptions.__annotations__, "k"}
     wanted = {given for one in known for given in ELSEWHERE.get(one, [one])}
     found = {parameter.name for command, parameter in all_options() if command == name}
     assert wanted <= found
@@ -358,7 +358,7 @@ def test_a_look_into_a_store_waits_for_no_torch(made):
     code = f"""
 import sys
 import ragcache as rc
-with rc.Library.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
+with rc.Store.open({str(made)!r}, store=rc.StoreConfig(read_only=True)) as kb:
     print(len(kb.documents()), kb.info().documents, "torch" in sys.modules)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout

@@ -30,7 +30,7 @@ def survivor():
 
 def texts_in(store: Path) -> dict[str, str]:
     try:
-        with rc.Library.open(store, store=rc.StoreConfig(read_only=True)) as kb:
+        with rc.Store.open(store, store=rc.StoreConfig(read_only=True)) as kb:
             return {
                 Path(one.id).name: "".join(chunk.text for chunk in kb.chunks_of(one.id)).strip()
                 for one in kb.documents()

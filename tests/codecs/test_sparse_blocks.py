@@ -42,7 +42,7 @@ def test_a_head_holds_its_own_tokens_in_order(make) -> None:
     block = make(3, num_tokens=20)
     masks = make_masks(block, 6)
     sparse = keep(block, masks).made_by(Recipe(kept=0.3))
-    assert (sparse.num_tokens, set(sparse.held_by_layer), sparse.layers) == (20, {6}, block.layers)
+    assert (sparse.num_tokens, set(sparse.tokens_by_layer), sparse.layers) == (20, {6}, block.layers)
     assert sparse.recipe == Recipe(kept=0.3)
     assert sparse.num_bytes < block.num_bytes
     for layer, shape in enumerate(block.layers):
@@ -87,7 +87,7 @@ def test_what_is_held_stays_inside_the_bound(
     assert read.equal(written)
     assert read.equal(codec.decode(codec.encode(block)))
     assert (read.num_tokens, read.dtype, read.layers) == (num_tokens, dtype, block.layers)
-    assert set(read.held_by_layer) == {count}
+    assert set(read.tokens_by_layer) == {count}
     bound = codec.error_bound(block)
     for layer in range(block.num_layers):
         places, wanted = read.places(layer), block.places(layer)
@@ -105,14 +105,14 @@ def test_what_is_held_stays_inside_the_bound(
 @pytest.mark.parametrize("make", MAKERS)
 def test_layers_may_hold_unequally_many(codec: Codec, make, tmp_path: Path) -> None:
     block = make_unequal(make(5, num_tokens=70))
-    assert len(set(block.held_by_layer)) == block.num_layers
-    assert block.held_by_layer[0] == 0
-    assert block.held_by_layer[-1] == 70
+    assert len(set(block.tokens_by_layer)) == block.num_layers
+    assert block.tokens_by_layer[0] == 0
+    assert block.tokens_by_layer[-1] == 70
     codec = codec.for_trial(block)
     written = write_block(tmp_path / "block", make_key(1), block, codec)
     read = read_block(tmp_path / "block", make_key(1), codec.bases)
     assert read.equal(written)
-    assert read.held_by_layer == block.held_by_layer
+    assert read.tokens_by_layer == block.tokens_by_layer
     bound = codec.error_bound(block)
     for layer in range(block.num_layers):
         places, wanted = read.places(layer), block.places(layer)
@@ -173,4 +173,4 @@ def test_sparse_blocks_are_no_plain_ones() -> None:
     assert all(isinstance(part, SparseBlock) for part in sparse.parts)
     assert make_block(1).places(0) is None
     assert isinstance(make_block(1), KVBlock)
-    assert set(make_block(1).held_by_layer) == {5}
+    assert set(make_block(1).tokens_by_layer) == {5}

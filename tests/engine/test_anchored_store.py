@@ -104,7 +104,7 @@ def test_blocks_hold_the_share_and_codecs_foretell_their_bytes(anchored):
     for chunk in anchored.chunks([hit.chunk.id for hit in anchored.retrieve(QUESTION, 3)]):
         block = anchored.store.kv.get(chunk.handle).block
         count = -(-len(chunk.token_ids) * 3 // 12)
-        assert (set(block.held_by_layer), block.num_tokens) == ({count}, len(chunk.token_ids) + count)
+        assert (set(block.tokens_by_layer), block.num_tokens) == ({count}, len(chunk.token_ids) + count)
         for codec in ("raw", "int8"):
             tensors = get_codec(codec).encode(block)
             size = sum(tensor.nbytes for tensor in tensors.values())

@@ -47,7 +47,7 @@ def fill(kb: rc.RagCache, folder) -> rc.RagCache:
     return kb
 
 
-def stored(kb: rc.Library) -> list:
+def stored(kb: rc.Store) -> list:
     return [
         (one.id, one.source, one.title, one.metadata, one.file, one.content_hash,
          [(chunk.id, chunk.text, chunk.metadata) for chunk in kb.chunks_of(one.id)])

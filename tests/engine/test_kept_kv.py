@@ -101,7 +101,7 @@ def test_pinned_documents_stay_and_are_computed_where_needed(open_kb, tmp_path) 
             kb.pin(["cats", "dogs", "clubs"])
         with pytest.raises(NoSuchDocumentError, match="nobody"):
             kb.pin("nobody")
-    with rc.Library.open(tmp_path / "kb", store=config) as kb:
+    with rc.Store.open(tmp_path / "kb", store=config) as kb:
         assert kb.info().pinned == 1
         with pytest.raises(MissingBlockError, match=r"no KV yet|no tier has"):
             kb.pin("cats")

@@ -57,7 +57,7 @@ def test_the_store_is_smaller_by_the_share(sparse, kb):
     few = [sparse.store.kv.get(sparse.chunks_of(id)[0].handle).block for id in IDS]
     for block, less in zip(blocks, few, strict=True):
         assert less.num_tokens == block.num_tokens
-        assert sum(less.held_by_layer) == less.num_layers * -(-block.num_tokens * 4 // 10)
+        assert sum(less.tokens_by_layer) == less.num_layers * -(-block.num_tokens * 4 // 10)
         assert less.num_bytes < 0.45 * block.num_bytes
     assert files[1] < files[0]
 

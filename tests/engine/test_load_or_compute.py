@@ -83,7 +83,7 @@ def test_rates_are_measured_once_kept_and_shown(kb, open_kb, monkeypatch):
     monkeypatch.setattr("ragcache.engine.probe.probe", lambda *args: pytest.fail("measured again"))
     with open_kb() as second:
         assert second.rates().prefill_tokens_s == pytest.approx(figures.prefill_tokens_s, rel=0.5)
-    with rc.Library.open(kb.store.layout.root) as care:
+    with rc.Store.open(kb.store.layout.root) as care:
         assert care.rates().tiers.keys() == figures.tiers.keys()
     assert json.dumps(figures.to_json())
 

@@ -80,7 +80,7 @@ def test_a_store_knows_its_remote(open_machine: OpenKB, url: str, tmp_path: Path
     """Deleted from a store opened without it, a document's blocks would stay there for ever."""
     add(open_machine("a"))
     config = rc.StoreConfig(database=f"sqlite:///{tmp_path / 'shared.sqlite3'}")
-    with rc.Library.open(tmp_path / "a", store=config) as library:
+    with rc.Store.open(tmp_path / "a", store=config) as library:
         assert list(library.info().bytes_by_tier) == ["memory", "disk", "remote"]
         assert library.doctor().sound
         library.delete(list(TEXTS))
@@ -92,7 +92,7 @@ def test_a_store_knows_its_remote(open_machine: OpenKB, url: str, tmp_path: Path
 def test_a_store_with_other_documents_is_refused(open_machine: OpenKB, url: str, tmp_path: Path) -> None:
     add(open_machine("a"))
     with pytest.raises(ConfigError, match=r"blocks of another store"):
-        rc.Library.open(tmp_path / "other", store=rc.StoreConfig(remote=url), create=True)
+        rc.Store.open(tmp_path / "other", store=rc.StoreConfig(remote=url), create=True)
     assert len(remote_blocks(url)) == 2
 
 

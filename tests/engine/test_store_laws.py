@@ -208,7 +208,7 @@ def test_deleting_a_document_deletes_every_trace(kb, open_kb):
 
 
 def test_deleting_without_models_is_the_same(kb):
-    plain = rc.Library.open(kb.store.layout.root)
+    plain = rc.Store.open(kb.store.layout.root)
     handle = next(hit.handle for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
     assert plain.delete("dogs") == ["dogs"]
     assert tier_of(plain.store.kv, handle) is None
@@ -218,12 +218,12 @@ def test_deleting_without_models_is_the_same(kb):
 
 
 def test_opening_without_models_names_the_library(open_kb, tmp_path):
-    with pytest.raises(ConfigError, match=r"models=False.*Library\.open"):
+    with pytest.raises(ConfigError, match=r"models=False.*Store\.open"):
         open_kb(models=False)
     assert not (tmp_path / "kb").exists()
     with pytest.raises(StoreNotFoundError, match="kb"):
-        rc.Library.open(tmp_path / "kb")
-    with rc.Library.open(tmp_path / "kb", create=True) as empty:
+        rc.Store.open(tmp_path / "kb")
+    with rc.Store.open(tmp_path / "kb", create=True) as empty:
         assert empty.delete("nobody") == []
         assert empty.doctor().index == "absent"
 
@@ -233,7 +233,7 @@ def test_a_library_loads_no_model_library(kb):
     kb.close()
     look = (
         "import sys, ragcache as rc\n"
-        "with rc.Library.open(sys.argv[1]) as library:\n"
+        "with rc.Store.open(sys.argv[1]) as library:\n"
         "    print(len(library.documents()), library.info().chunks, len(library.chunks_of('cats')))\n"
         "    print(library.delete('cats'), len(library.pin('dogs')), library.doctor().sound)\n"
         "print('transformers' in sys.modules)\n"
@@ -334,7 +334,7 @@ def test_the_doctor_repairs_what_can_be_repaired(kb, open_kb):
     index = kb.store.layout.index
     index.write_bytes(index.read_bytes()[:100])
     kb.close()
-    patient = rc.Library.open(kb.store.layout.root)
+    patient = rc.Store.open(kb.store.layout.root)
     report = patient.doctor()
     assert not report.sound
     assert report.damaged == [handles[0]]
@@ -355,7 +355,7 @@ def test_an_index_that_lies_is_rebuilt(kb, open_kb):
     kb.ingest(rc.Document("later", "Dogs bark at night in the morning too.\n"))
     kb.close()
     kb.store.layout.index.write_bytes(stolen)
-    with rc.Library.open(kb.store.layout.root) as patient:
+    with rc.Store.open(kb.store.layout.root) as patient:
         assert patient.doctor().index.startswith("rebuilt")
     assert [hit.chunk.id for hit in open_kb().ask(QUESTION, k=5, sampling=SHORT).hits if hit.chunk.id in expected]
 

@@ -156,7 +156,7 @@ def test_a_library_without_models_deletes_as_well(near):
     (gone,) = near.chunks_of("dogs")
     readers = [id for id, some in brute_force(near).items() if tuple(gone.token_ids) in some]
     near.close()
-    with rc.Library.open(near.store.layout.root) as library:
+    with rc.Store.open(near.store.layout.root) as library:
         library.delete("dogs")
         assert {chunk.id for chunk in chunks_of(library) if chunk.handle is None} == set(readers)
         assert library.doctor().sound

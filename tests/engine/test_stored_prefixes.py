@@ -197,7 +197,7 @@ def test_a_changed_document_takes_what_may_quote_it(open_kb):
     with open_kb() as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         kb.chat(TALK, sampling=SHORT)
-    with rc.Library.open(kb.store.layout.root) as library:
+    with rc.Store.open(kb.store.layout.root) as library:
         assert files(library)
         library.delete(next(iter(TEXTS)))
         assert not files(library)
@@ -211,7 +211,7 @@ def test_a_changed_document_takes_what_may_quote_it(open_kb):
 def test_what_is_deleted_while_it_is_written_leaves_nothing(open_kb, monkeypatch):
     with open_kb() as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
-        foreign, other = kb.store.kv.foreign, rc.Library.open(kb.store.layout.root)
+        foreign, other = kb.store.kv.foreign, rc.Store.open(kb.store.layout.root)
         put = foreign.put
 
         def put_and_delete(*arguments):
@@ -292,14 +292,14 @@ def no_room(*_):
 def test_an_answer_does_not_wait_for_the_disk(open_kb, monkeypatch):
     """The next question is answered while the KV of the one before is being written."""
     with open_kb() as kb:
-        let_go = stored_prefixes.threading.Event()
+        release_reference = stored_prefixes.threading.Event()
         put = kb.store.kv.foreign.put
-        monkeypatch.setattr(kb.store.kv.foreign, "put", lambda *given: (let_go.wait(60), put(*given))[1])
+        monkeypatch.setattr(kb.store.kv.foreign, "put", lambda *given: (release_reference.wait(60), put(*given))[1])
         first = kb.chat(TALK, sampling=SHORT)
         assert not files(kb)
         assert kb.chat(TALK, sampling=SHORT).text == first.text
         assert not files(kb)
-        let_go.set()
+        release_reference.set()
     assert files(kb)
 
 

@@ -13,7 +13,7 @@ import ragcache as rc
 from ragcache.engine.verdict import save_verdict
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.reposition import Reposition
 from ragcache.prompt import prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
@@ -40,9 +40,9 @@ class Broken(Reposition):
 
     name: ClassVar[str] = "broken"
 
-    def prefill(self, job: Job) -> Prefilled:
-        empty = [replace(block, values=block.values * 0) for block in job.blocks]
-        return super().prefill(replace(job, blocks=empty))
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        empty = [replace(block, values=block.values * 0) for block in request.blocks]
+        return super().prefill(replace(request, blocks=empty))
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Exact(FusionMethod):
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = ""
 
-    def prefill(self, job: Job) -> Prefilled:
-        return super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=(), exact=None))
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        return super().prefill(replace(request, layout=replace(request.layout, separate=False), blocks=(), exact=None))
 
 
 @pytest.fixture

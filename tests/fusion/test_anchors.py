@@ -86,7 +86,7 @@ def test_a_block_is_the_anchors_kv_of_a_plain_forward(family, recipe, tmp_path):
         tokens = oracle.compressed(prefix, [chunk], [], [[]], IDS, SEGMENT)
         places = [place for place, token in enumerate(tokens) if token.part == "anchor"]
         first = len(prefix)
-        assert (block.num_tokens, set(block.held_by_layer)) == (len(tokens) - first, {len(places)})
+        assert (block.num_tokens, set(block.tokens_by_layer)) == (len(tokens) - first, {len(places)})
         for layer, (keys, values) in enumerate(plain_kv(one.plain, tokens, recipe == "prefix")):
             assert block.places(layer).tolist() == [[place - first for place in places]] * keys.shape[0]
             ours = one.lm.rope.rotate(block.layer_keys(layer), layer, torch.tensor(places))
@@ -146,7 +146,7 @@ def test_a_segment_as_long_as_the_chunk_is_a_trailer(tmp_path):
     chunk = list(range(30, 50))
     (anchored,) = lm.encode([chunk], Recipe(bos=True, anchors=(IDS, 20)))
     (whole,) = lm.encode([chunk], Recipe(bos=True, markers=((), IDS)))
-    assert (anchored.num_tokens, set(anchored.held_by_layer)) == (whole.num_tokens, {3})
+    assert (anchored.num_tokens, set(anchored.tokens_by_layer)) == (whole.num_tokens, {3})
     for layer in range(anchored.num_layers):
         assert_same(anchored.layer_keys(layer), whole.layer_keys(layer)[:, -3:])
         assert_same(anchored.layer_values(layer), whole.layer_values(layer)[:, -3:])

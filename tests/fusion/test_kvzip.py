@@ -113,8 +113,8 @@ def test_what_is_kept_follows_the_eager_attention_of_plain_transformers(family, 
         wanted = expected_places(oracle, family.lm, before, chunk, chunk, kept, range(SINKS))
         assert places_of(block) == wanted
         assert block.num_tokens == len(chunk)
-        assert block.held_by_layer == tuple(len(heads[0]) for heads in wanted)
-        assert sum(block.held_by_layer) == len(wanted) * max(math.ceil(kept * len(chunk)), SINKS)
+        assert block.tokens_by_layer == tuple(len(heads[0]) for heads in wanted)
+        assert sum(block.tokens_by_layer) == len(wanted) * max(math.ceil(kept * len(chunk)), SINKS)
         assert block.num_bytes < plain.num_bytes
         for layer in range(block.num_layers):
             rows = torch.tensor(wanted[layer])[:, :, None]
@@ -251,7 +251,7 @@ def test_the_key_names_the_share_and_the_task():
 def test_short_chunks_are_kept_whole(llama):
     (block,) = llama.lm.encode([[5, 6, 7]], Recipe(kept=0.1))
     (plain,) = llama.lm.encode([[5, 6, 7]])
-    assert block.held_by_layer == (3,) * plain.num_layers
+    assert block.tokens_by_layer == (3,) * plain.num_layers
     assert block.equal(plain)
 
 

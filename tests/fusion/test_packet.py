@@ -101,7 +101,7 @@ def test_a_trained_checkpoint_needs_no_options(trained):
     spelt = with_packets(prompt)
     fused = rc.fuse(lm, prompt, lm.default_method)
     assert_same(fused.next_logits, oracle_logits_of(model, spelt.ids, block_diagonal(spelt)))
-    assert lm.unsaid_ids == {*HEADER, *TRAILER}
+    assert lm.suppress_tokens == {*HEADER, *TRAILER}
     plain = rc.fuse(lm, prompt, "full").next_logits  # full prefill reads the text alone
     assert_same(plain, oracle_logits_of(model, prompt.ids, causal(prompt.num_tokens)))
 

@@ -17,7 +17,7 @@ import ragcache_papers.prophet as prophet
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.method import Job, Placer
+from ragcache.fusion.method import Placer, PrefillRequest
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 CHUNKS = (17, 3, 20, 12)
@@ -157,11 +157,11 @@ def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
 
 def test_a_pass_that_ends_early_is_timed(load):
     lm, _ = load("llama")
-    job = Job(lm, Layout(()))
-    with suppress(KeyError), job.running(lm.new_cache(1)):
+    request = PrefillRequest(lm, Layout(()))
+    with suppress(KeyError), request.running(lm.new_cache(1)):
         time.sleep(0.01)
         raise KeyError
-    assert job.times.prefill_s >= 0.01
+    assert request.times.prefill_s >= 0.01
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf, "0.5", None, True])

@@ -63,7 +63,7 @@ def kb(tmp_path, tiny) -> rc.RagCache:
 
 
 def test_no_option_of_the_engine_is_absent():
-    assert set(GIVEN) - {"context", "drop_turns"} == set(rc.ReadOptions.__annotations__) - ELSEWHERE
+    assert set(GIVEN) - {"context", "drop_turns"} == set(rc.GenerationOptions.__annotations__) - ELSEWHERE
     assert {*GIVEN, "timeout"} <= set(ChatRagCache.model_fields)
     assert set(rc.RetrieveOptions.__annotations__) <= set(RagCacheRetriever.model_fields)
 

@@ -54,7 +54,7 @@ def engine(kb, monkeypatch) -> dict[str, object]:
 
 
 def test_no_option_of_the_engine_is_absent():
-    assert set(GIVEN) == set(rc.ReadOptions.__annotations__) - ELSEWHERE
+    assert set(GIVEN) == set(rc.GenerationOptions.__annotations__) - ELSEWHERE
     assert {*GIVEN, "context", "drop_turns"} <= set(RagCacheLLM.model_fields)
     taken = {"filter" if name == "filters" else name for name in inspect.signature(RagCacheRetriever).parameters}
     assert set(rc.RetrieveOptions.__annotations__) <= taken

@@ -262,7 +262,7 @@ def test_the_nearest_are_foreseen_before_their_texts_are_read(retriever, documen
     by_id = {
         chunk.vector_id: f"{chunk.document_id}" for n in range(len(TEXTS)) for chunk in documents.chunks_of(f"d{n}")
     }
-    hits = retriever.retrieve("Osby has a mill", 4, mmr_lambda=0.1, fetch_k=12, foresee=told.append)
+    hits = retriever.retrieve("Osby has a mill", 4, mmr_lambda=0.1, fetch_k=12, on_candidates=told.append)
     nearest = [f"d{TEXTS.index(text)}" for text in brute_force("Osby has a mill")[:5]]
     assert told[0] == [id for id in told[0] if id in nearest]
     assert told[1] == "texts"

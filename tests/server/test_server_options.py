@@ -40,9 +40,9 @@ def call(defaults: AnswerDefaults | None = None, **extension):
 
 
 def test_no_option_of_the_engine_is_absent():
-    known = {*rc.ReadOptions.__annotations__, *rc.RetrieveOptions.__annotations__}
+    known = {*rc.GenerationOptions.__annotations__, *rc.RetrieveOptions.__annotations__}
     assert known - ELSEWHERE <= set(Extension.model_fields)
-    assert {*READ, "timeout_s"} == set(rc.ReadOptions.__annotations__) - ELSEWHERE
+    assert {*READ, "timeout_s"} == set(rc.GenerationOptions.__annotations__) - ELSEWHERE
     assert set(RETRIEVE) == set(rc.RetrieveOptions.__annotations__)
     assert {"k", "context", "drop_turns"} <= set(Extension.model_fields)
 

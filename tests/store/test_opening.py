@@ -19,7 +19,7 @@ from sqlalchemy import make_url
 import ragcache as rc
 from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
-from ragcache.engine.store_config import Store, open_store
+from ragcache.engine.store_config import StoreParts, open_store
 from ragcache.errors import DatabaseMismatchError, StoreError, StoreNotFoundError
 from ragcache.store.records import NewChunk, NewDocument
 
@@ -35,11 +35,13 @@ def other_url(request, tmp_path):
     yield from postgres_schema()
 
 
-def opened(root: Path, database: str | None = None, *, create: bool = True, read_only: bool = False) -> closing[Store]:
+def opened(
+    root: Path, database: str | None = None, *, create: bool = True, read_only: bool = False
+) -> closing[StoreParts]:
     return closing(open_store(root, StoreConfig(database=database, read_only=read_only), create=create))
 
 
-def fill(store: Store) -> None:
+def fill(store: StoreParts) -> None:
     chunks = []
     for number, key in enumerate(KEYS):
         store.kv.put(key, make_block(number))
@@ -68,7 +70,7 @@ def test_documents_elsewhere_are_never_taken_for_none(tmp_path, url):
         with pytest.raises(DatabaseMismatchError, match=r"its documents are in .*--database URL.*RAGCACHE_DATABASE"):
             open_store(root, StoreConfig(read_only=read_only), create=create)
     with pytest.raises(DatabaseMismatchError):
-        rc.Library.open(root)
+        rc.Store.open(root)
     assert not (root / "store.sqlite3").exists()
     assert blocks_on_disk(root) == set(KEYS)
     with opened(root, url) as store:

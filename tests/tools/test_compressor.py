@@ -1,4 +1,4 @@
-"""The classifier of words: what the base does not foresee has to stay."""
+"""The classifier of words: what the base does not on_candidates has to stay."""
 
 from __future__ import annotations
 

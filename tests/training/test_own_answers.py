@@ -135,7 +135,7 @@ def store(open_kb, tmp_path):
 
 
 def test_rows_of_a_store_are_neighbours_in_its_order(store):
-    with rc.Library.open(store) as library:
+    with rc.Store.open(store) as library:
         whole = [chunk.text for one in library.documents() for chunk in library.chunks_of(one.id)]
     rows = store_rows(store, rows=5, passages=3, seed=0)
     starts = [whole.index(row.passages[0]) for row in rows]

@@ -167,7 +167,7 @@ def test_anchors_learn_in_two_stages(options, tmp_path):
         assert (answer.method, {source.kv for source in answer.hits}) == ("link", {"memory"})
         block = kb.store.kv.get(kb.chunks_of("0")[0].handle).block
         chunk = kb.chunks_of("0")[0].token_ids
-        assert set(block.held_by_layer) == {-(-len(chunk) * 3 // 8)}
+        assert set(block.tokens_by_layer) == {-(-len(chunk) * 3 // 8)}
 
 
 class StopError(Exception):

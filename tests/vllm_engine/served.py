@@ -31,7 +31,7 @@ def free_port() -> int:
 @contextmanager
 def serving(store: Path, log: Path, more: Sequence[str] = SMALL, **environment: str) -> Iterator[str]:
     """Start vLLM over the store and yield its address once it answers."""
-    with rc.Library.open(store) as library:
+    with rc.Store.open(store) as library:
         bound = library.store.documents.properties()
         models = library.store.layout.models
     model, checkpoint = servable(str(bound["model_name"]), str(bound["checkpoint"]), models)

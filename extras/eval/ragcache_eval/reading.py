@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.fuse import Fused, block_recipe, fuse
+from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
@@ -73,7 +73,7 @@ class PromptReader:
         evict: int | None = None,
         kept: float = 1.0,
         neighbours: int = 0,
-    ) -> tuple[Fused, float]:
+    ) -> tuple[FuseOutput, float]:
         """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
 
         evict: passage tokens that each layer and KV head keeps for decoding; None: all
@@ -126,7 +126,7 @@ class PromptReader:
         return [near[-count:] for near in self.behind]
 
 
-def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
+def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
     """The greedy answer. The cache is left as it was found, but for passages' tokens that its method ran again."""
     held = list(fused.cache.lengths)
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
@@ -144,7 +144,7 @@ def write_answer(lm: LanguageModel, fused: Fused, max_tokens: int, stop: Sequenc
 
 
 @torch.inference_mode()
-def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor:
+def forced_logits(lm: LanguageModel, fused: FuseOutput, ids: Sequence[int]) -> Tensor:
     """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
 
     Ids that no answer may hold have -inf: a head that shares an adapter's embeddings would choose them first.
@@ -160,11 +160,11 @@ def forced_logits(lm: LanguageModel, fused: Fused, ids: Sequence[int]) -> Tensor
             parts.append(_in_steps(fused, step, ids[:-1]))
         _take_back(fused.cache, held)
     logits = torch.cat(parts)
-    logits[:, sorted(lm.unsaid_ids)] = -torch.inf
+    logits[:, sorted(lm.suppress_tokens)] = -torch.inf
     return logits
 
 
-def _in_steps(fused: Fused, step: Step, ids: Sequence[int]) -> Tensor:
+def _in_steps(fused: FuseOutput, step: Step, ids: Sequence[int]) -> Tensor:
     """Logits behind each of these tokens, which run one by one, as those of an answer do."""
     device = fused.next_logits.device
     tokens = (torch.tensor([[id], [where]], device=device) for where, id in enumerate(ids, fused.next_position))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ragcache.errors import ContextTooLongError, check_choice, check_least
-from ragcache.fusion.fuse import Fused
+from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
 from ragcache.models.card import eos_token_ids
@@ -217,7 +217,7 @@ def distance(reference: Tensor, other: Tensor) -> dict[str, Any]:
     }
 
 
-def _costs(fused: Fused, encode_s: float) -> dict[str, Any]:
+def _costs(fused: FuseOutput, encode_s: float) -> dict[str, Any]:
     tokens, layers = fused.prompt_tokens - fused.added_tokens, len(fused.computed_tokens)
     return {
         "prompt_tokens": tokens,

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.recompute import Choose, Context, RecomputeMethod, Running, check_ratio, check_tokens, chosen
+from ragcache.fusion.recompute import (
+    Choose,
+    RecomputeContext,
+    RecomputeMethod,
+    Running,
+    check_ratio,
+    check_tokens,
+    chosen,
+)
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -47,11 +55,11 @@ class A3(RecomputeMethod):
         check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
         check_pool(self.pool_tokens)
 
-    def candidates(self, context: Context) -> Tensor:
+    def candidates(self, context: RecomputeContext) -> Tensor:
         slots = context.chunk_slots()
         return slots if self._count(context) or self._edges(context).numel() else slots[:0]
 
-    def chooser(self, context: Context) -> Choose:
+    def chooser(self, context: RecomputeContext) -> Choose:
         slots, count = context.chunk_slots(), self._count(context)
         always = self._edges(context)
 
@@ -64,13 +72,13 @@ class A3(RecomputeMethod):
 
         return choose
 
-    def _edges(self, context: Context) -> Tensor:
+    def _edges(self, context: RecomputeContext) -> Tensor:
         return context.edges(self.boundary_tokens, self.tail_tokens)
 
-    def _count(self, context: Context) -> int:
+    def _count(self, context: RecomputeContext) -> int:
         return round(self.ratio * sum(context.chunk_tokens))
 
-    def _scores(self, running: Running, context: Context) -> Tensor:
+    def _scores(self, running: Running, context: RecomputeContext) -> Tensor:
         """float32 [chunk tokens]: attention from the suffix (eq. 3)."""
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)

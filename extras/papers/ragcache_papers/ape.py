@@ -7,8 +7,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import Additions
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.layout import AddedTokens
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.models.card import ModelCard
 from ragcache.runtime import torch
 
@@ -53,15 +53,15 @@ class Ape(FusionMethod):
             if not (isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}; choose a number above 0, 1 for plain attention")
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         return replace(super().additions(lm), positions="parallel")
 
-    def prefill(self, job: Job) -> Prefilled:
-        passages = job.layout.passages
-        cache = job.new_cache()
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        passages = request.layout.passages
+        cache = request.new_cache()
         if len(passages) > 1 and (self.temperature, self.scale) != (1, 1):
             cache.adjust = self._adjustment(passages[0].start, max(passage.end for passage in passages))
-        return job.run(cache)
+        return request.run(cache)
 
     def _adjustment(self, chunks_from: int, suffix_from: int) -> Adjust:
         temperature, weight = self.temperature, self.scale * self.temperature

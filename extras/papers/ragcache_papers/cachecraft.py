@@ -12,8 +12,8 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
-from ragcache.fusion.recompute import Context, Running, highest, open_cache, rerun
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
+from ragcache.fusion.recompute import RecomputeContext, Running, highest, open_cache, rerun
 from ragcache.runtime import torch
 from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
 
@@ -70,7 +70,7 @@ class CacheCraft(FusionMethod):
     max_variants: of one chunk, beside its block; 0: its block alone
     pool_bytes:   of all variants, in host memory; the least recently used go
 
-    pool: the variants. They last as long as this object, and the scope that they are of (`Job.scope`).
+    pool: the variants. They last as long as this object, and the scope that they are of (`PrefillRequest.scope`).
     """
 
     alpha: float = 0.3
@@ -98,17 +98,17 @@ class CacheCraft(FusionMethod):
     def pool(self) -> AnchorPool[Variant]:
         return AnchorPool(self.pool_bytes, self.max_variants)
 
-    def prefill(self, job: Job) -> Prefilled:
-        context = Context.of(job)
-        if not self.alpha or len(context.chunks) < 2 or job.lm.shape.num_layers <= SCORE_LAYER:
-            return super().prefill(job)
-        names = [ids_digest(piece.ids) for piece in job.layout.placed(job.known)]
-        found = self._nearest(job, names)
-        blocks = [block if near is None else near.block for block, near in zip(job.blocks, found, strict=True)]
-        job = replace(job, blocks=blocks)
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        context = RecomputeContext.of(request)
+        if not self.alpha or len(context.chunks) < 2 or request.lm.shape.num_layers <= SCORE_LAYER:
+            return super().prefill(request)
+        names = [ids_digest(piece.ids) for piece in request.layout.placed(request.known)]
+        found = self._nearest(request, names)
+        blocks = [block if near is None else near.block for block, near in zip(request.blocks, found, strict=True)]
+        request = replace(request, blocks=blocks)
         new = [rank for rank, near in enumerate(found) if rank and not (near and near.before == tuple(names[:rank]))]
         if not new:
-            return super().prefill(job)
+            return super().prefill(request)
         given: list[Tensor] = []
 
         def choose(running: Running) -> Tensor | None:
@@ -118,18 +118,18 @@ class CacheCraft(FusionMethod):
             taken = (self._chosen(rank, given[rank], context, names, near) for rank, near in enumerate(found))
             return torch.cat(list(taken))
 
-        done = rerun(job, context, open_cache(job, context), context.chunk_slots(), choose)
+        done = rerun(request, context, open_cache(request, context), context.chunk_slots(), choose)
         if self.remembers:
-            with torch.inference_mode(), job.placing():
+            with torch.inference_mode(), request.placing():
                 for rank in new:
-                    self._keep(job, context, done.cache, names[: rank + 1], given[rank])
+                    self._keep(request, context, done.cache, names[: rank + 1], given[rank])
         return done
 
-    def _nearest(self, job: Job, names: Sequence[bytes]) -> list[Variant | None]:
+    def _nearest(self, request: PrefillRequest, names: Sequence[bytes]) -> list[Variant | None]:
         """The variant of each chunk that overlaps most; None: its block."""
-        scope, found = job.scope or self.pool.scope, list[Variant | None]()
+        scope, found = request.scope or self.pool.scope, list[Variant | None]()
         for rank, name in enumerate(names):
-            known = self.pool.of(scope, _passage(job, name)) if rank and self.remembers else []
+            known = self.pool.of(scope, _passage(request, name)) if rank and self.remembers else []
             overlap = methodcaller("overlap", names[:rank])
             near = max(filter(overlap, known), key=overlap, default=None)
             if near is not None:
@@ -138,7 +138,7 @@ class CacheCraft(FusionMethod):
         return found
 
     def _chosen(
-        self, rank: int, given: Tensor, context: Context, names: Sequence[bytes], near: Variant | None
+        self, rank: int, given: Tensor, context: RecomputeContext, names: Sequence[bytes], near: Variant | None
     ) -> Tensor:
         """Slots of the chunk's tokens that run: int64, ascending. given: see `_given`"""
         count, sizes = given.shape[0], torch.tensor(context.chunk_tokens[:rank], device=given.device)
@@ -150,19 +150,28 @@ class CacheCraft(FusionMethod):
             share *= 1 - near.overlap(names[:rank]) * _share(inter[:, seen], inter)
         return context.chunk_starts[rank] + highest(inter.sum(1), min(count, math.ceil(share * count)))
 
-    def _keep(self, job: Job, context: Context, cache: FusedCache, names: Sequence[bytes], given: Tensor) -> None:
+    def _keep(
+        self,
+        request: PrefillRequest,
+        context: RecomputeContext,
+        cache: FusedCache,
+        names: Sequence[bytes],
+        given: Tensor,
+    ) -> None:
         """Keep what this prompt made of the last of these chunks. given: see `_given`"""
         *before, name = names
         start = context.chunk_starts[len(before)]
-        block = cut(job.lm, cache, start, int(context.positions[start]), given.shape[0])
+        block = cut(request.lm, cache, start, int(context.positions[start]), given.shape[0])
         about, behind = given[:, : len(before)].sum(0).cpu(), sha256(b"".join(before)).digest()
-        self.pool.put(job.scope or self.pool.scope, Variant(_passage(job, name), behind, about, block, tuple(before)))
+        self.pool.put(
+            request.scope or self.pool.scope, Variant(_passage(request, name), behind, about, block, tuple(before))
+        )
 
 
-def _passage(job: Job, name: bytes) -> bytes:
+def _passage(request: PrefillRequest, name: bytes) -> bytes:
     """A chunk behind this prompt's prefix."""
-    prefix = job.layout.ids[: job.layout.passages[0].start]
-    return sha256(job.lm.fingerprint.encode() + ids_digest(prefix) + name).digest()
+    prefix = request.layout.ids[: request.layout.passages[0].start]
+    return sha256(request.lm.fingerprint.encode() + ids_digest(prefix) + name).digest()
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
@@ -178,7 +187,7 @@ def _disorder(ranks: Sequence[int]) -> float:
     return int((order[:, None] > order).triu(1).sum()) / pairs if pairs else 0.0
 
 
-def _given(running: Running, context: Context) -> Tensor:
+def _given(running: Running, context: RecomputeContext) -> Tensor:
     """float32 [chunk tokens, chunks]: attention that each chunk token gives to each chunk in this layer, of all that it
     gives to the context before it."""
     projected, (placed, _), count = running.probe(), running.placed(), running.slots.shape[0]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import Additions
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.layout import AddedTokens
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import highest
 from ragcache.models.card import ModelCard
 from ragcache.runtime import torch
@@ -47,16 +47,16 @@ class Entropy(FusionMethod):
         if self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; choose at least 1 chunk")
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         return replace(super().additions(lm), positions="parallel")
 
-    def prefill(self, job: Job) -> Prefilled:
-        if len(job.blocks) <= self.top_k:
-            return super().prefill(job)
-        gather = Gather(job)
-        prefix, lengths = job.known, [block.num_tokens for block in job.blocks]
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        if len(request.blocks) <= self.top_k:
+            return super().prefill(request)
+        gather = Gather(request)
+        prefix, lengths = request.known, [block.num_tokens for block in request.blocks]
         ranks = [rank for rank, length in enumerate(lengths) for _ in range(length)]
-        owners = torch.tensor(ranks, device=job.lm.device)
+        owners = torch.tensor(ranks, device=request.lm.device)
 
         def select(layer: int, suffix: Projected) -> Tensor:
             keys = torch.cat([gather.all_keys(layer)[None], suffix.key], dim=2)
@@ -65,4 +65,4 @@ class Entropy(FusionMethod):
             best = highest(of_chunks.new_zeros(len(lengths)).index_add_(0, owners, of_chunks), self.top_k)
             return torch.cat([gather.slots[:prefix], prefix + torch.isin(owners, best).nonzero()[:, 0]])
 
-        return prefill_selecting(job, gather, select)
+        return prefill_selecting(request, gather, select)

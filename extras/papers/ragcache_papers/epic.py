@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.fusion.layout import Layout, Span
-from ragcache.fusion.recompute import Context, RecomputeMethod, check_tokens, edge_spans
+from ragcache.fusion.recompute import RecomputeContext, RecomputeMethod, check_tokens, edge_spans
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,5 +43,5 @@ class Epic(RecomputeMethod):
         chunks = (Span(piece.start, piece.end) for piece in layout.passages[1:])
         return [span for chunk in chunks for span in edge_spans(chunk, self.first_tokens, self.last_tokens)]
 
-    def candidates(self, context: Context) -> Tensor:
+    def candidates(self, context: RecomputeContext) -> Tensor:
         return context.edges(self.first_tokens, self.last_tokens)

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.method import Job, Prefilled
+from ragcache.fusion.method import PrefillOutput, PrefillRequest
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -40,21 +40,21 @@ class Gather:
     Raises ConfigError for a model that keeps latents: who chooses by keys would have to make those of all tokens first.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._lm = lm = job.lm
+    def __init__(self, request: PrefillRequest) -> None:
+        self._request = request
+        self._lm = lm = request.lm
         if lm.shape.latent:
             raise ConfigError(
                 f"the method chooses by keys of heads, and {lm.name} keeps latents in their place; choose one that "
                 "does not, such as reposition, cacheblend or a3"
             )
-        placements = job.placements
+        placements = request.placements
         self._blocks = [block for block, _ in placements]
         parts = [torch.arange(start, start + block.num_tokens) for block, start in placements]
-        self.positions = torch.cat([torch.arange(job.known), *parts]).to(lm.device)
-        bounds = list(accumulate((block.num_tokens for block in self._blocks), initial=job.known))
+        self.positions = torch.cat([torch.arange(request.known), *parts]).to(lm.device)
+        bounds = list(accumulate((block.num_tokens for block in self._blocks), initial=request.known))
         self._starts, self._ends = bounds[:-1], torch.tensor(bounds[1:], dtype=torch.int64, device=lm.device)
-        self._behind = self.slots[job.known :]
+        self._behind = self.slots[request.known :]
         self._cut: tuple[Tensor, list[Tensor]] = (self.slots[:0], [])
 
     @property
@@ -68,12 +68,12 @@ class Gather:
 
     def all_keys(self, layer: int) -> Tensor:
         """Rotated keys of every token, [num_kv_heads, num_tokens, head_dim]."""
-        known, keys = self._job.known, self.keys(layer, self._behind)
-        if self._job.exact is None:
+        known, keys = self._request.known, self.keys(layer, self._behind)
+        if self._request.exact is None:
             return keys
         heads, *widths = self._lm.shape.layers[layer]
         exact, values = (keys.new_empty(heads, known, width) for width in widths)
-        self._job.exact.copy_layer(layer, exact, values)
+        self._request.exact.copy_layer(layer, exact, values)
         return torch.cat([exact, keys], dim=1)
 
     def place(self, cache: FusedCache, layer: int, slots: Tensor, held: Held | None = None) -> None:
@@ -83,9 +83,9 @@ class Gather:
         """
         from ragcache.kv.prefix_cache import place_exact
 
-        if self._job.exact is not None:
-            place_exact(cache, layer, self._job.exact)
-        slots = slots[self._job.known :]
+        if self._request.exact is not None:
+            place_exact(cache, layer, self._request.exact)
+        slots = slots[self._request.known :]
         keys, values = cache.reserve(layer, self.positions[slots])
         if not slots.numel():
             return
@@ -126,12 +126,12 @@ class Gather:
         return self._cut[1]
 
 
-def prefill_selecting(job: Job, gather: Gather, select: Select) -> Prefilled:
+def prefill_selecting(request: PrefillRequest, gather: Gather, select: Select) -> PrefillOutput:
     """Run the text; before each layer ask which of the context's tokens are placed in it."""
     chosen: dict[int, Tensor] = {}
 
     def before_layer(point: LayerPoint) -> None:
         chosen[point.layer] = select(point.layer, point.probe())
 
-    cache = job.new_cache(lambda cache, layer: gather.place(cache, layer, chosen[layer]))
-    return job.run(cache, before_layer=before_layer)
+    cache = request.new_cache(lambda cache, layer: gather.place(cache, layer, chosen[layer]))
+    return request.run(cache, before_layer=before_layer)

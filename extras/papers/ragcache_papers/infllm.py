@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import highest
 from ragcache.runtime import torch
 from ragcache_papers.gather import Gather, prefill_selecting
@@ -59,11 +59,11 @@ class InfLLM(FusionMethod):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; choose at least {least}")
 
-    def prefill(self, job: Job) -> Prefilled:
-        if len(job.blocks) < 2:
-            return super().prefill(job)
-        gather = Gather(job)
-        first = job.known + self.initial_tokens
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        if len(request.blocks) < 2:
+            return super().prefill(request)
+        gather = Gather(request)
+        first = request.known + self.initial_tokens
         last = max(first, gather.slots.shape[0] - self.local_tokens)
         initial, middle, local = gather.slots[:first], gather.slots[first:last], gather.slots[last:]
 
@@ -71,10 +71,10 @@ class InfLLM(FusionMethod):
             if not middle.numel():
                 return gather.slots
             best = self._top(gather.keys(layer, middle), suffix.query[0])
-            chosen = torch.isin(torch.arange(middle.shape[0], device=job.lm.device) // self.block_size, best)
+            chosen = torch.isin(torch.arange(middle.shape[0], device=request.lm.device) // self.block_size, best)
             return torch.cat([initial, middle[chosen], local])
 
-        return prefill_selecting(job, gather, select)
+        return prefill_selecting(request, gather, select)
 
     def _top(self, keys: Tensor, query: Tensor) -> Tensor:
         """The most relevant blocks. keys: [num_kv_heads, num_tokens, head_dim]; query: [num_heads, rows, head_dim]"""

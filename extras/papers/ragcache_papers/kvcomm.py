@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Segment
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.runtime import torch
 from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
@@ -54,7 +54,7 @@ class KVComm(FusionMethod):
     threshold:   share of the highest entropy, 0 to 1; 1: two anchors are always enough
     temperature: above 0; towards 0 the nearest anchor alone counts
 
-    pool: the anchors. They last as long as this object, and the scope that they are of (`Job.scope`).
+    pool: the anchors. They last as long as this object, and the scope that they are of (`PrefillRequest.scope`).
     """
 
     pool_bytes: int = 1 << 30
@@ -82,50 +82,52 @@ class KVComm(FusionMethod):
     def pool(self) -> AnchorPool[Anchor]:
         return AnchorPool(self.pool_bytes, self.max_anchors)
 
-    def prefill(self, job: Job) -> Prefilled:
-        with torch.inference_mode(), job.placing():
-            blocks = self._interpolated(job)
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        with torch.inference_mode(), request.placing():
+            blocks = self._interpolated(request)
         if blocks is not None:
-            return super().prefill(replace(job, blocks=blocks))
-        done = super().prefill(replace(job, layout=replace(job.layout, separate=False), blocks=()))
-        with torch.inference_mode(), job.placing():
-            self._observe(job, done.cache)
+            return super().prefill(replace(request, blocks=blocks))
+        done = super().prefill(replace(request, layout=replace(request.layout, separate=False), blocks=()))
+        with torch.inference_mode(), request.placing():
+            self._observe(request, done.cache)
         return done
 
-    def _interpolated(self, job: Job) -> list[KVBlock] | None:
+    def _interpolated(self, request: PrefillRequest) -> list[KVBlock] | None:
         """Every passage's KV under its context; None where one has no anchors that tell."""
         blocks = []
-        for piece, block in zip(job.layout.passages, job.blocks, strict=True):
-            found = self._under(job, piece, block)
+        for piece, block in zip(request.layout.passages, request.blocks, strict=True):
+            found = self._under(request, piece, block)
             if found is None:
                 return None
             blocks.append(found)
         return blocks
 
-    def _under(self, job: Job, piece: Segment, block: KVBlock) -> KVBlock | None:
-        scope, before = job.scope or self.pool.scope, job.layout.ids[: piece.start]
-        anchors, context = self.pool.of(scope, _passage(job.lm, piece)), ids_digest(before)
+    def _under(self, request: PrefillRequest, piece: Segment, block: KVBlock) -> KVBlock | None:
+        scope, before = request.scope or self.pool.scope, request.layout.ids[: piece.start]
+        anchors, context = self.pool.of(scope, _passage(request.lm, piece)), ids_digest(before)
         for anchor in anchors:
             if anchor.context == context:
                 self.pool.put(scope, anchor)
                 return anchor.block
         if len(anchors) < FEWEST_ANCHORS:
             return None
-        here = _about(job.lm, before)
+        here = _about(request.lm, before)
         distances = torch.stack([here, *(here - anchor.about for anchor in anchors)]).norm(dim=1)
         weights = torch.softmax(-distances / (self.temperature * distances.mean()), dim=0)
         if _entropy(weights) > self.threshold:
             return None
         self.pool.put(scope, anchors[int(distances[1:].argmin())])
-        return _mean(job.lm, [block, *(anchor.block for anchor in anchors)], weights.tolist())
+        return _mean(request.lm, [block, *(anchor.block for anchor in anchors)], weights.tolist())
 
-    def _observe(self, job: Job, cache: FusedCache) -> None:
+    def _observe(self, request: PrefillRequest, cache: FusedCache) -> None:
         """Keep every passage's KV out of a cache that holds the prompt in full, by position."""
-        ids, scope = job.layout.ids, job.scope or self.pool.scope
-        for piece in job.layout.passages:
+        ids, scope = request.layout.ids, request.scope or self.pool.scope
+        for piece in request.layout.passages:
             before = ids[: piece.start]
-            block = cut(job.lm, cache, piece.start, piece.start, len(piece.ids))
-            self.pool.put(scope, Anchor(_passage(job.lm, piece), ids_digest(before), _about(job.lm, before), block))
+            block = cut(request.lm, cache, piece.start, piece.start, len(piece.ids))
+            self.pool.put(
+                scope, Anchor(_passage(request.lm, piece), ids_digest(before), _about(request.lm, before), block)
+            )
 
 
 def _is_number(value: object) -> bool:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
-from ragcache.fusion.recompute import Context, Running, check_ratio, check_tokens, highest, in_rows, open_cache, rerun
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
+from ragcache.fusion.recompute import (
+    RecomputeContext,
+    Running,
+    check_ratio,
+    check_tokens,
+    highest,
+    in_rows,
+    open_cache,
+    rerun,
+)
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -54,12 +63,12 @@ class KVShare(FusionMethod):
     def reruns_in_answers(self) -> bool:  # type: ignore[override]
         return self.decode_tokens > 0
 
-    def prefill(self, job: Job) -> Prefilled:
-        context = Context.of(job)
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        context = RecomputeContext.of(request)
         slots = context.chunk_slots()
         count = round(self.ratio * slots.shape[0])
-        if job.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
-            return super().prefill(job)
+        if request.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
+            return super().prefill(request)
         wrong, stale = slots[:0], slots[:0]
 
         def choose(running: Running) -> Tensor | None:
@@ -71,14 +80,14 @@ class KVShare(FusionMethod):
             stale = slots[~torch.isin(slots, slots[best])]
             return slots[best]
 
-        cache = open_cache(job, context)
-        done = rerun(job, context, cache, slots, choose)
+        cache = open_cache(request, context)
+        done = rerun(request, context, cache, slots, choose)
         if self.decode_tokens and stale.numel():
             cache.step = _Repair(context, wrong, stale, self.decode_tokens)
         return done
 
 
-def _measured(running: Running, context: Context) -> tuple[Tensor, Tensor]:
+def _measured(running: Running, context: RecomputeContext) -> tuple[Tensor, Tensor]:
     """Attention that each chunk token gets in this layer, and how far its new value is from the placed one, the L1 norm
     over all heads: each float32 [chunk tokens]."""
     projected, (placed_keys, placed_values) = running.probe(), running.placed()
@@ -95,7 +104,7 @@ class _Repair:
     wrong: float32 [chunk tokens]; stale: slots of those that have not run, int64, ascending
     """
 
-    def __init__(self, context: Context, wrong: Tensor, stale: Tensor, count: int) -> None:
+    def __init__(self, context: RecomputeContext, wrong: Tensor, stale: Tensor, count: int) -> None:
         self._lm: LanguageModel = context.lm
         self._ids, self._positions = context.ids, context.positions
         self._first, self._wrong, self._stale, self._count = context.prefix_tokens, wrong, stale, count

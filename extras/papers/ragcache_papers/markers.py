@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import COMPOSITE, Additions
+from ragcache.fusion.layout import COMPOSITE, AddedTokens
 from ragcache.fusion.method import FusionMethod
 from ragcache.models.card import ModelCard
 from ragcache.models.trained_tokens import POSITIONS
@@ -37,20 +37,20 @@ class Markers(FusionMethod):
         if self.positions is not None and self.positions not in POSITIONS:
             raise ConfigError(f"positions {self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}")
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         trained = lm.reuse if lm.reuse is not None and lm.reuse.method == "markers" else None
         if self.doc_start_id is not None and self.doc_end_id is not None:
             for id in (self.doc_start_id, self.doc_end_id):
                 if not isinstance(id, int) or not 0 <= id < lm.vocab_size:
                     raise ConfigError(f"marker {id!r} is no token id; {lm.name} has ids 0 to {lm.vocab_size - 1}")
-            added = Additions(markers=((self.doc_start_id,), (self.doc_end_id,)))
+            added = AddedTokens(markers=((self.doc_start_id,), (self.doc_end_id,)))
         elif trained is None:
             raise ConfigError(
                 f"{lm.name} has no trained markers; train them with `ragcache train --reuse markers`, choose another "
                 "method such as 'reposition', or pass doc_start_id and doc_end_id"
             )
         else:
-            added = Additions.trained(trained)
+            added = AddedTokens.trained(trained)
         stated = self.positions or (None if trained is None else trained.positions)
         return replace(added, positions="parallel" if stated == COMPOSITE else "global")
 
@@ -89,9 +89,9 @@ class Packet(FusionMethod):
                     raise ConfigError(f"{name} is {given!r}; give a list of token ids, such as [5, 6]")
                 object.__setattr__(self, name, tuple(given))
 
-    def additions(self, lm: ModelCard) -> Additions:
+    def additions(self, lm: ModelCard) -> AddedTokens:
         if self.header_ids is not None and self.trailer_ids is not None:
-            added = Additions(markers=(tuple(self.header_ids), tuple(self.trailer_ids)))
+            added = AddedTokens(markers=(tuple(self.header_ids), tuple(self.trailer_ids)))
             outside = [id for side in added.markers or () for id in side if not 0 <= id < lm.vocab_size]
             if outside:
                 raise ConfigError(f"the packet holds id {outside[0]}; {lm.name} has ids 0 to {lm.vocab_size - 1}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import (
-    Context,
+    RecomputeContext,
     Running,
     check_ratio,
     check_tokens,
@@ -81,18 +81,18 @@ class Prophet(FusionMethod):
         if self.layers is not None and max(self.layers) >= lm.num_layers:
             raise ConfigError(f"layers names layer {max(self.layers)}; {lm.name} has layers 0 to {lm.num_layers - 1}")
 
-    def prefill(self, job: Job) -> Prefilled:
-        context = Context.of(job)
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        context = RecomputeContext.of(request)
         slots, always = context.chunk_slots(), context.edges(self.boundary_tokens, self.tail_tokens)
         count = max(round(self.ratio * slots.shape[0]), always.shape[0])
         if not count:
-            return super().prefill(job)
-        cache, scores = open_cache(job, context), torch.zeros(slots.shape[0], device=job.lm.device)
+            return super().prefill(request)
+        cache, scores = open_cache(request, context), torch.zeros(slots.shape[0], device=request.lm.device)
         if always.shape[0] < count < slots.shape[0]:
-            self._ask(job, context, cache, scores)
-        return rerun(job, context, cache, chosen(pooled(scores, self.pool_tokens), slots, count, always))
+            self._ask(request, context, cache, scores)
+        return rerun(request, context, cache, chosen(pooled(scores, self.pool_tokens), slots, count, always))
 
-    def _ask(self, job: Job, context: Context, cache: FusedCache, scores: Tensor) -> None:
+    def _ask(self, request: PrefillRequest, context: RecomputeContext, cache: FusedCache, scores: Tensor) -> None:
         """Run the suffix through the layers that score, and add to the scores, float32 [chunk tokens]."""
         layers = range(context.lm.shape.num_layers) if self.layers is None else self.layers
 
@@ -103,14 +103,14 @@ class Prophet(FusionMethod):
                 scores.add_(_attention(running, context))
 
         with suppress(_AllAsked):
-            rerun(job, context, cache, context.chunk_slots()[:0], score)
+            rerun(request, context, cache, context.chunk_slots()[:0], score)
 
 
 class _AllAsked(Exception):  # noqa: N818 - it ends the first stage early; it is no error
     """All layers that score have done so."""
 
 
-def _attention(running: Running, context: Context) -> Tensor:
+def _attention(running: Running, context: RecomputeContext) -> Tensor:
     """float32 [chunk tokens]: attention from the suffix in this layer, of all that it gives to the context."""
     asking, (keys, _) = running.probe(), running.placed()
     positions = context.positions[: context.num_tokens]

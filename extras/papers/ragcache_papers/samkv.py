@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.method import FusionMethod, Job, Prefilled
-from ragcache.fusion.recompute import Context
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
+from ragcache.fusion.recompute import RecomputeContext
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache.runtime import torch
@@ -104,25 +104,25 @@ class SamKV(FusionMethod):
         if self.stable_layers is not None and self.stable_layers > lm.num_layers:
             raise ConfigError(f"stable_layers is {self.stable_layers} and {lm.name} has {lm.num_layers} layers")
 
-    def prefill(self, job: Job) -> Prefilled:
-        if len(job.blocks) < 2:
-            return super().prefill(job)
-        context, gather = Context.of(job), Gather(job)
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        if len(request.blocks) < 2:
+            return super().prefill(request)
+        context, gather = RecomputeContext.of(request), Gather(request)
         sizes = Sizes(self.block_size, self.initial_blocks, self.local_blocks)
         pieces = BlockPartition.of(context, sizes)
-        survey, held, surveyed = self._survey(job, context, pieces, gather, sidecars_of(job.blocks, sizes))
+        survey, held, surveyed = self._survey(request, context, pieces, gather, sidecars_of(request.blocks, sizes))
         stable = survey.stable(self.stable_layers or -(-context.lm.shape.num_layers // 8))
         kept = self._kept(context, pieces, survey, stable)
         again = self._again(context, pieces, survey, kept, stable)
-        done = _finish(job, context, gather, held, kept, again, self.update == "fusion")
+        done = _finish(request, context, gather, held, kept, again, self.update == "fusion")
         held.cache.release()
         computed = tuple(a + b for a, b in zip(surveyed, done.computed_tokens, strict=True))
         return replace(done, computed_tokens=computed)
 
     def _survey(
         self,
-        job: Job,
-        context: Context,
+        request: PrefillRequest,
+        context: RecomputeContext,
         pieces: BlockPartition,
         gather: Gather,
         sidecars: Sequence[Sidecar] | None,
@@ -151,12 +151,12 @@ class SamKV(FusionMethod):
         # Local tokens run for their queries alone: their new KV goes where nothing sees it.
         slots = torch.cat([torch.full_like(rows, count), torch.arange(composite.shape[0], count, device=rows.device)])
         tokens = torch.cat([rows, text])
-        cache = job.new_cache(place, count + 1)
+        cache = request.new_cache(place, count + 1)
         with observing(survey):
-            ran = job.run(cache, context.ids[tokens], context.positions[tokens], slots=slots).computed_tokens
+            ran = request.run(cache, context.ids[tokens], context.positions[tokens], slots=slots).computed_tokens
         return survey, Held(cache, composite), ran
 
-    def _kept(self, context: Context, pieces: BlockPartition, survey: Survey, stable: Sequence[int]) -> Tensor:
+    def _kept(self, context: RecomputeContext, pieces: BlockPartition, survey: Survey, stable: Sequence[int]) -> Tensor:
         """bool [num_layers, context_tokens]: what each layer keeps."""
         shares = survey.shares(stable)
         if self.top_p is not None:
@@ -171,7 +171,7 @@ class SamKV(FusionMethod):
         return kept
 
     def _again(
-        self, context: Context, pieces: BlockPartition, survey: Survey, kept: Tensor, stable: Sequence[int]
+        self, context: RecomputeContext, pieces: BlockPartition, survey: Survey, kept: Tensor, stable: Sequence[int]
     ) -> Tensor:
         """bool [context_tokens]: tokens that run again in the layers that keep them (section 3.3)."""
         again = kept.any(0)
@@ -193,8 +193,14 @@ def sidecars_of(blocks: Sequence[KVBlock], sizes: Sizes) -> list[Sidecar] | None
 
 
 def _finish(
-    job: Job, context: Context, gather: Gather, held: Held, kept: Tensor, again: Tensor, fusion: bool
-) -> Prefilled:
+    request: PrefillRequest,
+    context: RecomputeContext,
+    gather: Gather,
+    held: Held,
+    kept: Tensor,
+    again: Tensor,
+    fusion: bool,
+) -> PrefillOutput:
     """Pad, recompute, remove the padding (figure 5), and run the suffix."""
     # A token that runs again in layer n needs its output of all layers below, and none above its last such layer.
     needed = (kept.flip(0).cumsum(0).flip(0) > 0) & again
@@ -206,16 +212,16 @@ def _finish(
             _reserve_spare(cache, layer)
 
     count = int(entries.sum(1).max()) + context.text_slots().shape[0] + 1
-    cache = job.new_cache(place, count + job.reserve_tokens)
+    cache = request.new_cache(place, count + request.reserve_tokens)
     if bool(again.any()):
-        with job.running(cache):
+        with request.running(cache):
             _recompute(context, cache, kept, needed, entries, fusion)
             cache.merge = None
-    return job.run(cache)
+    return request.run(cache)
 
 
 def _recompute(
-    context: Context, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor, fusion: bool
+    context: RecomputeContext, cache: FusedCache, kept: Tensor, needed: Tensor, entries: Tensor, fusion: bool
 ) -> None:
     tokens = needed[0].nonzero()[:, 0]
     documents = torch.bucketize(tokens, torch.tensor(context.chunk_starts, device=tokens.device), right=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from ragcache.fusion.recompute import Context, highest
+from ragcache.fusion.recompute import RecomputeContext, highest
 from ragcache.runtime import torch
 from ragcache_papers.gather import Gather
 from ragcache_papers.samkv_sidecar import PAUTA, Sidecar, Sizes
@@ -42,7 +42,7 @@ class BlockPartition:
     block_chunk: Tensor
 
     @classmethod
-    def of(cls, context: Context, sizes: Sizes) -> BlockPartition:
+    def of(cls, context: RecomputeContext, sizes: Sizes) -> BlockPartition:
         parts: dict[str, list[int]] = {name: [] for name in cls.__dataclass_fields__}
         for chunk, (start, count) in enumerate(zip(context.chunk_starts, context.chunk_tokens, strict=True)):
             end, (begins, ends), blocks = start + count, sizes.cut(count), sizes.num_blocks(count)
@@ -93,7 +93,7 @@ class Survey:
     middle:  by layer, float32 [num_middle]: of each middle token
     """
 
-    def __init__(self, context: Context, pieces: BlockPartition, gather: Gather, local_rows: int) -> None:
+    def __init__(self, context: RecomputeContext, pieces: BlockPartition, gather: Gather, local_rows: int) -> None:
         self._context = context
         self._pieces = pieces
         self._gather = gather
@@ -188,7 +188,12 @@ class SidecarSurvey(Survey):
     """
 
     def __init__(
-        self, context: Context, pieces: BlockPartition, gather: Gather, sidecars: Sequence[Sidecar], biased: bool
+        self,
+        context: RecomputeContext,
+        pieces: BlockPartition,
+        gather: Gather,
+        sidecars: Sequence[Sidecar],
+        biased: bool,
     ) -> None:
         super().__init__(context, pieces, gather, 0)
         self._sidecars = sidecars

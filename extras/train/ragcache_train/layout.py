@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.layout import NO_ADDITIONS, Additions, Layout, Segment
+from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Segment
 from ragcache.fusion.layout import lay_out as lay_out_parts
 from ragcache.kv.anchor_tokens import OPEN
 from ragcache.kv.block_key import Recipe
@@ -113,8 +113,8 @@ def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] |
     return lay_out_parts(parts, Recipe(markers=added.markers, anchors=added.anchors), added)
 
 
-def _added(row: EncodedRow, spec: TrainedTokens) -> Additions:
-    return Additions.trained(spec) if row.linked else Additions.in_blocks(spec)
+def _added(row: EncodedRow, spec: TrainedTokens) -> AddedTokens:
+    return AddedTokens.trained(spec) if row.linked else AddedTokens.in_blocks(spec)
 
 
 def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:

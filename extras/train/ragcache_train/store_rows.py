@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from ragcache.engine.options import StoreConfig
-from ragcache.engine.store import Library
+from ragcache.engine.store import Store
 from ragcache.errors import ConfigError
 from ragcache_train.data import DataRow
 
@@ -18,7 +18,7 @@ def store_rows(path: str | Path, *, rows: int, passages: int, seed: int, databas
 
     There are fewer where the store has fewer. Raises ConfigError for an empty store, StoreNotFoundError.
     """
-    with Library.open(path, store=StoreConfig(database=database, read_only=True)) as library:
+    with Store.open(path, store=StoreConfig(database=database, read_only=True)) as library:
         texts = [chunk.text for document in library.documents() for chunk in library.chunks_of(document.id)]
     if not texts:
         raise ConfigError(f"{path}: the store is empty; ingest something first")

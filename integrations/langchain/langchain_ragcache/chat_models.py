@@ -39,7 +39,7 @@ TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 # The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
 # that is cancelled, and `timeout`.
 RENAMED = ("sampling", "cancelled", "timeout_s")
-READING = (*(name for name in rc.ReadOptions.__annotations__ if name not in RENAMED), "context", "drop_turns")
+READING = (*(name for name in rc.GenerationOptions.__annotations__ if name not in RENAMED), "context", "drop_turns")
 # `stream` is LangChain's own switch, `model` is checked.
 CALL_OPTIONS = (*SAMPLING, *ALSO, *FORMS, *TOOLS, *READING, "timeout", "model", "stream")
 # Standard parameters of chat models that reach a service; there is none here.
@@ -60,10 +60,10 @@ class ChatRagCache(BaseChatModel):
     frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
                  are in the response metadata, as OpenAI's chat model has them there
     method, method_options, approximate, evict, on_overflow, order, hint, reasoning_effort, enable_thinking,
-    thinking_budget, chat_template_kwargs: see `rc.ReadOptions`
+    thinking_budget, chat_template_kwargs: see `rc.GenerationOptions`
     context:     "last", or "keep": every turn keeps the passages that stand in its message
     drop_turns:  leave out the oldest messages where they do not fit the model; False: ContextTooLongError
-    timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.ReadOptions`
+    timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.GenerationOptions`
 
     `invoke`, `bind` and their like take the same, but for kb; and json_schema, regex and choices of `rc.Sampling`, and
     what `bind_tools` binds. They refuse what they do not know. api_key, base_url and max_retries are taken at

@@ -87,7 +87,7 @@ class VllmEngine:
                 f"thinking_budget is kept where the tokens are chosen, which is {self._engine.url}; leave it out",
                 "thinking_budget",
             )
-        if reading.method.reuses_blocks and not self.prompts.names.recipe.keeps_all:
+        if reading.method.reuses_blocks and not self.prompts.names.recipe.is_dense:
             raise ConfigError(
                 f"this store's blocks are of recipe {self.prompts.names.recipe}: they leave out tokens, and "
                 f"{self._engine.url} reads passages whole; leave out the engine, or make a store with all KV"
@@ -195,7 +195,7 @@ class VllmEngine:
             "ignore_eos": True,
             "stop_token_ids": [*self._eos, *reading.sampling.stop_token_ids],
         }
-        biases = {**reading.sampling.logit_bias, **dict.fromkeys(sorted(self.card.unsaid_ids), NEVER)}
+        biases = {**reading.sampling.logit_bias, **dict.fromkeys(sorted(self.card.suppress_tokens), NEVER)}
         if biases:
             body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
         if request.layout is not None:

@@ -65,7 +65,7 @@ class Plan:
 def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Plan:
     """Name the blocks that a request loads. ids: its prompt. Raises LayoutError."""
     layout.check(len(ids))
-    if not layout.recipe.keeps_all:
+    if not layout.recipe.is_dense:
         raise LayoutError(
             f"the layout's blocks are of recipe {layout.recipe}: they leave out tokens, and vLLM's pages hold all; "
             "encode them with kept=1, or with a model without anchors"

@@ -42,7 +42,7 @@ _SAMPLING = (
     "repetition_penalty", "logit_bias", "stop_token_ids", "logprobs",
 )  # fmt: skip
 # The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
-_READING = tuple(name for name in rc.ReadOptions.__annotations__ if name not in ("sampling", "cancelled"))
+_READING = tuple(name for name in rc.GenerationOptions.__annotations__ if name not in ("sampling", "cancelled"))
 _FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 _CHAT = ("context", "drop_turns")
