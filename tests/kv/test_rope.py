@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from families import LLAMA3, SMALL, YARN, assert_same, block_diagonal, oracle_logits, oracle_model, random_prompt
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 import ragcache as rc
 
@@ -78,3 +78,24 @@ def test_a_prompt_of_more_than_a_thousand_tokens_is_one_block_diagonal_forward(t
     prompt = random_prompt(3, prefix=5, chunks=(400, 650, 60), suffix=6)
     fused = rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt))
     assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
+
+
+def test_dimensions_that_do_not_turn_are_copied_by_the_fast_way(tmp_path):
+    """Half of Phi's dimensions stay. Where the fast way leaves them out, the family's own function rotates instead."""
+    torch.manual_seed(0)
+    rope = {**PLAIN, "partial_rotary_factor": 0.5}
+    config = PhiConfig(**{**SMALL, "rope_parameters": rope})
+    PhiForCausalLM(config).save_pretrained(tmp_path)
+    lm = rc.load_lm(tmp_path)
+    width = lm.shape.layers[0][1]
+    turning = width // 2
+    keys, positions = torch.randn(2, 3, width), torch.tensor([1, 5, 9])
+    angles = lm.rope.angles(0, positions)
+    assert angles.half == turning // 2
+    out = lm.rope.rotate(keys, 0, positions, out=torch.full_like(keys, torch.nan))
+    base = PLAIN["rope_theta"] ** (-np.arange(0, turning, 2) / turning)
+    by_token = positions.numpy()[:, None] * base
+    cos, sin, given = np.cos(by_token), np.sin(by_token), keys.double().numpy()
+    first, second = given[..., : turning // 2], given[..., turning // 2 : turning]
+    right = np.concatenate([first * cos - second * sin, second * cos + first * sin, given[..., turning:]], -1)
+    np.testing.assert_allclose(out.double().numpy(), right, atol=1e-5)
