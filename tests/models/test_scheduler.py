@@ -249,12 +249,12 @@ def test_context_is_placed_before_the_turn_where_others_run(scheduler, model, po
     """A slow disk is waited for beside the others' pass, and its failure is its caller's alone."""
     placed = threading.Event()
     crowd = Crowd(scheduler, model, pool)
-    slow = FusedCache(BufferPool(SHAPE, 0), 1, lambda layer: placed.set())
+    slow = FusedCache(BufferPool(SHAPE, 0), 1, lambda _cache, _layer: placed.set())
     job = crowd.add(1, held=slow)
     assert placed.is_set()
     assert len(model.passes) == 1
 
-    def fail(layer):
+    def fail(_cache, _layer):
         raise OSError("unreadable")
 
     broken = FusedCache(BufferPool(SHAPE, 0), 1, fail)
