@@ -162,7 +162,7 @@ def peers_lines(results: Path) -> list[str]:
 def answers_lines(results: Path) -> list[str]:
     """A part for each real model."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("answers-*.json"))]
-    parts = [[f"### {one['settings']['model']}", "", *answers_report.overview(one)] for one in found]
+    parts = [[f"### {one['name'].removeprefix('answers-')}", "", *answers_report.overview(one)] for one in found]
     return [line for part in parts for line in part][:-1] or ["Not measured: run `python -m benchmarks.answers`."]
 
 
