@@ -56,6 +56,9 @@ def ingest(root: str, lm_directory: str, at_step: int, delay_s: float, ended: st
         step()
         kit.ingestor.ingest(version_two())
         took = time.perf_counter() - began
+    kill.cancel()
+    if kill.is_alive():
+        kill.join()  # it waits no longer: either it killed this process, or it never will
     Path(ended).write_text(json.dumps([next(passed), took]))
 
 
