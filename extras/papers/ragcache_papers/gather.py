@@ -94,12 +94,13 @@ class Gather:
             values[0] = self._values(layer, slots)
             return
         again = torch.isin(slots, held.slots)
-        places = torch.searchsorted(held.slots, slots[again])
+        old, new = again.nonzero()[:, 0], (~again).nonzero()[:, 0]  # the host waits here, and not at each copy
+        places = torch.searchsorted(held.slots, slots[old])
         for part, placed in zip((keys, values), held.cache.layer_state(layer), strict=False):
-            part[0, :, again] = placed[0, :, places]
-        if (new := slots[~again]).numel():
-            keys[0, :, ~again] = self.keys(layer, new)
-            values[0, :, ~again] = self._values(layer, new)
+            part[0, :, old] = placed[0, :, places]
+        if new.numel():
+            keys[0, :, new] = self.keys(layer, slots[new])
+            values[0, :, new] = self._values(layer, slots[new])
 
     def _keys(self, layer: int, slots: Tensor) -> Tensor:
         return self._take([block.layer_keys(layer) for block in self._blocks], slots)
@@ -117,7 +118,7 @@ class Gather:
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
 
     def _by_block(self, slots: Tensor) -> list[Tensor]:
-        """Of each block the tokens among these, by their rank in it. Slots that are asked for again are not read back
+        """Ranks of these tokens in their blocks, block by block. Slots that are asked for again are not read back
         from the device again."""
         if self._cut[0] is not slots:
             bounds = [0, *torch.searchsorted(slots, self._ends).tolist()]
