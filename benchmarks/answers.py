@@ -156,24 +156,37 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "benchmarks.answers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no question after these")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    return parse_questions(parser, given, "answers", SETS, questions=24, methods="every one")
+
+
+def parse_questions(
+    parser: argparse.ArgumentParser,
+    given: Sequence[str],
+    name: str,
+    sets: Sequence[str],
+    *,
+    questions: int,
+    methods: str,
+) -> argparse.Namespace:
+    """The options of what asks a model questions, with this default number of each set and these methods."""
     parser.add_argument("--model", required=True, help="bundled name, directory or hub id")
     parser.add_argument("--data", type=Path, required=True, help="directory of question sets, as `ragcache eval` takes")
     parser.add_argument(
-        "--sets", nargs="+", default=list(SETS), help="as --data of `ragcache eval`; default %(default)s"
+        "--sets", nargs="+", default=list(sets), help="as --data of `ragcache eval`; default %(default)s"
     )
-    parser.add_argument("--methods", action="append", help="A,B:option=value; may be repeated; default: every one")
-    parser.add_argument("--questions", type=int, default=24, help="of each set")
+    parser.add_argument("--methods", action="append", help=f"A,B:option=value; may be repeated; default: {methods}")
+    parser.add_argument("--questions", type=int, default=questions, help="of each set")
     parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and answer, at most")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no question after these")
     parser.add_argument("--journal", type=Path, help="default: NAME.journal.jsonl in --out")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
-    parser.add_argument("--name", help="of the files in --out; default answers-MODEL")
+    parser.add_argument("--name", help=f"of the files in --out; default {name}-MODEL")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(given)
-    for name in ("questions", "context"):
-        check_least(f"--{name}", getattr(options, name), 1)
+    for least in ("questions", "context"):
+        check_least(f"--{least}", getattr(options, least), 1)
     return options
 
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 import ragcache as rc
-from benchmarks.answers import in_turn, questions_of, short_answers
+from benchmarks.answers import in_turn, parse_questions, questions_of, short_answers
 from benchmarks.environment import environment
 from benchmarks.lines import Lines
-from benchmarks.report import RESULTS, Result, write
-from ragcache.errors import ConfigError, check_least
+from benchmarks.report import Result, write
+from ragcache.errors import ConfigError
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.models.attention import Attended, observing
 from ragcache.prompt import Prompt
@@ -139,7 +139,7 @@ class Row(NamedTuple):
 
 
 def rows_of(journal: Lines, specs: Sequence[MethodSpec]) -> list[Row]:
-    """Of the questions that every method has read."""
+    """Rows over the questions that every method has read."""
     by_method = {spec.key: dict[str, Any]() for spec in specs}
     for key, value in journal.done.items():
         question, _, method = key.partition(" by ")
@@ -172,20 +172,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "benchmarks.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="a name, directory or hub id")
-    parser.add_argument("--data", type=Path, required=True, help="directory of question sets, as `ragcache eval` takes")
-    parser.add_argument("--sets", nargs="+", default=list(SETS), help="default %(default)s")
-    parser.add_argument("--methods", action="append", help=f"default {METHODS}")
-    parser.add_argument("--questions", type=int, default=8, help="of each set")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt, at most")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
-    parser.add_argument("--journal", type=Path, help="default: NAME.journal.jsonl in --out")
-    parser.add_argument("--name", help="of the files in --out; default attention-MODEL")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(given)
-    for name in ("questions", "context"):
-        check_least(f"--{name}", getattr(options, name), 1)
-    return options
+    return parse_questions(parser, given, "attention", SETS, questions=8, methods=METHODS)
 
 
 def main(arguments: Sequence[str] | None = None) -> Result:
