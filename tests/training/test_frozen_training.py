@@ -13,7 +13,7 @@ import torch
 from adapters import save_adapter
 from families import masks_of, oracle_model, random_prompt, save_tiny
 from safetensors.torch import load_file
-from tiny_model import byte_tokenizer, save_tiny_llama
+from tiny_model import byte_tokenizer
 
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError
@@ -171,11 +171,6 @@ LINES = [
     },
     {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
 ]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from families import oracle_model
 from plain_oracle import greedy
-from tiny_model import save_tiny_llama
 from transformers import AutoTokenizer
 
 import ragcache as rc
@@ -25,11 +24,6 @@ from ragcache_train.trainer import train
 PASSAGES = ("Ann lives in Oslo.", "Bob has a red boat.")
 ASKED = DataRow("qa", "rows:1", None, PASSAGES, (Asked("Where is Ann?", ""), Asked("What has Bob?", "boat")))
 ALONE = DataRow("qa", "rows:2", None, PASSAGES)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
@@ -40,11 +39,6 @@ LINES = [
     {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
     {"type": "text", "text": "Just some words."},
 ]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

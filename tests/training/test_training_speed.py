@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_model import save_tiny_llama
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
@@ -31,11 +30,6 @@ BFLOAT16 = {"precision": "bfloat16"}
 
 # Dynamo looks at gradients that are not there.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
