@@ -67,7 +67,7 @@ class Forked:
 
 
 def run(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run([python, "-c", code, ...], capture_output=True, text=True)`."""
+    """What `subprocess.run([python, "-c", code, ...], capture_output=True, text=True)` gives."""
     with Forked(code, *arguments, env=env) as child:
         child.stdin.close()
         said = child.stdout.read(), child.stderr.read()

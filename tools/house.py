@@ -47,7 +47,7 @@ ROOMS = {
     "extras/eval/ragcache_eval": Room(5_450, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_901, 22, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_629, 8, 1_540, 8),
-    "extras/papers/ragcache_papers": Room(3_484, 24, 1_280, 10),
+    "extras/papers/ragcache_papers": Room(3_485, 24, 1_280, 10),
     "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(391, 5, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(786, 3, 725, 3),

@@ -239,7 +239,7 @@ class SidecarSurvey(Survey):
 
 
 def _products(keys: Tensor, vector: Tensor) -> Tensor:
-    """Of each key, [num_kv_heads, num_keys, head_dim], with a query vector, [num_heads, head_dim]: [num_keys]."""
+    """Score each key, [num_kv_heads, num_keys, head_dim], with a query vector, [num_heads, head_dim]: [num_keys]."""
     # All query heads of a KV head meet the same key: their products add up to that with their sum.
     folded = vector.view(keys.shape[0], -1, vector.shape[1]).sum(1)
     return (keys @ folded[:, :, None]).sum((0, 2))

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 logger = logging.getLogger(__name__)
 
 BOUND = 0.05
-"""Of loss and gradients' norm on a first batch, relative: compiled and plain passes round bfloat16 at other places."""
+"""How far loss and gradients' norm of a first batch may be, relative: bfloat16 is rounded at other places."""
 
 
 def compile_layers(
