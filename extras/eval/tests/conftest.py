@@ -8,6 +8,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache.prompt import prompt_format
 from ragcache_eval.runner import Runner, RunSettings
+from tests.cli.conftest import folder, made, model, store  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, planned_logits, softmax
+from formula_oracle import Plan, formula_model, merged, planned_logits
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -24,21 +24,6 @@ def family(request, tmp_path_factory):
 def assert_same(ours, theirs):
     scale = theirs.abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
-
-
-def merged(scores, visible, sinks, *, of_chunks, context_tokens, temperature, scale):
-    """Attention over the chunks and over all else apart, joined with weights S T LSE and LSE."""
-    weights = softmax(scores, visible, sinks)
-    scores = scores.masked_fill(~visible, -torch.inf)[:, :, context_tokens:]
-    inside, outside = scores[..., of_chunks] / temperature, scores[..., ~of_chunks]
-    if sinks is not None:
-        outside = torch.cat([outside, sinks.view(1, -1, 1, 1).expand(*outside.shape[:-1], 1)], -1)
-    parts = torch.stack([scale * temperature * inside.logsumexp(-1), outside.logsumexp(-1)], -1).softmax(-1)
-    rows = torch.empty_like(scores)
-    rows[..., of_chunks] = (parts[..., :1] * inside.softmax(-1)).nan_to_num()
-    rows[..., ~of_chunks] = (parts[..., 1:] * outside.softmax(-1))[..., : int((~of_chunks).sum())]
-    weights[:, :, context_tokens:] = rows
-    return weights
 
 
 def step_by_step(lm, fused, answer):

@@ -24,7 +24,7 @@ from ragcache.server.app import create_app
 from ragcache.server.run import Server, listen, url_of
 from ragcache.server.settings import ServerSettings
 
-CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
+CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
     "--headless",

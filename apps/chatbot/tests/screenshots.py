@@ -1,4 +1,4 @@
-"""Makes docs/images/chat-*.png again: .venv/bin/python tests/chatbot/screenshots.py
+"""Makes docs/images/chat-*.png again: .venv/bin/python apps/chatbot/tests/screenshots.py
 
 Needs chromium; drawn with the font Inter where it is installed (fonts-inter). Times in the pictures are this machine's.
 """
@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 
 import ragcache as rc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "docs" / "images"
 CORPUS = Path("examples/corpus")  # sources are shown by this path
 QUESTION, SECOND = "What is Victor Branovic's profession?", "What does the home town of Julia Haleau make?"

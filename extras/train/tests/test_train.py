@@ -154,7 +154,7 @@ def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
 @pytest.fixture
 def script(tmp_path):
     """Runs scripts/train-smollm2 in an environment whose `ragcache` writes down what it is asked for."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)

@@ -16,7 +16,7 @@ import pytest
 
 import ragcache as rc
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HOME = ROOT / "integrations" / "llama-index" / "llama_index"
 LEAVES = sorted(path.parent for path in HOME.glob("*/ragcache/__init__.py"))
 NAMES = {

@@ -18,7 +18,7 @@ from llama_index.llms.ragcache import RagCacheLLM, RagCachePrefillEvent
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.retrievers.ragcache import RagCacheRetriever
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SAMPLING = rc.Sampling(max_tokens=48)
 K = 4
 

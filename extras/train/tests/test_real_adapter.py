@@ -22,7 +22,7 @@ from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.encoding import passage_text
 from ragcache_train.special_tokens import choose_spec
 
-SHARED = Path(__file__).parents[3] / "shared"
+SHARED = Path(__file__).parents[4] / "shared"
 TENSORS = SHARED / "models" / "smollm2-k5.safetensors"
 BASE = "RAGCACHE_TEST_SMOLLM2"
 QUESTIONS, PASSAGES, ANSWER_TOKENS = 8, 6, 12

@@ -9,7 +9,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import pytest
 from tiny_model import save_tiny_llama
