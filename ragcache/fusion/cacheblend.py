@@ -38,9 +38,9 @@ class CacheBlend(RecomputeMethod):
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
     gradual:         filter layer by layer; each layer's projections are then computed twice
-    boundary_tokens: first tokens of each chunk but the first that run whatever their deviation; they count in `ratio`,
-                     and run all the same where they are more
-    tail_tokens:     last tokens of each chunk but the first, likewise
+    boundary_tokens: first tokens of each chunk that run whatever their deviation; they count in `ratio`, and run all
+                     the same where they are more. A first chunk whose KV is exact has none (`Layout.exact`)
+    tail_tokens:     last tokens of each chunk, likewise
     """
 
     ratio: float = 0.16

@@ -138,10 +138,12 @@ class Layout:
     """Pieces in the order of reading.
 
     separate: passages see themselves alone, and their blocks are placed; False: they run as text does
+    exact:    the first passage, where its block was read behind just what stands before it; None: no passage
     """
 
     pieces: tuple[Segment, ...]
     separate: bool = True
+    exact: Segment | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -220,7 +222,10 @@ def lay_out(parts: Sequence[Part], recipe: Recipe, added: AddedTokens, *, separa
         end = end + len(ids) if added.positions == "encoded" else max(end, start + len(ids))
         if passage is None:
             behind_text = end
-    return Layout(tuple(pieces), separate)
+    prefix = len(added.behind_prefix) + sum(len(part.ids) for part in parts[:1] if isinstance(part, Text))
+    seen = None if recipe.bos or recipe.neighbours else prefix * recipe.sees_prefix
+    exact = next((piece for piece in pieces if piece.passage == 0 and piece.start == seen), None)
+    return Layout(tuple(pieces), separate, exact)
 
 
 def _joined(

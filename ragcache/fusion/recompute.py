@@ -35,7 +35,7 @@ class RecomputeContext:
     prefix_tokens:  tokens whose KV is at hand and never runs again: the prefix; in a conversation, all that was read
     chunk_starts:   slot of each chunk's first token
     chunk_tokens:   tokens of each chunk
-    begins:         whether the first of these chunks is the prompt's first
+    first_is_exact: whether the first chunk's block was read behind just what stands before it
     chunks:         the blocks, keys before RoPE
     ids, positions: of every token, by slot, int64
     """
@@ -47,7 +47,7 @@ class RecomputeContext:
     chunks: Sequence[KVBlock]
     ids: Tensor
     positions: Tensor
-    begins: bool = True
+    first_is_exact: bool
 
     @classmethod
     def of(cls, request: PrefillRequest) -> RecomputeContext:
@@ -59,7 +59,7 @@ class RecomputeContext:
         chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
         positions = [*range(known), *chunk_positions, *text.positions]
         all_ids, places = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
-        return cls(request.lm, known, starts, lengths, request.blocks, all_ids, places, pieces == layout.passages)
+        return cls(request.lm, known, starts, lengths, request.blocks, all_ids, places, pieces[:1] == [layout.exact])
 
     @property
     def num_tokens(self) -> int:
@@ -75,8 +75,8 @@ class RecomputeContext:
         return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
     def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:
-        """int64, ascending: slots of the first and the last tokens of each chunk but the prompt's first one."""
-        rest = slice(int(self.begins), None)
+        """int64, ascending: slots of the first and the last tokens of each chunk but an exact first one."""
+        rest = slice(int(self.first_is_exact), None)
         chunks = zip(self.chunk_starts[rest], self.chunk_tokens[rest], strict=True)
         found = (edge_spans(Span(start, start + count), first_tokens, last_tokens) for start, count in chunks)
         slots = [slot for spans in found for span in spans for slot in range(*span)]

@@ -147,7 +147,7 @@ TURNED = "{% for m in messages %}{{ m['content'] }}<|eos|>{% endfor %}"  # a con
 
 @pytest.mark.parametrize(
     ("method", "alone"),
-    [("reposition", 5), (get_method("epic", first_tokens=100), 1), (get_method("cacheblend", ratio=1.0), 0)],
+    [("reposition", 5), (get_method("epic", first_tokens=100), 0), (get_method("cacheblend", ratio=1.0), 0)],
 )
 def test_a_conversation_goes_on_behind_the_passages_that_its_messages_quote(tmp_path, open_kb, method, alone):
     """alone: passages, of five, that plain transformers reads by themselves to answer the same"""

@@ -100,14 +100,10 @@ def test_several_turns_are_one_forward(family, count):
 
 @pytest.mark.parametrize("grows", [False, True], ids=["at once", "turn by turn"])
 def test_tokens_that_run_again_do_so_in_every_turn(family, grows):
-    """All of them: full prefill (law 3). By epic all but the first passage's, which keeps its own sinks."""
+    """All of them: full prefill (law 3)."""
     lm, oracle = family
-    tokens = spelt_out(TURNS)
-    laws = {
-        get_method("cacheblend", ratio=1.0): [(id, None) for id, _ in tokens],
-        get_method("epic", first_tokens=100): [(id, owner if owner == 0 else None) for id, owner in tokens],
-    }
-    for method, read_as in laws.items():
+    read_as = [(id, None) for id, _ in spelt_out(TURNS)]
+    for method in (get_method("cacheblend", ratio=1.0), get_method("epic", first_tokens=100)):
         tree = PrefixCache(lm.shape, 1 << 20)
         taken = [read(lm, method, TURNS[:count], tree)[:2] for count in ((3, 5, 9) if grows else (9,))]
         assert_same(taken[-1][0].next_logits, expected(oracle, read_as))

@@ -71,7 +71,7 @@ def test_recompute_methods_run_them_beside_the_tokens_that_they_choose(family):
     assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=0.0).next_logits, forward(oracle, apart=True))
     assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=1.0).next_logits, forward(oracle, apart=False))
     owners, n = [owner for _, owner in TOKENS], len(TOKENS)
-    runs = [owner is None or (owner > 0 and owners[row - 2 : row] != [owner] * 2) for row, owner in enumerate(owners)]
+    runs = [owner is None or owners[row - 2 : row] != [owner] * 2 for row, owner in enumerate(owners)]
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     _, apart, _ = overridden(oracle, PROMPT.ids, mask(apart=True))
     chosen = [torch.tensor(runs).nonzero()[:, 0]] * lm.shape.num_layers

@@ -127,18 +127,10 @@ def test_so_do_epic_reposition_and_link(trained):
     assert_same(rc.fuse(lm, prompt, "reposition", blocks).next_logits, expected)
     assert_same(rc.fuse(lm, prompt, "epic", blocks, first_tokens=0).next_logits, expected)
     whole = rc.fuse(lm, prompt, "epic", blocks, first_tokens=100).next_logits
-    assert_same(whole, oracle_logits_of(model, spelt.ids, first_apart_then_causal(spelt)))
+    assert_same(whole, oracle_logits_of(model, spelt.ids, causal(spelt.num_tokens)))
     links = [[20 + rank] for rank in range(len(prompt.chunk_ids))]
     ids, allowed = linked(spelt, links)
     assert_same(rc.fuse(lm, prompt, "link", blocks, link_ids=links).next_logits, oracle_logits_of(model, ids, allowed))
-
-
-def first_apart_then_causal(prompt):
-    """The first chunk keeps what it was read with; all that stands behind it runs again."""
-    allowed = causal(prompt.num_tokens)
-    start = len(prompt.prefix_ids)
-    allowed[start : start + len(prompt.chunk_ids[0]), :start] = False
-    return allowed
 
 
 def linked(prompt, links):

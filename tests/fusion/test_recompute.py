@@ -75,12 +75,13 @@ def test_all_tokens_from_layer_one_on_are_full_prefill(family):
 
 
 @pytest.mark.parametrize("first_tokens", [0, 1, 5, 100])
-def test_epic_runs_the_first_tokens_of_all_chunks_but_the_first(family, first_tokens):
+@pytest.mark.parametrize("prefix", [0, 5])
+def test_epic_runs_the_first_tokens_of_all_chunks_that_something_precedes(family, first_tokens, prefix):
     lm, oracle = family
-    prompt = random_prompt(13)
+    prompt = random_prompt(13, prefix)
     slots, start = [], len(prompt.prefix_ids)
-    for rank, chunk in enumerate(prompt.chunk_ids):
-        slots += range(start, start + min(first_tokens, len(chunk))) if rank else []
+    for chunk in prompt.chunk_ids:
+        slots += range(start, start + min(first_tokens, len(chunk))) if start else []
         start += len(chunk)
     fused = rc.fuse(lm, prompt, method="epic", first_tokens=first_tokens)
     script = [tuple(slots)] * lm.shape.num_layers

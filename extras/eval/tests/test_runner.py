@@ -87,7 +87,9 @@ def test_costs_are_counted(runner):
     prompt = CASES[0].prompt(runner.lm.tokenizer, runner.form)
     assert full.computed_share == full.kept_share == 1.0
     assert reposition.computed_share == pytest.approx(len(prompt.suffix_ids) / prompt.num_tokens)
-    assert epic.computed_share == pytest.approx((len(prompt.suffix_ids) + 4) / prompt.num_tokens)
+    assert epic.computed_share == pytest.approx(
+        (len(prompt.suffix_ids) + 2 * len(prompt.chunk_ids)) / prompt.num_tokens
+    )
     assert (full.kl_answer, full.top1_answer, full.same_answer) == (0.0, 1.0, True)
 
 

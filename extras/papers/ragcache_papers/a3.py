@@ -36,9 +36,9 @@ class A3(RecomputeMethod):
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
     pool_tokens:     scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
                      together (the authors' program takes 5, the paper says nothing of it); 1: each by itself
-    boundary_tokens: first tokens of each chunk but the first that run whatever their scores; they count in `ratio`, and
-                     run all the same where they are more
-    tail_tokens:     last tokens of each chunk but the first, likewise
+    boundary_tokens: first tokens of each chunk that run whatever their scores; they count in `ratio`, and run all the
+                     same where they are more. A first chunk whose KV is exact has none (`Layout.exact`)
+    tail_tokens:     last tokens of each chunk, likewise
     """
 
     ratio: float = 0.15

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 class Epic(RecomputeMethod):
     """LegoLink (EPIC, section 4): a chunk that was read alone takes its first tokens for attention sinks, and all that
     stands behind them looks there. Running these few again behind what really precedes them takes the sinks away; all
-    other tokens keep what they have. The first chunk's sinks are where a prompt's sinks belong: it keeps its own.
+    other tokens keep what they have. A first chunk is left out where its block was read behind just what stands before
+    it, the prefix (recipe `prefix`) or nothing: its KV is exact.
 
     EPIC's own text speaks of a document's beginning. Later papers (A3, SamKV) describe LegoLink as running a chunk's
     last tokens again too: `last_tokens`. Nothing but the chunks' lengths decides, so the cost grows with the number of
     chunks alone.
 
-    first_tokens: of each chunk but the first, so many run again, in every layer
-    last_tokens:  the same at each chunk's end; the first chunk has nothing but the prefix before it, and is left out
+    first_tokens: of each chunk but an exact first one, so many run again, in every layer
+    last_tokens:  the same at each chunk's end
 
     Both 0 is `reposition`.
     """
@@ -40,7 +41,7 @@ class Epic(RecomputeMethod):
         check_tokens(first_tokens=self.first_tokens, last_tokens=self.last_tokens)
 
     def reruns(self, layout: Layout) -> list[Span]:
-        chunks = (Span(piece.start, piece.end) for piece in layout.passages[1:])
+        chunks = (Span(piece.start, piece.end) for piece in layout.passages if piece != layout.exact)
         return [span for chunk in chunks for span in edge_spans(chunk, self.first_tokens, self.last_tokens)]
 
     def candidates(self, context: RecomputeContext) -> Tensor:

@@ -52,9 +52,9 @@ class Prophet(FusionMethod):
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
     layers:          those that score, from 0; None: all
-    boundary_tokens: first tokens of each chunk but the first that run whatever their scores; they count in `ratio`, and
-                     run all the same where they are more
-    tail_tokens:     last tokens of each chunk but the first, likewise
+    boundary_tokens: first tokens of each chunk that run whatever their scores; they count in `ratio`, and run all the
+                     same where they are more. A first chunk whose KV is exact has none (`Layout.exact`)
+    tail_tokens:     last tokens of each chunk, likewise
     pool_tokens:     scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
                      together (not in the paper); 1: each by itself
     """

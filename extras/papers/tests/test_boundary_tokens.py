@@ -1,4 +1,4 @@
-"""Boundary tokens: the first and last ones of each chunk but the first run, and scores choose the rest of the share."""
+"""Boundary tokens: the first and last ones of a chunk that misses what precedes it run; scores choose the rest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CHOOSING = ["cacheblend", "a3", "prophet"]
 EDGES = [(4, 0), (0, 3), (2, 3)]
 
 
-def boundary(prompt, first_tokens, last_tokens):
+def boundary(prompt, first_tokens, last_tokens, recipe="isolated"):
     tokens, start = [], len(prompt.prefix_ids)
     for rank, chunk in enumerate(prompt.chunk_ids):
         edge = [place for place in range(len(chunk)) if place < first_tokens or place >= len(chunk) - last_tokens]
-        tokens += [start + place for place in edge if rank]
+        tokens += [start + place for place in edge if rank or (start and recipe == "isolated")]
         start += len(chunk)
     return tokens
 
@@ -69,8 +69,9 @@ def test_they_deviate_first(load, family, gradual, edge):
     lm, oracle = load(family)
     prompt, total = random_prompt(72, prefix=5, chunks=CHUNKS), sum(CHUNKS)
     shares = (1.25 * 0.4, 0.75 * 0.4) if gradual else (0.4, 0.4)
-    counts = [total, *(round(share * total) for share in shares)]
-    expected = test_cacheblend.brute_force(oracle, prompt, counts, boundary(prompt, *edge))
+    always = boundary(prompt, *edge)
+    counts = [total, *(max(round(share * total), len(always)) for share in shares)]
+    expected = test_cacheblend.brute_force(oracle, prompt, counts, always)
     fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=gradual, **edges(*edge))
     assert_same(fused.next_logits, blended_logits(oracle, prompt, expected))
 
@@ -99,7 +100,7 @@ def test_few_layers_choose_the_rest_of_blocks_behind_the_prefix(load, family, la
     """All at once: the shared prefix is every chunk's sink, first tokens run, named layers score."""
     lm, oracle = load(family)
     prompt, count = random_prompt(75, prefix=5, chunks=CHUNKS), 20
-    context, always = prompt.context_tokens, boundary(prompt, 3, 0)
+    context, always = prompt.context_tokens, boundary(prompt, 3, 0, "prefix")
     suffix, before = list(range(context, prompt.num_tokens)), behind_the_prefix(oracle, prompt)
     causal = torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
     weights = forward(oracle, prompt.ids, causal, before, [torch.tensor(suffix)] * 3)[2]
@@ -125,15 +126,19 @@ def test_more_than_the_share_they_run_all_the_same_as_by_epic(load, method, rati
     fused = rc.fuse(lm, prompt, method, ratio=ratio, recipe=recipe, **edges(*edge))
     by_epic = rc.fuse(lm, prompt, "epic", first_tokens=edge[0], last_tokens=edge[1], recipe=recipe)
     assert_same(fused.next_logits, by_epic.next_logits)
-    assert fused.computed_tokens[-1] == by_epic.computed_tokens[-1] == 5 + 3 + 5 + len(prompt.suffix_ids)
+    running = 5 * (recipe == "isolated") + 3 + 5 + 5
+    assert fused.computed_tokens[-1] == by_epic.computed_tokens[-1] == running + len(prompt.suffix_ids)
 
 
 @pytest.mark.parametrize("method", CHOOSING)
-def test_a_lone_chunk_has_none(load, method):
+def test_a_lone_chunk_has_none_where_its_kv_is_exact(load, method):
     lm, _ = load("llama")
-    prompt = random_prompt(74, chunks=(9,))
-    alone = rc.fuse(lm, prompt, method, ratio=0, **edges(4, 4))
-    assert torch.equal(alone.next_logits, rc.fuse(lm, prompt).next_logits)
+    for prefix, recipe in ((0, "isolated"), (5, "prefix"), (5, "isolated")):
+        prompt = random_prompt(74, prefix, chunks=(9,))
+        alone = rc.fuse(lm, prompt, method, ratio=0, recipe=recipe, **edges(5, 4)).next_logits
+        assert_same(alone, rc.fuse(lm, prompt, "full").next_logits)
+        is_moved = torch.equal(alone, rc.fuse(lm, prompt, recipe=recipe).next_logits)
+        assert is_moved == (not boundary(prompt, 5, 4, recipe))
 
 
 def test_the_choice_is_numpys():

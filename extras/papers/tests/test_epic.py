@@ -19,10 +19,10 @@ EDGES = [(0, 3), (2, 3), (4, 5), (7, 9), (0, 99), (99, 2), (5, 0)]
 
 
 def edge_tokens(prompt, first, last):
-    """By chunk: its tokens that are among its first or its last ones; none of the first chunk."""
+    """By chunk: its tokens that are among its first or its last ones; none of a chunk that nothing precedes."""
     tokens, start = [], len(prompt.prefix_ids)
-    for rank, chunk in enumerate(prompt.chunk_ids):
-        places = range(len(chunk)) if rank else ()
+    for chunk in prompt.chunk_ids:
+        places = range(len(chunk)) if start else ()
         tokens.append([start + place for place in places if place < first or place >= len(chunk) - last])
         start += len(chunk)
     return tokens
@@ -30,9 +30,10 @@ def edge_tokens(prompt, first, last):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize(("first", "last"), EDGES)
-def test_the_edges_of_all_chunks_but_the_first_run(load, family, first, last):
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_the_edges_of_all_chunks_that_something_precedes_run(load, family, first, last, prefix):
     lm, oracle = load(family)
-    prompt = random_prompt(53)
+    prompt = random_prompt(53, prefix)
     running = [token for tokens in edge_tokens(prompt, first, last) for token in tokens]
     suffix = list(range(prompt.context_tokens, prompt.num_tokens))
     fused = rc.fuse(lm, prompt, "epic", first_tokens=first, last_tokens=last)
@@ -41,8 +42,9 @@ def test_the_edges_of_all_chunks_but_the_first_run(load, family, first, last):
 
 
 @pytest.mark.parametrize(("first", "last"), EDGES)
-def test_another_engine_is_told_of_both_edges_in_one_span_where_they_meet(first, last):
-    prompt = random_prompt(54)
+@pytest.mark.parametrize("prefix", [0, 5])
+def test_another_engine_is_told_of_both_edges_in_one_span_where_they_meet(first, last, prefix):
+    prompt = random_prompt(54, prefix)
     layout = lay_out(prompt.parts, rc.Recipe(), NO_ADDITIONS)
     spans = get_method("epic", first_tokens=first, last_tokens=last).reruns(layout)
     told = iter(spans)
@@ -54,9 +56,29 @@ def test_another_engine_is_told_of_both_edges_in_one_span_where_they_meet(first,
     assert RequestLayout(blocks, tuple(spans)).runs == tuple(spans)
 
 
-def test_unless_asked_the_first_tokens_run_alone():
-    layout = lay_out(random_prompt(55, prefix=5, chunks=(40, 30, 8)).parts, rc.Recipe(), NO_ADDITIONS)
-    assert get_method("epic").reruns(layout) == [Span(45, 61), Span(75, 83)]
+@pytest.mark.parametrize(
+    ("recipe", "prefix", "label", "is_exact"),
+    [
+        (rc.Recipe(), 5, 0, False),
+        (rc.Recipe(), 1, 0, False),  # a BOS alone stands before it all the same
+        (rc.Recipe(), 0, 0, True),
+        (rc.Recipe(), 0, 2, False),
+        (rc.Recipe("prefix"), 5, 0, True),
+        (rc.Recipe("prefix"), 5, 2, False),
+        (rc.Recipe(bos=True), 1, 0, False),  # which token its own BOS was is not known here
+        (rc.Recipe(neighbours=1), 0, 0, False),
+        (rc.Recipe("prefix", neighbours=1), 5, 0, False),
+    ],
+    ids=str,
+)
+def test_a_first_chunk_read_behind_just_what_precedes_it_is_left_out(recipe, prefix, label, is_exact):
+    """Unless asked the first 16 tokens run alone."""
+    prompt = random_prompt(55, prefix, chunks=(40, 30, 8))
+    prompt = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids, prompt.suffix_ids, [[7] * label, (), ()])
+    start = prefix + label
+    others = [Span(start + 40, start + 56), Span(start + 70, start + 78)]
+    found = get_method("epic").reruns(lay_out(prompt.parts, recipe, NO_ADDITIONS))
+    assert found == (others if is_exact else [Span(start, start + 16), *others])
 
 
 @pytest.mark.parametrize("option", ["first_tokens", "last_tokens"])
@@ -67,20 +89,26 @@ def test_what_is_no_count_is_refused(option, value):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral", "mistral-window", "gemma2"])
-def test_no_token_is_reposition_and_all_of_them_behind_a_first_chunk_that_saw_the_prefix_are_full(family, tmp_path):
-    """Law 3 as far as it can hold: the first chunk keeps its own keys, which are exact behind the prefix."""
+def test_no_token_is_reposition_and_all_of_them_are_full_prefill(family, tmp_path):
+    """Law 3, over blocks of every recipe."""
     lm, oracle = load_tiny(family, tmp_path)
-    prompt = random_prompt(51)
-    n = prompt.num_tokens
-    every = rc.fuse(lm, prompt, "epic", first_tokens=99, recipe="prefix").next_logits
-    plain = oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril())
-    torch.testing.assert_close(every / plain.abs().max(), plain / plain.abs().max(), atol=2e-5, rtol=0)
+    for prefix in (0, 1, 5):
+        prompt = random_prompt(51, prefix)
+        n, near = prompt.num_tokens, [[prompt.chunk_ids[-1]], [], [[9, 8]], []]
+        plain = oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril())
+        for recipe in (rc.Recipe(), rc.Recipe("prefix"), rc.Recipe(bos=True), rc.Recipe(neighbours=1)):
+            blocks = rc.encode(lm, prompt, recipe, neighbours=near if recipe.neighbours else None)
+            every = rc.fuse(lm, prompt, "epic", blocks, recipe=recipe, first_tokens=99)
+            assert_same(every.next_logits, plain)
+            is_exact = recipe.sees_prefix or (recipe == rc.Recipe() and not prefix)
+            assert set(every.computed_tokens) == {n - prefix - (len(prompt.chunk_ids[0]) if is_exact else 0)}
     none = rc.fuse(lm, prompt, "epic", first_tokens=0)
     assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
     assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
 
 
-def test_with_one_chunk_there_is_nothing_to_run(tmp_path):
+@pytest.mark.parametrize(("prefix", "recipe", "runs"), [(0, "isolated", 0), (5, "prefix", 0), (5, "isolated", 9)])
+def test_a_lone_chunk_runs_where_it_missed_the_prefix(tmp_path, prefix, recipe, runs):
     lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    prompt = random_prompt(52, chunks=(9,))
-    assert set(rc.fuse(lm, prompt, "epic").computed_tokens) == {len(prompt.suffix_ids)}
+    prompt = random_prompt(52, prefix, chunks=(9,))
+    assert set(rc.fuse(lm, prompt, "epic", recipe=recipe).computed_tokens) == {len(prompt.suffix_ids) + runs}

@@ -88,7 +88,7 @@ def test_epic_says_which_tokens_run_again(front, vllm):
     front(method="epic", first_tokens=3).ask(QUESTION, k=3)
     layout = layout_of(vllm.bodies[0])
     assert [(run.start, run.stop) for run in layout.runs] == [
-        (block.start, block.start + 3) for block in layout.blocks[-2:]
+        (block.start, block.start + 3) for block in layout.blocks[-3:]
     ]
 
 
@@ -96,7 +96,7 @@ def test_epic_says_both_edges(front, vllm):
     front(method="epic", first_tokens=3, last_tokens=2).ask(QUESTION, k=3)
     layout = layout_of(vllm.bodies[0])
     assert [(run.start, run.stop) for run in layout.runs] == [
-        edge for start, stop in layout.blocks[-2:] for edge in ((start, start + 3), (stop - 2, stop))
+        edge for start, stop in layout.blocks[-3:] for edge in ((start, start + 3), (stop - 2, stop))
     ]
 
 

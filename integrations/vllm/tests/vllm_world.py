@@ -64,7 +64,7 @@ class World:
     def case(
         self, order: Sequence[int] = (0, 1, 2, 3), *, links: bool = False, first: int = 0, suffix: Sequence[int] = ()
     ) -> Case:
-        """Passages in this order, with link tokens behind each, or the first tokens of all but the first run again."""
+        """Passages in this order, with link tokens behind each, or the first tokens of each run again."""
         from ragcache.fusion.layout import Span
         from ragcache_vllm.request_layout import RequestLayout
 
@@ -73,7 +73,7 @@ class World:
             start = len(ids)
             ids += self.chunks[chunk]
             blocks.append(Span(start, len(ids)))
-            if first and rank:
+            if first:
                 runs.append(Span(start, start + first))
             ids += LINKS[rank] if links else []
         ids += suffix or self.suffix
