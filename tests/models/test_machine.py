@@ -23,7 +23,7 @@ from ragcache_eval.measured_model import EvaluatedModel
 from ragcache_eval.store_cases import asked_of
 from ragcache_eval.suites.capability import measure
 from ragcache_plan.commands import RateOptions
-from ragcache_train.options import TrainOptions
+from ragcache_train.train_options import TrainOptions
 
 SLOW = "no instructions"
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from ragcache_eval.registry import PAGE_KINDS, draw_pages
-from ragcache_train.data import read_rows
+from ragcache_train.train_rows import read_rows
 from tools.mini import page_data
 from tools.mini.base import save_model, train
 from tools.mini.batches import BatchMaker

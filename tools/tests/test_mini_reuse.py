@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache_eval.registry import is_held_out
-from ragcache_train.data import read_rows
-from ragcache_train.encoding import EncodingOptions, RowEncoder
-from ragcache_train.layout import lay_out
+from ragcache_train.row_encoder import EncodingOptions, RowEncoder
+from ragcache_train.train_batches import lay_out
+from ragcache_train.train_rows import read_rows
 from tools.mini.base import train
 from tools.mini.batches import IGNORED
 from tools.mini.evaluate import MINI, MINI_BASE

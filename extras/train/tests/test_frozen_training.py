@@ -21,14 +21,12 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
-from ragcache_train.attention import NAME, register
-from ragcache_train.collate import Pair, collate, collate_pairs
-from ragcache_train.encoding import passage_text
 from ragcache_train.frozen import FrozenModel, divergence_loss, number_rows
-from ragcache_train.layout import Ask, EncodedRow, lay_out
-from ragcache_train.loss import answer_logits
-from ragcache_train.options import TrainOptions
+from ragcache_train.masked_pass import NAME, answer_logits, register
+from ragcache_train.row_encoder import passage_text
 from ragcache_train.special_tokens import choose_spec
+from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out
+from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import train
 
 LINK = TrainedTokens("link", "isolated", 2, 4, 199, 207, 208, first_packet_id=209, header_tokens=2)

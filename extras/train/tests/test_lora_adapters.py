@@ -22,7 +22,7 @@ from ragcache.models.load import checkpoint_digest, load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_train.options import TrainOptions
+from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import ReuseTrainer, train
 from ragcache_vllm.merged_adapter import servable
 
@@ -315,7 +315,7 @@ def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_falle
     """The clock moves by 10 s at each step."""
     options = replace(options, steps=1000, minutes=2, **way)
     now, begun = [0.0], []
-    monkeypatch.setattr("ragcache_train.progress.time", SimpleNamespace(monotonic=lambda: now[0]))  # no other clock
+    monkeypatch.setattr("ragcache_train.run_files.time", SimpleNamespace(monotonic=lambda: now[0]))  # no other clock
     monkeypatch.setattr(
         "ragcache_train.trainer.ReuseTrainer.compute_loss", slowed(ReuseTrainer.compute_loss, now, begun)
     )

@@ -14,11 +14,10 @@ from transformers import AutoTokenizer
 import ragcache as rc
 from ragcache.errors import ConfigError, DatabaseMismatchError
 from ragcache.prompt import encode_text, prompt_format
-from ragcache_train.data import Asked, BadLine, DataRow, parse_line, read_rows
-from ragcache_train.encoding import EncodingOptions, passage_text
-from ragcache_train.options import TrainOptions
 from ragcache_train.own_answers import ANSWER_TOKENS, FILE, QUESTIONS, OwnAnswers
-from ragcache_train.store_rows import store_rows
+from ragcache_train.row_encoder import EncodingOptions, passage_text
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.train_rows import Asked, BadLine, DataRow, parse_line, read_rows, store_rows
 from ragcache_train.trainer import train
 
 PASSAGES = ("Ann lives in Oslo.", "Bob has a red boat.")

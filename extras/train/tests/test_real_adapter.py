@@ -19,7 +19,7 @@ from ragcache.models.adapter import LORA_FILE, Base, write_adapter
 from ragcache.models.hub import cached
 from ragcache.models.load import checkpoint_digest
 from ragcache.prompt import encode_text, prompt_format
-from ragcache_train.encoding import passage_text
+from ragcache_train.row_encoder import passage_text
 from ragcache_train.special_tokens import choose_spec
 
 SHARED = Path(__file__).parents[4] / "shared"

@@ -10,9 +10,7 @@ from torch.utils.data import DataLoader
 
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.batches import BatchOptions, BatchPlan, Draw
-from ragcache_train.collate import DrawnRows, collate
-from ragcache_train.layout import Ask, EncodedRow, lay_out
+from ragcache_train.train_batches import Ask, BatchOptions, BatchPlan, Draw, DrawnRows, EncodedRow, collate, lay_out
 
 LINK = TrainedTokens("link", "isolated", 2, 16, 500, 600, 601)
 

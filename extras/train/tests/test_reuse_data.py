@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache_train.data import Asked, BadLine, ChatMessage, DataRow, parse_line, read_rows
+from ragcache_train.train_rows import Asked, BadLine, ChatMessage, DataRow, parse_line, read_rows
 
 QA = {"type": "qa", "passages": ["One.", {"title": "Two", "text": "Second."}], "question": "Which?", "answer": "One"}
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -142,7 +142,7 @@ def test_a_packed_file_that_is_cut_short_or_none_is_named(tmp_path, kind):
 
 def test_a_packed_file_is_not_held_whole(tmp_path, monkeypatch):
     """A line of 32 MiB is named, and the next one is read."""
-    monkeypatch.setattr("ragcache_train.data.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("ragcache_train.train_rows.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl.xz"
     with lzma.open(path, "wb", preset=0) as file:
         for _ in range(32):

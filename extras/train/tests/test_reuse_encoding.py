@@ -11,8 +11,8 @@ from ragcache.errors import ConfigError
 from ragcache.ingest.chunker import Chunker
 from ragcache.models.hub import resolve
 from ragcache.prompt import encode_text, prompt_format
-from ragcache_train.data import Asked, BadLine, ChatMessage, DataRow
-from ragcache_train.encoding import EncodingOptions, RowEncoder
+from ragcache_train.row_encoder import EncodingOptions, RowEncoder
+from ragcache_train.train_rows import Asked, BadLine, ChatMessage, DataRow
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -13,10 +13,8 @@ from transformers import AutoConfig
 
 import ragcache as rc
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.attention import NAME, register
-from ragcache_train.collate import collate
-from ragcache_train.layout import Ask, EncodedRow, lay_out
-from ragcache_train.loss import answer_logits, answer_loss
+from ragcache_train.masked_pass import NAME, answer_logits, answer_loss, register
+from ragcache_train.train_batches import Ask, EncodedRow, collate, lay_out
 
 LINK = TrainedTokens("link", "isolated", 2, 8, 20, 60, 61)
 MARKERS = {
@@ -174,7 +172,7 @@ def test_recomputed_activations_change_nothing(tmp_path):
 
 
 def test_a_model_that_drops_its_masks_is_refused():
-    from ragcache_train.attention import training_attention
+    from ragcache_train.masked_pass import training_attention
 
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(rc.UnsupportedModelError, match="Linear"):

@@ -9,7 +9,7 @@ import reuse_oracle as oracle
 
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.layout import Ask, EncodedRow, context_tokens, lay_out, layout_tokens
+from ragcache_train.train_batches import Ask, EncodedRow, context_tokens, lay_out, layout_tokens
 
 LINK = TrainedTokens("link", "isolated", 2, 4, 50, 90, 91)
 REPOSITION = TrainedTokens("reposition")

@@ -11,9 +11,8 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.collate import collate
-from ragcache_train.layout import Ask, EncodedRow, Sample, lay_out
-from ragcache_train.mask import BLOCK, Visibility
+from ragcache_train.masked_pass import BLOCK, Visibility
+from ragcache_train.train_batches import Ask, EncodedRow, Sample, collate, lay_out
 
 LINK = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91)
 ANCHORED = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)

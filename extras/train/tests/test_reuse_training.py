@@ -15,12 +15,10 @@ from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_train.attention import NAME
-from ragcache_train.collate import collate
-from ragcache_train.encoding import passage_text
-from ragcache_train.layout import Ask, EncodedRow, lay_out
-from ragcache_train.loss import answer_logits
-from ragcache_train.options import TrainOptions
+from ragcache_train.masked_pass import NAME, answer_logits
+from ragcache_train.row_encoder import passage_text
+from ragcache_train.train_batches import Ask, EncodedRow, collate, lay_out
+from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import train
 
 PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]

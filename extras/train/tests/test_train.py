@@ -15,7 +15,7 @@ from tiny_model import save_tiny_llama
 
 from ragcache.cli.commands import build_app
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.options import TrainOptions
+from ragcache_train.train_options import TrainOptions
 
 COMMANDS = typer.main.get_command(build_app()).commands
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}

@@ -14,10 +14,8 @@ from transformers import TrainerCallback
 
 from benchmarks.reads import HostReads
 from ragcache_train import trainer as trainer_module
-from ragcache_train import ways
-from ragcache_train.compiled import compile_layers
-from ragcache_train.options import TrainOptions
-from ragcache_train.trainer import ReuseTrainer, train
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.trainer import ReuseTrainer, compile_layers, train
 
 PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
 LINES = [
@@ -71,7 +69,7 @@ def test_a_step_reads_nothing_back(options, monkeypatch, changes):
             self.add_callback(marks)
 
     for name in ("collate", "collate_pairs"):  # on the host, whatever the device is
-        monkeypatch.setattr(ways, name, uncounted(getattr(ways, name), marks.calls))
+        monkeypatch.setattr(trainer_module, name, uncounted(getattr(trainer_module, name), marks.calls))
     monkeypatch.setattr(trainer_module, "ReuseTrainer", Marked)
     with HostReads(marks.calls, uploads=True):
         train(replace(options, minutes=60.0, **changes))

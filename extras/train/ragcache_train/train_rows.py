@@ -11,6 +11,8 @@
 All but "text" may have a "system" text, "qa" may say `"shuffle": false` (its passages keep their order), "summary" may
 have an "instruction" of its own, and "id" and other fields are left alone. A line that cannot be used is named and left
 out; a file without a usable line is an error.
+
+For training on frozen weights rows may also come from a store (`store_rows`).
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import gzip
 import json
 import lzma
 import os
+import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragcache.engine.options import StoreConfig
+from ragcache.engine.store import Store
 from ragcache.errors import ConfigError
 from ragcache.ingest.document import headed
 
@@ -246,3 +251,23 @@ _PARSERS: dict[Any, Callable[[dict[str, Any], str], DataRow]] = {
     "instruction": _instruction,
     "text": _plain_text,
 }
+
+
+def store_rows(path: str | Path, *, rows: int, passages: int, seed: int, database: str | None = None) -> list[DataRow]:
+    """So many rows of so many passages that stand side by side in the store, in their order; each begins elsewhere.
+
+    database: SQLAlchemy URL of a store whose documents are elsewhere
+
+    There are fewer where the store has fewer. Raises ConfigError for an empty store, StoreNotFoundError.
+    """
+    with Store.open(path, store=StoreConfig(database=database, read_only=True)) as library:
+        texts = [chunk.text for document in library.documents() for chunk in library.chunks_of(document.id)]
+    if not texts:
+        raise ConfigError(f"{path}: the store is empty; ingest something first")
+    passages = min(passages, len(texts))
+    places = range(len(texts) - passages + 1)
+    starts = random.Random(f"store/{seed}").sample(places, min(rows, len(places)))
+    return [
+        DataRow("qa", f"{path}: passage {start + 1}", passages=tuple(texts[start : start + passages]), shuffle=False)
+        for start in starts
+    ]

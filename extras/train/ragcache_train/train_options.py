@@ -11,8 +11,8 @@ from typing import Any
 
 from ragcache.errors import ConfigError, check_least
 from ragcache.models.load import DTYPES
-from ragcache_train.batches import BatchOptions
-from ragcache_train.encoding import EncodingOptions
+from ragcache_train.row_encoder import EncodingOptions
+from ragcache_train.train_batches import BatchOptions
 
 PRECISIONS = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -28,7 +28,7 @@ class TrainOptions:
     """
     model:           bundled name, directory or hub id of the model to start from, or an adapter: on frozen weights
                      and with LoRA it goes on
-    data:            files of JSON lines (ragcache_train.data); may be empty where a store is given
+    data:            files of JSON lines (ragcache_train.train_rows); may be empty where a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
                      frozen weights always) or "none" (ordinary fine-tuning in standard encoding)

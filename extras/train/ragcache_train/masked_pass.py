@@ -1,9 +1,10 @@
-"""The attention mask of training: one rule over one number a token.
+"""A batch's forward pass: the mask of training, the attention function that follows it, and the loss on answers.
 
-KVLink (arXiv 2502.16002), figure 2: a chunk's tokens see their own chunk only; everything else of the context (prefix,
-link tokens, KV-START, KV-END) sees all that stands before it; so does a question. Several questions may follow one
-context: each sees the context and itself. Order is that of the sequence, not of the positions, which start again at
-every question (and at every chunk where TurboRAG's composite positions are trained).
+The mask is one rule over one number a token. KVLink (arXiv 2502.16002), figure 2: a chunk's tokens see their own chunk
+only; everything else of the context (prefix, link tokens, KV-START, KV-END) sees all that stands before it; so does a
+question. Several questions may follow one context: each sees the context and itself. Order is that of the sequence, not
+of the positions, which start again at every question (and at every chunk where TurboRAG's composite positions are
+trained).
 
 KVLink's compressed caches (section 2.4, figure 7): a chunk's text sees its own segment, an anchor its segment and the
 anchors of the chunk before it, and all else anchors but no such text.
@@ -17,20 +18,30 @@ The number is the token's segment:
 `sees` is the whole rule. The dense masks of a CPU and FlexAttention's block mask of a GPU are both made from it. Rows
 of a batch stand one behind another in one sequence and do not see each other: a CPU attends to each alone, a GPU
 compares the rows' numbers. What fills the sequence up is a row that nobody else sees.
+
+The attention function is inference's own, registered under "ragcache_training" through transformers' public
+AttentionInterface. Layers take their masks from the batch's `Visibility`, which reaches them as a keyword argument of
+the model's forward: that interface hands extra arguments on. So windows, soft caps and attention sinks follow each
+layer's own settings in every family. Logits are computed only where there is a label.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 
+from ragcache.errors import UnsupportedModelError
 from ragcache.kv.anchor_tokens import OPEN, PASSAGE, gives_way, sees_within
-from ragcache.models.attention_kernels import additive
+from ragcache.models.attention_kernels import Scoring, additive, attend
 
 BLOCK = 128
 """Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
@@ -141,3 +152,92 @@ def _in_order(pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks of keys of each block of queries, as FlexAttention takes them: their number, and those there are first."""
     order = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+NAME = "ragcache_training"
+
+
+def register() -> None:
+    """Make `attn_implementation="ragcache_training"` known to transformers. Idempotent."""
+    AttentionInterface.register(NAME, training_attention)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # layers are compiled around it
+def training_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    visibility: Visibility | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Row by row under dense masks on a CPU, FlexAttention on a GPU.
+
+    query: [1, num_heads, length, head_dim]; key, value: [1, num_kv_heads, length, head_dim]. Returns [1, length,
+    num_heads, head_dim], as transformers' own attention functions do.
+
+    Raises UnsupportedModelError when the model does not hand the batch's rule on to its layers.
+    """
+    if visibility is None:
+        family = type(module).__name__
+        raise UnsupportedModelError(
+            f"{family} does not get the masks that its model is given; it cannot be trained here"
+        )
+    query, key = query.to(value.dtype), key.to(value.dtype)  # the rotation of float32 weights leaves them float32
+    mask = visibility.for_attention(sliding_window, value.dtype)
+    if isinstance(mask, BlockMask):
+        out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        return out, None
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    queries, keys, values = (torch.split(one, list(visibility.lengths), dim=2) for one in (query, key, value))
+    rows = zip(queries, keys, values, mask, strict=True)
+    out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def answer_loss(
+    model: nn.Module, inner: nn.Module, batch: dict[str, Any], num_labels: Tensor | int | None = None
+) -> Tensor:
+    """Cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
+
+    inner: `model` without what accelerate wraps around it
+    batch: see collate
+    """
+    labels = batch["labels"]
+    total = F.cross_entropy(answer_logits(model, inner, batch), labels, reduction="sum")
+    return total / (len(labels) if num_labels is None else num_labels)
+
+
+def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any]) -> Tensor:
+    """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
+    visibility = Visibility(batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"])
+    with narrowed_head(inner, batch["places"]):
+        logits: Tensor = model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            visibility=visibility,
+            use_cache=False,
+        ).logits
+    return logits[0].float()
+
+
+@contextmanager
+def narrowed_head(model: Any, chosen: Tensor) -> Iterator[None]:
+    """The output head reads `chosen` tokens of the sequence only: logits are [1, num_chosen, vocab_size].
+
+    Scales and soft caps that a family applies to its logits follow the head and act on each logit alone.
+    """
+
+    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].index_select(1, chosen), *args[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(narrow)
+    try:
+        yield
+    finally:
+        handle.remove()
