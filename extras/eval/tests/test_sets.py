@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache_eval.lexical import BM25
-from ragcache_eval.lines import read_entries
-from ragcache_eval.public import PublicSettings, public_cases, public_names
+from ragcache_eval.metrics import BM25
+from ragcache_eval.sources import PublicSettings, public_cases, public_names, read_entries
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -11,8 +11,8 @@ from statistics import fmean
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache_eval.intervals import Estimate
 from ragcache_eval.methods import MethodSpec
+from ragcache_eval.metrics import Estimate
 from ragcache_eval.ruler_qa import filled_cases
 from ragcache_eval.suites import SUITES, get_suite
 from ragcache_eval.suites.base import Download, QuestionSet
