@@ -66,6 +66,7 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
         "ragcache_chatbot",
         "ragcache_completions",
         "ragcache_demo",
+        "ragcache_watch",
         "ragcache_documents",
         "ragcache_eval",
         "ragcache_mcp",

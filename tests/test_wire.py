@@ -169,9 +169,9 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def environment() -> set[str]:
     """Variables that the code names."""
-    files = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py"))
+    found_in = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py") if "tests" not in file.parts)
     found = {
-        name for file in files for name in re.findall(r'"(RAGCACHE_[A-Z0-9_]+)"', file.read_text(encoding="utf-8"))
+        name for file in found_in for name in re.findall(r'"(RAGCACHE_[A-Z0-9_]+)"', file.read_text(encoding="utf-8"))
     }
     return found | {word for _, said in commands() for word in said.split() if word.startswith("RAGCACHE_")}
 

@@ -9,7 +9,7 @@ import typer
 
 from ragcache import plugins
 from ragcache.cli.ask import ask, chat
-from ragcache.cli.ingest import delete, ingest, list_documents, precompute, watch
+from ragcache.cli.ingest import delete, ingest, list_documents, precompute
 from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, unpin
 from ragcache.cli.serve import serve
 from ragcache.cli.terminal import Command
@@ -21,7 +21,6 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
     {
         "ingest": ingest,
         "precompute": precompute,
-        "watch": watch,
         "reencode": reencode,
         "ask": ask,
         "chat": chat,

@@ -1,4 +1,4 @@
-"""ingest, list, delete, watch; documents by the names that people type: ids, files, folders, patterns of sources."""
+"""ingest, list, delete; documents by the names that people type: ids, files, folders, patterns of sources."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ragcache.cli.terminal import (
     seconds_text,
 )
 from ragcache.engine.options import MetadataFilter
-from ragcache.errors import CancelledError, ConfigError, ReaderError, StoreBusyError
+from ragcache.errors import ConfigError, ReaderError
 
 if TYPE_CHECKING:
     from ragcache import Document, IngestReport, PrecomputeReport, RagCache, RayConfig, Store
@@ -345,44 +345,6 @@ def delete(
         say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)
-
-
-@command
-def watch(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that the store is to follow.", metavar="FOLDER...")],
-    store: StoreOptions,
-    models: ModelOptions,
-    chunks: ChunkOptions,
-    reading: ReadLimitOptions,
-    kv: KvMode = "eager",
-    hot_after: HotAfter = 2,
-    wait: Wait = WAIT_S,
-) -> None:
-    """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
-
-    A folder that vanishes is reported, and its documents stay until it is back. Ctrl-C or SIGTERM ends the command;
-    what was stored stays.
-    """
-    from ragcache.ingest.watch import watch_folders
-
-    with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
-
-        def sync(paths: Sequence[Path]) -> bool:
-            """Whether it was done, or need not be done any more."""
-            try:
-                report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
-            except CancelledError:
-                return True
-            except (StoreBusyError, ReaderError) as error:
-                say_error(error)
-                return isinstance(error, ReaderError)  # vanished meanwhile: that is a change of its own
-            if report.added or report.updated or report.moved or report.removed:
-                print_report(report, named=True)
-            for failure in report.failed:
-                say_error(failure.error)
-            return True
-
-        watch_folders(folders, sync, say_error, stop)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from waiting import until
 
 import ragcache as rc
 from ragcache.errors import StoreError
-from ragcache.ingest.watch import watch_folders
+from ragcache_watch.folders import watch_folders
 
 pytest.importorskip("watchfiles", reason="needs ragcache-kv[watch]")
 

@@ -1,0 +1,1 @@
+"""An annex of ragcache: folders that a store follows."""

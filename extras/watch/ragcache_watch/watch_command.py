@@ -1,0 +1,60 @@
+"""watch: `ragcache ingest --sync`, and again whenever something changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragcache.cli.flags import (
+    WAIT_S,
+    ChunkOptions,
+    ModelOptions,
+    ReadLimitOptions,
+    StoreOptions,
+    Wait,
+    open_with_models,
+)
+from ragcache.cli.ingest import HotAfter, KvMode, print_report, stopped_by_signals
+from ragcache.cli.terminal import command, say_error
+from ragcache.errors import CancelledError, ReaderError, StoreBusyError
+
+
+@command
+def watch(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that the store is to follow.", metavar="FOLDER...")],
+    store: StoreOptions,
+    models: ModelOptions,
+    chunks: ChunkOptions,
+    reading: ReadLimitOptions,
+    kv: KvMode = "eager",
+    hot_after: HotAfter = 2,
+    wait: Wait = WAIT_S,
+) -> None:
+    """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
+
+    A folder that vanishes is reported, and its documents stay until it is back. Ctrl-C or SIGTERM ends the command;
+    what was stored stays.
+    """
+    from ragcache_watch.folders import watch_folders
+
+    with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
+
+        def sync(paths: Sequence[Path]) -> bool:
+            """Whether it was done, or need not be done any more."""
+            try:
+                report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
+            except CancelledError:
+                return True
+            except (StoreBusyError, ReaderError) as error:
+                say_error(error)
+                return isinstance(error, ReaderError)  # vanished meanwhile: that is a change of its own
+            if report.added or report.updated or report.moved or report.removed:
+                print_report(report, named=True)
+            for failure in report.failed:
+                say_error(failure.error)
+            return True
+
+        watch_folders(folders, sync, say_error, stop)
