@@ -1,5 +1,5 @@
 """What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters,
-compressors, readers of files, routes of the server.
+compressors, readers of files, routes of the server, eviction policies, admission filters.
 
 A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
 ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
@@ -26,6 +26,8 @@ ADAPTERS = "ragcache.adapters"
 COMPRESSORS = "ragcache.compressors"
 READERS = "ragcache.readers"
 ROUTES = "ragcache.routes"
+POLICIES = "ragcache.policies"
+ADMISSIONS = "ragcache.admissions"
 
 T = TypeVar("T")
 

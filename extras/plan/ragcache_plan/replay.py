@@ -12,17 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError
-from ragcache.store.eviction import (
-    ADMISSIONS,
-    LRU,
-    PGDSF,
-    POLICIES,
-    CountMinSketch,
-    Entry,
-    EvictionPolicy,
-    TinyLFU,
-    get_policy,
-)
+from ragcache.store.eviction import ADMISSIONS, LRU, POLICIES, Entry, EvictionPolicy, get_policy
 from ragcache.store.ledger import ByteLedger
 from ragcache_plan.accesses import Accesses, Ints, Workload, generated
 from ragcache_plan.plan import Corpus, Demand, Plan
@@ -82,18 +72,6 @@ class Replayed:
     ttft_s: NDArray[np.float64] = field(repr=False)
 
 
-def make_policy(name: str, admission: str, rates: MachineRates, blocks_in_budget: int) -> EvictionPolicy:
-    """A store's policy, with the cost of recomputation from the rates and a sketch that fits the number of blocks.
-
-    Raises ConfigError.
-    """
-    policy = get_policy(name)
-    get_policy(name, admission)  # refuses a name that is unknown
-    if isinstance(policy, PGDSF):
-        policy = PGDSF(rates.prefill)
-    return policy if admission == "all" else TinyLFU(policy, CountMinSketch(max(1 << 16, blocks_in_budget)))
-
-
 def replay(
     trace: Accesses, budgets: Budgets, policy: str, admission: str, rates: MachineRates, question_tokens: int = 30
 ) -> Replayed:
@@ -106,8 +84,8 @@ def replay(
         )
     ]
     count = len(entries)
-    memory = SimulatedTier("memory", budgets.memory_bytes, make_policy(policy, admission, rates, count))
-    disk = SimulatedTier("disk", budgets.disk_bytes, make_policy(policy, admission, rates, count))
+    memory = SimulatedTier("memory", budgets.memory_bytes, get_policy(policy, admission, rates.prefill, count))
+    disk = SimulatedTier("disk", budgets.disk_bytes, get_policy(policy, admission, rates.prefill, count))
     if budgets.eager:
         for entry in entries:
             disk.put(entry)

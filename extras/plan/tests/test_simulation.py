@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import ConfigError, TraceError
-from ragcache.store.eviction import ADMISSIONS, POLICIES, CountMinSketch
+from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
+from ragcache_papers.policies import CountMinSketch
 from ragcache_plan import accesses
 from ragcache_plan.accesses import Accesses, Workload, from_accesses, generated, recorded
 from ragcache_plan.rates import MachineRates

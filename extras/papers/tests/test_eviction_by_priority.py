@@ -13,22 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache.errors import ConfigError
-from ragcache.store.eviction import (
-    ADMISSIONS,
-    GDSF,
-    LFU,
-    LRU,
-    PGDSF,
-    POLICIES,
-    CountMinSketch,
-    Entry,
-    EvictionPolicy,
-    PrefillRate,
-    PriorityOrder,
-    TinyLFU,
-    get_policy,
-)
+from ragcache.store.eviction import ADMISSIONS, LRU, POLICIES, Entry, EvictionPolicy, PrefillRate, get_policy
 from ragcache.store.tiers import MemoryTier
+from ragcache_papers.policies import GDSF, LFU, PGDSF, CountMinSketch, PriorityOrder, TinyLFU
 
 KEYS = st.sampled_from([f"key{number}" for number in range(12)])
 # Powers of two, so that formulas give the same floats in whatever order they are evaluated.
@@ -134,7 +121,7 @@ def test_the_heap_stays_as_small_as_what_is_held() -> None:
 
 def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in heap operations, not in seconds: n uses and n evictions among n entries."""
-    from ragcache.store import eviction as priority
+    from ragcache_papers import policies as priority
 
     count = 0
 
