@@ -15,14 +15,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
 from ragcache.files import atomic_write, is_leftover, write_all
-from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, IvfPq, Stored, Vectors, faiss
+from ragcache.plugins import Registry
+from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, Stored, Vectors, faiss
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
 
-KINDS: dict[str, type[IndexKind]] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": IvfPq}
+KINDS: Registry[type[IndexKind]] = Registry(plugins.INDEX_KINDS, {"flat": Flat, "hnsw": Hnsw})
 
 
 class SearchResult(NamedTuple):
