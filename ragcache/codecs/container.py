@@ -191,7 +191,7 @@ def _checksum(head: bytes | bytearray, *rest: memoryview) -> bytes:
     return str(state.hexdigest()).encode()
 
 
-def _end_of_head(length: bytes, num_bytes: int) -> int:
+def _end_of_head(length: bytes | bytearray, num_bytes: int) -> int:
     """Bytes before the data of a file of so many bytes. length: its first 8 bytes; they may be damaged"""
     return min(8 + int.from_bytes(length, "little"), num_bytes)
 
