@@ -147,6 +147,8 @@ def test_the_kernel_copies_each_byte_once_to_where_it_stays_and_nobody_copies_it
         assert store.stats().bytes_by_tier["memory"] == room.nbytes
         assert all(pool.holds(tensor) for one in (loaded, again) for tensor in tensors_of(one.block))
         assert len(pool.given) == 1
+        whole = [tensor for tensor in tensors_of(loaded.block) if tensor.nbytes % 64 == 0]
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in whole), "as the placing kernel reads them"
 
 
 @pytest.mark.parametrize("codec", CODECS)
