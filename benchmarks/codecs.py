@@ -29,13 +29,14 @@ from rich.console import Console
 
 import ragcache as rc
 from benchmarks.environment import environment
-from benchmarks.files import drop_page_cache, file_system
+from benchmarks.files import drop_page_cache, file_system, read_blocks
 from benchmarks.quality_units import Cell, answers, cases_of
 from benchmarks.reading import random_prompt
 from benchmarks.report import RESULTS, Goal, Result, show, write
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.codecs import CODECS, Bases, Codec, get_codec
+from ragcache.engine.loader import BlockLoader
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.encoder import ModelEncoder
@@ -251,16 +252,17 @@ class Reader:
         with self._open() as store:
             if store.lacks_basis:
                 self.basis = store.add_basis(stand_in(blocks[0]))
-        self.store, self.cold = self._open(), self._open()
+        self.store, self.cold = BlockLoader(self._open()), BlockLoader(self._open())
         for key, block in zip(self.keys, blocks, strict=True):
-            self.store.put(key, block)
+            self.store.kv.put(key, block)
 
     def _open(self) -> KVStore:
         return KVStore(self.root, memory_bytes=self.budget, codec=self.codec, basis=self.basis)
 
     def forget(self) -> None:
         self.cold.close()
-        self.cold = self._open()
+        self.cold.kv.close()
+        self.cold = BlockLoader(self._open())
         gc.collect()
         drop_page_cache(self.root)
 
@@ -270,8 +272,8 @@ class Reader:
     def disk(self) -> int:
         return self._first_token(self.cold)
 
-    def _first_token(self, store: KVStore) -> int:
-        blocks = [loaded.block for loaded in store.get_many(self.keys) if loaded is not None]
+    def _first_token(self, loader: BlockLoader) -> int:
+        blocks = [loaded.block for loaded in read_blocks(loader, self.keys) if loaded is not None]
         fused = rc.fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0)
         token = int(fused.next_logits.argmax())
         fused.cache.release()

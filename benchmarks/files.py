@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from ragcache.engine.loader import BlockLoader
+from ragcache.store.counters import Loaded
 from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
 
@@ -39,6 +42,15 @@ def file_system(path: Path) -> str:
     resolved = path.resolve()
     holding = [(point, kind) for point, kind in mounts if resolved.is_relative_to(point)]
     return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def read_blocks(loader: BlockLoader, keys: Sequence[str]) -> list[Loaded | None]:
+    """As a question reads them: what is in memory at once, the rest in the loader's threads."""
+    kv = loader.kv
+    found: dict[str, Loaded | None] = {key: kv.fetch(key) for key in kv.lookup(keys, "memory")}
+    slow = kv.lookup([key for key in keys if key not in found])
+    found |= {key: read.result() for key, read in loader.begin_reads(slow).items()}
+    return [found.get(key) for key in keys]
 
 
 def fresh_kv_store(root: Path, memory_bytes: int) -> KVStore:

@@ -88,7 +88,7 @@ class ThrottledStore(KVStore):
 
     def fetch(self, key: str) -> Loaded | None:
         stored = self.lookup([key]).get(key)
-        if stored is not None and stored.tier == self.durable_tier:
+        if stored is not None and stored.tier == "disk":
             self.bucket.take(stored.num_bytes)
         return super().fetch(key)
 
@@ -110,7 +110,7 @@ class Place:
         # Rates are learnt over all rounds, as in a process that goes on; each begins as a fresh opening would.
         self.rates = Rates()
         self.rates.compute.set(probe_prefill(lm, 0.15))
-        self.rates.tier(self._store.durable_tier).set(*probe_disk(next(root.rglob("*.safetensors")), 0.075))
+        self.rates.tier("disk").set(*probe_disk(next(root.rglob("*.safetensors")), 0.075))
         self._loader = BlockLoader(self._store, self.rates)
         self.last: LoadedBlocks | None = None
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks import plain
-from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store
+from benchmarks.files import device_read_bytes, drop_page_cache, fresh_kv_store, read_blocks
 from benchmarks.shapes import Built
+from ragcache.engine.loader import BlockLoader
 from ragcache.errors import MissingBlockError, RagCacheError
 from ragcache.fusion.fuse import FuseOutput, fuse
 from ragcache.fusion.method import FusionMethod, Placer
@@ -24,7 +25,6 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.prompt import Prompt
 from ragcache.store.counters import Loaded
-from ragcache.store.kv_store import KVStore
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
@@ -59,9 +59,9 @@ class Bench:
         blocks = self._encoder.encode(self.prompt.chunk_ids)
         self.num_bytes = sum(block.num_bytes for block in blocks)
         self._budget = 2 * self.num_bytes
-        self._store = self._open_store()
+        self._loader = self._open_store()
         for ids, block in zip(self.prompt.chunk_ids, blocks, strict=True):
-            self._store.put(self._encoder.key(ids), block)
+            self._loader.kv.put(self._encoder.key(ids), block)
         self._on_device = blocks
         # What a question finds in hand: pinned where it has to cross to a GPU.
         self._in_hand = [_pinned(block) for block in blocks] if self.lm.device.type == "cuda" else blocks
@@ -77,18 +77,18 @@ class Bench:
     # Blocks
 
     def load_memory(self) -> list[KVBlock]:
-        return _blocks(self._store.get_many(self._keys()))
+        return _blocks(read_blocks(self._loader, self._keys()))
 
     def load_disk(self) -> list[KVBlock]:
         """Through a store whose memory tier is empty, as at the first use after a start; it fills that tier too."""
         before = device_read_bytes()
-        blocks = _blocks(self._disk.get_many(self._keys()))
+        blocks = _blocks(read_blocks(self._disk, self._keys()))
         if before is not None:
             self.cold_read_bytes = max(self.cold_read_bytes or 0, (device_read_bytes() or 0) - before)
         return blocks
 
     def forget_memory(self) -> None:
-        self._disk.close()
+        _close(self._disk)
         self._disk = self._open_store()
 
     def forget_all(self) -> None:
@@ -96,11 +96,11 @@ class Bench:
         gc.collect()  # a mapped page stays in the page cache
         drop_page_cache(self._root)
 
-    def _open_store(self) -> KVStore:
+    def _open_store(self) -> BlockLoader:
         """Opens the store as the engine does: its memory tier is page-locked where the model is on a GPU."""
         store = fresh_kv_store(self._root, self._budget)
         store.use_device(self.lm.device)
-        return store
+        return BlockLoader(store)
 
     def _keys(self) -> list[str]:
         return [self._encoder.key(ids) for ids in self.prompt.chunk_ids]
@@ -178,8 +178,8 @@ class Bench:
         return int(plain.full_prefill(self.plain, self.prompt.ids).argmax())
 
     def close(self) -> None:
-        self._store.close()
-        self._disk.close()
+        _close(self._loader)
+        _close(self._disk)
 
     def __enter__(self) -> Self:
         return self
@@ -222,6 +222,11 @@ def _first_token(fused: FuseOutput) -> int:
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
+
+
+def _close(loader: BlockLoader) -> None:
+    loader.close()
+    loader.kv.close()
 
 
 def _blocks(loaded: Sequence[Loaded | None]) -> list[KVBlock]:

@@ -8,6 +8,7 @@ is being written.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -25,6 +26,7 @@ from ragcache.errors import translate_os_errors
 STORE_MARK = "ragcache.json"  # by which a directory is known as a store
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _DAY_S = 24 * 3600.0
+PAGE = 4096
 
 
 @contextmanager
@@ -55,6 +57,26 @@ def write_all(file: BinaryIO, data: memoryview | bytes) -> None:
     written = 0
     while written < view.nbytes:
         written += file.write(view.cast("B")[written:])
+
+
+def read_at(descriptor: int, offset: int, num_bytes: int, into: memoryview, *, direct: bool = False) -> None:
+    """Read so many bytes of a file; `into` may be longer. What is missing of a file that was cut stays as it was.
+
+    direct: past the page cache, where memory, offset and length are multiples of PAGE. Raises OSError where the file
+            system has no O_DIRECT
+    """
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, getattr(os, "O_DIRECT", 0) if direct else 0)
+    done = 0
+    while done < num_bytes and (moved := os.preadv(descriptor, [into[done:]], offset + done)):
+        done += moved
+
+
+def is_cached(descriptor: int, num_bytes: int) -> bool:
+    """Whether the page cache has a file, by its middle page: reading that alone makes the kernel read nothing ahead."""
+    try:
+        return bool(os.preadv(descriptor, [bytearray(1)], num_bytes // 2, os.RWF_NOWAIT))
+    except OSError:
+        return False
 
 
 def file_digest(path: Path) -> bytes:

@@ -22,10 +22,16 @@ class LiveBytes:
         """A copy that is counted until its storage is gone, whichever tensors it had."""
         if not tensor.numel():
             return tensor.clone()
-        buffer = np.empty(tensor.nbytes, np.uint8)
-        self._add(tensor.nbytes)
-        weakref.finalize(buffer, self._add, -tensor.nbytes)
-        return torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Bytes that are counted as long as there are tensors of them."""
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        buffer = np.empty(num_bytes, np.uint8)
+        self._add(num_bytes)
+        weakref.finalize(buffer, self._add, -num_bytes)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _add(self, num_bytes: int) -> None:
         with self._lock:

@@ -31,15 +31,15 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "ragcache": Room(1_380, 7, 1_120, 7),
+    "ragcache": Room(1_402, 7, 1_120, 7),
     "ragcache/kv": Room(2_410, 10, 1_870, 9),
     "ragcache/models": Room(5_540, 27, 4_300, 20),
-    "ragcache/codecs": Room(1_285, 8, 2_321, 15),
+    "ragcache/codecs": Room(1_299, 8, 2_321, 15),
     "ragcache/fusion": Room(1_939, 12, 1_863, 15),
-    "ragcache/store": Room(5_498, 27, 5_559, 30),
+    "ragcache/store": Room(5_533, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_054, 16, 3_348, 21),
-    "ragcache/engine": Room(8_003, 32, 5_518, 26),
+    "ragcache/engine": Room(7_992, 32, 5_518, 26),
     "ragcache/server": Room(3_565, 19, 3_620, 20),
     "ragcache/cli": Room(1_632, 9, 1_448, 8),
     # Annexes.
@@ -49,7 +49,7 @@ ROOMS = {
     "extras/train/ragcache_train": Room(2_801, 13, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_607, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_859, 26, 1_280, 10),
-    "extras/watch/ragcache_watch": Room(156, 3, 150, 3),
+    "extras/watch/ragcache_watch": Room(157, 3, 150, 3),
     "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(391, 5, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(786, 3, 725, 3),

@@ -127,7 +127,7 @@ class RagCacheWorker:
 
     def _blocks(self, passages: Sequence[Sequence[int]]) -> tuple[list[KVBlock], int]:
         """Blocks in order, and how many tokens of them were there; the others are computed now, and kept."""
-        found = self._store.get_many([self._encoder.key(passage) for passage in passages])
+        found = [self._store.get(self._encoder.key(passage)) for passage in passages]
         reused = sum(loaded.block.num_tokens for loaded in found if loaded is not None)
         made = iter(self._keep([ids for ids, loaded in zip(passages, found, strict=True) if loaded is None]))
         return [next(made) if loaded is None else loaded.block for loaded in found], reused

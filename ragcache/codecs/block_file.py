@@ -11,6 +11,7 @@ from ragcache.codecs.base import RawCodec
 from ragcache.codecs.container import (
     Claim,
     Container,
+    Load,
     pack_container,
     read_container,
     unpack_container,
@@ -80,15 +81,15 @@ def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
         raise UnencodableBlockError(f"block {key} cannot be stored with codec {codec.name!r}: {error}") from error
 
 
-def read_block(path: Path, key: str, bases: Bases | None = None) -> KVBlock:
-    """The block of `key`, verified; its tensors alias the mapped file where the codec lets them.
+def read_block(path: Path, key: str, bases: Bases | None = None, load: Load | None = None) -> KVBlock:
+    """The block of `key`, verified; its tensors alias the file, mapped or read, where the codec lets them.
 
-    bases: of codecs that need one
+    bases: of codecs that need one; load: see `read_container`
 
     Raises MissingBlockError, DamagedBlockError (another block's file included) and SchemaVersionError (written by a
     newer version: intact, but not ours to read).
     """
-    return _block_of(str(path), key, read_container(path), bases)
+    return _block_of(str(path), key, read_container(path, load), bases)
 
 
 def unpack_block(where: str, key: str, data: bytearray, bases: Bases | None = None) -> KVBlock:

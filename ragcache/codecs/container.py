@@ -1,9 +1,11 @@
-"""A safetensors file with a checksum over every byte of it, read by memory map.
+"""A safetensors file with a checksum over every byte of it, mapped or read.
 
     bytes 0-7      length of the header, little endian, unsigned
     header         JSON: {"__metadata__": {"checksum": "<32 hex digits>", ...}, "<tensor>": {dtype, shape,
-                   data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64
-    data           the tensors, wide dtypes first, so that each is aligned to its element size
+                   data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64, in files of a
+                   megabyte and more of 4096, as reads past the page cache want it
+    data           the tensors: those of whole 64 bytes first, which begin at multiples of 64 then, as a GPU's kernel
+                   wants it; else wide dtypes first, so that each is aligned to its element size
 
 Any safetensors reader can open it. The checksum is XXH3-128 over the whole file with the checksum's own digits taken as
 zeros. It is the first entry, so that it stands at the same place in every file, and it is checked before anything
@@ -12,6 +14,7 @@ is parsed. Every later format version keeps that place, so that "newer" and "dam
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import xxhash
 
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
-from ragcache.files import atomic_write, write_all
+from ragcache.files import PAGE, atomic_write, write_all
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
@@ -51,12 +54,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PREFIX = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
 _ZEROS = b"0" * 32
-_MOST_PEEKED = 1 << 20
+_LARGE = _MOST_PEEKED = 1 << 20
 # Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of one fault for every 16. Python has no name for it.
 _MADV_POPULATE_READ = 22
 
 
 Claim = Callable[[BinaryIO, int], None]
+# Reads an open file from an offset on, so many bytes, to uint8 [num_bytes]; None: the file is to be mapped.
+Load = Callable[[int, int, int], "Tensor | None"]
 
 
 class Container(NamedTuple):
@@ -85,7 +90,7 @@ def write_container(
 
 def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """The bytes of a container, in order. They alias the tensors."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT > 0, -item[1].itemsize, item[0]))
     flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
     buffers = [memoryview(one.numpy()) for one in flat]  # type: ignore[arg-type]
     header = bytearray(_header(ordered, metadata))
@@ -93,14 +98,34 @@ def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     return [memoryview(header), *buffers]
 
 
-def read_container(path: Path) -> Container:
-    """Map a file, check its checksum over the mapped bytes and return views of them.
+def read_container(path: Path, load: Load | None = None) -> Container:
+    """Map a file, or `load` its data, check the checksum over these bytes and return views of them.
 
     The map is private: writing to a tensor changes neither the file nor what other readers see.
-    Raises MissingBlockError, DamagedBlockError (whatever byte is wrong, or cut off), StoreError (no permission, no
-    descriptors).
+    Raises MissingBlockError, DamagedBlockError (whatever byte is wrong, cut off, or cannot be read), StoreError (no
+    permission, no descriptors).
     """
-    return unpack_container(str(path), _map(path))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingBlockError(f"{path}: no such block") from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be opened ({error.strerror}); check its permissions") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _CHECKSUM.stop:
+            raise DamagedBlockError(f"{path}: cut off, or no block at all; the block has to be computed again")
+        if load is not None:
+            head = os.pread(descriptor, _end_of_head(os.pread(descriptor, 8, 0), status.st_size), 0)
+            if (data := load(descriptor, len(head), status.st_size - len(head))) is not None:
+                return _unpack(str(path), head, data)
+        return unpack_container(str(path), _map(descriptor, status.st_size))
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise DamagedBlockError(f"{path}: cannot be read; the block has to be computed again") from error
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
 
 
 def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
@@ -108,11 +133,9 @@ def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
 
     Raises DamagedBlockError (whatever byte is wrong, or cut off).
     """
-    view = memoryview(data)
-    whole = len(view) >= _CHECKSUM.stop and bytes(view[8 : _CHECKSUM.start]) == _PREFIX
-    if not whole or _checksum(view) != bytes(view[_CHECKSUM]):
-        raise DamagedBlockError(f"{where}: the bytes do not match their checksum; the block has to be computed again")
-    return _parse(where, data)
+    end = _end_of_head(data[:8], len(data))
+    rest = torch.frombuffer(data, dtype=torch.uint8, offset=end) if end < len(data) else torch.empty(0)
+    return _unpack(where, data[:end], rest)
 
 
 def peek_metadata(path: Path) -> dict[str, str]:
@@ -129,23 +152,9 @@ def peek_metadata(path: Path) -> dict[str, str]:
             return {}
 
 
-def _map(path: Path) -> mmap.mmap:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingBlockError(f"{path}: no such block") from error
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be opened ({error.strerror}); check its permissions") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < _CHECKSUM.stop:
-            raise DamagedBlockError(f"{path}: cut off, or no block at all; the block has to be computed again")
-        # Copy on write: torch warns about read-only buffers, and nobody may change a file by way of a tensor.
-        mapped = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be mapped ({error.strerror})") from error
-    finally:
-        os.close(descriptor)
+def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
+    # Copy on write: torch warns about read-only buffers, and nobody may change a file by way of a tensor.
+    mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
     if hasattr(mapped, "madvise"):
         try:
             mapped.madvise(_MADV_POPULATE_READ)
@@ -166,11 +175,11 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
         }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % (PAGE if begin >= _LARGE else ALIGNMENT))
     return struct.pack("<Q", len(text)) + text
 
 
-def _checksum(head: bytearray | memoryview, *rest: memoryview) -> bytes:
+def _checksum(head: bytes | bytearray, *rest: memoryview) -> bytes:
     """XXH3-128 of everything, the checksum's own digits taken as zeros."""
     view = memoryview(head)
     state = xxhash.xxh3_128()
@@ -182,25 +191,29 @@ def _checksum(head: bytearray | memoryview, *rest: memoryview) -> bytes:
     return str(state.hexdigest()).encode()
 
 
-def _parse(where: str, data: mmap.mmap | bytearray) -> Container:
-    """Read a header whose checksum is right: what is wrong now was written wrong."""
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
+def _end_of_head(length: bytes | bytearray, num_bytes: int) -> int:
+    """Bytes before the data of a file of so many bytes. length: its first 8 bytes; they may be damaged"""
+    return min(8 + int.from_bytes(length, "little"), num_bytes)
+
+
+def _unpack(where: str, head: bytes | bytearray, data: Tensor) -> Container:
+    whole = len(head) >= _CHECKSUM.stop and head[8 : _CHECKSUM.start] == _PREFIX
+    if not whole or _checksum(head, memoryview(data.numpy())) != head[_CHECKSUM]:  # type: ignore[arg-type]
+        raise DamagedBlockError(f"{where}: the bytes do not match their checksum; the block has to be computed again")
+    try:  # the checksum is right: what is wrong now was written wrong
+        header = json.loads(head[8:])
         metadata = header.pop("__metadata__")
-        tensors = {name: _tensor(data, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, RuntimeError, struct.error) as error:
+        tensors = {name: _tensor(data, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DamagedBlockError(f"{where}: not a block file ({error}); the block has to be computed again") from error
     del metadata["checksum"]
     return Container(tensors, metadata)
 
 
-def _tensor(data: mmap.mmap | bytearray, data_start: int, entry: dict[str, Any]) -> Tensor:
+def _tensor(data: Tensor, entry: dict[str, Any]) -> Tensor:
     dtype, shape = getattr(torch, DTYPES[entry["dtype"]]), entry["shape"]
     begin, end = entry["data_offsets"]
     count = math.prod(shape)
-    if begin < 0 or end - begin != count * dtype.itemsize:
+    if not 0 <= begin <= end <= len(data) or end - begin != count * dtype.itemsize:
         raise ValueError("a tensor's shape and bytes disagree")
-    if count == 0:  # frombuffer takes no empty buffer
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=data_start + begin).view(shape)
+    return data[begin:end].view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)

@@ -196,8 +196,6 @@ class BlockLoader:
     def begin_reads(self, keys: Mapping[str, Stored], kv: KVStore | None = None) -> dict[str, Future[Loaded | None]]:
         """Begin to read these, each from the tier that it was found in. kv: other blocks than the store's own"""
         kv = kv or self.kv
-        if len(keys) > 1:  # in a thread: a device with a full queue lets even this wait
-            self._readers.submit(kv.read_ahead, list(keys))
         begun = {}
         for key, (tier, num_bytes) in keys.items():
             number = self.rates.tier(tier).begin(num_bytes)

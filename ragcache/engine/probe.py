@@ -19,6 +19,7 @@ import torch
 from ragcache.codecs import Codec
 from ragcache.codecs.base import example_block
 from ragcache.engine.rates import RateFigures, Rates, machine_key
+from ragcache.files import read_at
 from ragcache.kv.block_key import Recipe
 from ragcache.models.kvzip import replay_ids
 from ragcache.models.language_model import LanguageModel
@@ -82,10 +83,16 @@ def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) ->
 
 def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
     """Latency in seconds and bytes/s of reading a file, from the device itself where O_DIRECT can be had."""
-    descriptor = _open(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
         buffer = mmap.mmap(-1, READ_BYTES)  # aligned to a page, as O_DIRECT wants it
+        try:  # some file systems refuse only a read; from now on all reads are such
+            read_at(descriptor, 0, 1, memoryview(buffer), direct=True)
+        except OSError:
+            read_at(descriptor, 0, 0, memoryview(buffer))
+            if hasattr(os, "posix_fadvise"):  # the next best: drop it from the page cache
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         times: list[tuple[float, int]] = []
         for offset in range(0, max(1, min(size, MOST_READ_BYTES)), READ_BYTES):
             times.append(timed(partial(os.preadv, descriptor, [buffer], offset)))
@@ -105,22 +112,6 @@ def _line(times: list[tuple[float, int]]) -> tuple[float, float]:
         return latency_s, 1.0 / max(1e-12, latency_s) * READ_BYTES
     rate = statistics.median(moved / max(seconds - latency_s, seconds / 4, 1e-9) for seconds, moved in whole)
     return latency_s, rate
-
-
-def _open(path: Path) -> int:
-    direct = getattr(os, "O_DIRECT", 0)
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
-        try:
-            os.preadv(descriptor, [mmap.mmap(-1, READ_BYTES)], 0)  # some file systems refuse only now
-        except OSError:
-            os.close(descriptor)
-        else:
-            return descriptor
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the next best: drop it from the page cache
-    return descriptor
 
 
 def probe_memory() -> float:

@@ -61,12 +61,11 @@ class AccessCounts:
     damaged: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def asked(self, keys: Sequence[str], found: Sequence[Loaded | None]) -> None:
-        """One request wanted these, and got what was found at once."""
-        for loaded in found:
-            self._count(loaded)
+    def asked(self, key: str, loaded: Loaded | None) -> None:
+        """A request wanted this block alone, and got what was found at once."""
+        self._count(loaded)
         if self._trace is not None:
-            self._trace.asked(keys, [None if loaded is None else loaded.traced for loaded in found])
+            self._trace.asked([key], [None if loaded is None else loaded.traced])
 
     def announced(self, keys: Sequence[str]) -> str:
         """One request wants these; `served` is told what became of each. Returns the request's name."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -15,7 +12,7 @@ from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.base import basis_name
 from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch, work_alone
+from ragcache.runtime import torch
 from ragcache.store.counters import AccessCounts, KVStats, Loaded, WarnOnce
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
@@ -103,12 +100,8 @@ class KVStore:
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
         self._key_locks = KeyLocks()
         self._demotion = Demotion(self._durable, self._key_locks, read_only, referenced)
-        self._tiers = TierStack(self._durable, self._demotion)
-        self._tiers.push(MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__))
-        helpers = partial(ThreadPoolExecutor, initializer=work_alone)
-        self._readers = helpers(min(8, os.cpu_count() or 1), thread_name_prefix="ragcache-read")
-        # Apart from the readers: what may be wanted never stands before what is.
-        self._prefetchers = helpers(2, thread_name_prefix="ragcache-prefetch")
+        memory = MemoryTier(memory_bytes, self._new_policy(), is_pinned=self._pins.__contains__)
+        self._tiers = TierStack(self._durable, self._demotion, memory)
 
     def use_device(self, device: torch.device) -> None:
         """Say where the model is, once it is loaded: from now on there is a device tier, if it has a budget, and on
@@ -173,11 +166,6 @@ class KVStore:
         """Whether the durable tier would give the block back bit for bit. Raises UnencodableBlockError."""
         return self._durable.roundtrip(key, block).map(torch.Tensor.cpu).equal(block.map(torch.Tensor.cpu))
 
-    @property
-    def durable_tier(self) -> str:
-        """The name of the tier that keeps every block; what is in a faster one need not be waited for."""
-        return self._durable.name
-
     def get(self, key: str) -> Loaded | None:
         """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
 
@@ -185,7 +173,7 @@ class KVStore:
         version wrote the block: it stays.
         """
         loaded = self.fetch(key)
-        self._counts.asked([key], [loaded])
+        self._counts.asked(key, loaded)
         return loaded
 
     def fetch(self, key: str) -> Loaded | None:
@@ -208,13 +196,6 @@ class KVStore:
         """Count and trace an access that `ask` announced. None: no tier served it; it is traced when it is made."""
         self._counts.served(request, key, loaded)
 
-    def get_many(self, keys: Sequence[str]) -> list[Loaded | None]:
-        """`get` for several keys, in their order; they are read ahead together and verified on several threads."""
-        few = len(self.read_ahead(keys)) <= 1
-        found = [self.fetch(key) for key in keys] if few else list(self._readers.map(self.fetch, keys))
-        self._counts.asked(keys, found)
-        return found
-
     def lookup(self, keys: Iterable[str], where: Where = "durable") -> dict[str, Stored]:
         """The fastest tier that has each of these blocks, and the bytes that reading it moves; others are left out.
         Changes, reads and verifies nothing.
@@ -230,23 +211,6 @@ class KVStore:
         if where == "memory" or self.foreign is None:
             return found
         return {**found, **self.foreign.lookup([key for key in keys if key not in found])}
-
-    def read_ahead(self, keys: Sequence[str]) -> list[str]:
-        """Say that `fetch` is going to be called for these at once; the durable tier then sees all of them. Returns
-        those that are not in memory, each once."""
-        here = self._tiers.lookup(keys, memory_only=True)
-        rest = [key for key in dict.fromkeys(keys) if key not in here]
-        self._durable.prefetch(rest)
-        return rest
-
-    def prefetch(self, keys: Sequence[str]) -> None:
-        """Say that these blocks are wanted soon; returns at once. They are brought into the fastest tier in the
-        background, as far as its budget and policy take them. No access is counted, and nothing is raised for a block
-        that cannot be served: whoever asks for it is told."""
-        self.read_ahead(keys)
-        for key in dict.fromkeys(keys) if any(tier.budget_bytes for tier in self._tiers.volatile) else ():
-            if key not in self._tiers.volatile[0]:
-                self._prefetchers.submit(self._bring, key)
 
     def __contains__(self, key: object) -> bool:
         return any(key in tier for tier in self._tiers) and not self._is_over(str(key))
@@ -385,8 +349,6 @@ class KVStore:
     def close(self) -> None:
         """Write what waits to be written, and let go of memory and threads. Blocks that were returned stay valid. A
         second call is fine."""
-        self._prefetchers.shutdown(cancel_futures=True)
-        self._readers.shutdown()
         for tier in self._tiers:
             tier.close()
         self._demotion.delete_late()
@@ -400,14 +362,6 @@ class KVStore:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def _bring(self, key: str) -> None:
-        try:
-            with self._key_locks.hold(key):
-                if key not in self._tiers.volatile[0] and not self._is_over(key):
-                    self._tiers.load(key, self._drop)
-        except (StoreError, OSError) as error:
-            log.debug("%s: not fetched ahead: %s", key, error)
 
     def _is_over(self, key: str) -> bool:
         return key not in self._pins and self._expiry.is_over(key)

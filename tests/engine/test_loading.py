@@ -93,7 +93,7 @@ class Setup:
         self.handles = [self.encoder.key(ids) for ids in IDS]
         self.chunks = [stored(rank, *pair) for rank, pair in enumerate(zip(IDS, self.handles, strict=True))]
         with KVStore(root / "kv") as kv:
-            self.blocks = [loaded.block for loaded in kv.get_many(self.handles)]
+            self.blocks = [kv.get(handle).block for handle in self.handles]
         self.kv = GatedStore(root / "kv", **options)
         self.documents = DocumentStore.open(root / "documents.sqlite3")
         self.clock = TickingClock()

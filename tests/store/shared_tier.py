@@ -13,7 +13,7 @@ from ragcache.codecs import Codec
 from ragcache.errors import ConfigError, MissingBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.store.eviction import EvictionPolicy
-from ragcache.store.tiers import DurableTier, TierUsage
+from ragcache.store.tiers import DurableTier, Room, TierUsage
 
 
 class Kept(NamedTuple):
@@ -54,7 +54,7 @@ class SharedTier(DurableTier):
         self._kept[key] = Kept(held, time.time())
         return held
 
-    def get(self, key: str) -> KVBlock | None:
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
         kept = self._kept.get(_checked(key))
         return None if kept is None else kept.block
 

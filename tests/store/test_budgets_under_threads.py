@@ -32,7 +32,7 @@ STEPS = st.one_of(
     st.tuples(
         st.sampled_from(["put", "get", "hold", "delete", "remember", "pin", "unpin"]), NUMBERS.map(lambda n: [n])
     ),
-    st.tuples(st.sampled_from(["get", "prefetch", "unpin"]), st.lists(NUMBERS, min_size=1, max_size=4)),
+    st.tuples(st.sampled_from(["get", "unpin"]), st.lists(NUMBERS, min_size=1, max_size=4)),
     st.tuples(st.sampled_from(["let go", "flush"]), st.just([])),
 )
 Step = tuple[str, list[int]]
@@ -66,15 +66,13 @@ class Worker:
             case "remember":
                 self.store.put(keys[0], block(numbers[0]), "memory")
             case "get" | "hold":
-                found = self.store.get_many(keys)
+                found = [self.store.get(key) for key in keys]
                 loaded = [(n, one) for n, one in zip(numbers, found, strict=True) if one is not None]
                 self.wrong += sum(not one.block.equal(block(n)) for n, one in loaded)
                 if name == "hold":
                     self.held += [one for _, one in loaded]
             case "delete":
                 self.store.delete(keys[0])
-            case "prefetch":
-                self.store.prefetch(keys)
             case "pin":
                 with suppress(PinError, MissingBlockError):
                     self.store.pin(keys)
@@ -93,6 +91,7 @@ def counting() -> Iterator[dict[str, LiveBytes]]:
     with pytest.MonkeyPatch.context() as patch:
         for tier in (DeviceTier, MemoryTier):
             patch.setattr(tier, "_copy", lambda own, tensor: live[own.name].copy(tensor))
+            patch.setattr(tier, "empty", lambda own, num_bytes: live[own.name].empty(num_bytes))
         sys.setswitchinterval(1e-5)  # threads meet in more places
         try:
             yield live

@@ -70,7 +70,7 @@ def test_none_of_600_damaged_blocks_is_served(
     assert len(damaged) == NUM_BLOCKS
     assert len(set(damaged.values())) == len(DAMAGES)
     with KVStore(tmp_path) as store, caplog.at_level(logging.WARNING):
-        loads = store.get_many([make_key(number) for number in numbers])
+        loads = [store.get(make_key(number)) for number in numbers]
         for number, load in zip(numbers, loads, strict=True):
             assert (load is None) == (number in damaged), damaged.get(number, "served, and is not damaged")
             if load is not None:

@@ -72,8 +72,6 @@ def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: torch.dtype
 
 def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
     assert store.get(KEY) is None
-    assert store.get_many([KEY, make_key(2)]) == [None, None]
-    assert store.get_many([]) == []
     assert tier_of(store, KEY) is None
     assert KEY not in store
     store.delete(KEY)
@@ -98,39 +96,6 @@ def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVSt
         assert size_of(other, KEY) == path_of(root, KEY).stat().st_size
         assert tier_of(other, KEY) == "disk"
         assert other.stats().hits_by_tier == {"memory": 0, "disk": 0}
-
-
-def test_prefetched_blocks_come_to_memory_and_count_as_no_access(root: Path, store: KVStore) -> None:
-    keys = [make_key(number) for number in range(8)]
-    for number, key in enumerate(keys):
-        store.put(key, make_block(number))
-    damage(root, keys[3])
-    with KVStore(root) as other:
-        other.prefetch([*keys, keys[0], make_key(99)])
-        deadline = time.monotonic() + 20
-        while other.stats().damaged == 0 or sum(tier_of(other, key) == "memory" for key in keys) < 7:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        stats = other.stats()
-        assert stats.hits_by_tier == {"memory": 0, "disk": 0}
-        assert stats.misses == 0
-        assert tier_and_number(other, keys[0], 0) == "memory"
-        assert other.get(keys[3]) is None
-
-
-def test_get_many_keeps_the_order_and_takes_repeats(root: Path, store: KVStore) -> None:
-    for number in range(12):
-        store.put(make_key(number), make_block(number))
-    wanted = [3, 99, 0, 3, 11, 98, 0, 7]
-    with KVStore(root) as other:
-        other.get(make_key(7))
-        loads = other.get_many([make_key(number) for number in wanted])
-        hits = other.stats().hits_by_tier
-    for number, load in zip(wanted, loads, strict=True):
-        assert (load is None) == (number > 90)
-        assert load is None or load.block.equal(make_block(number))
-    assert sum(hits.values()) == 1 + 6
-    assert hits["disk"] == 1 + 3, "each file is read once"
 
 
 def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
@@ -245,7 +210,7 @@ def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore)
     tensors, metadata = read_container(path_of(root, KEY))
     write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"})
     with KVStore(root) as other:
-        for action in (lambda: other.get(KEY), lambda: other.get_many([KEY, make_key(2)]), lambda: other.verify(KEY)):
+        for action in (lambda: other.get(KEY), lambda: other.verify(KEY)):
             with pytest.raises(SchemaVersionError, match="version 7 of codec 'raw'"):
                 action()
         assert tier_of(other, KEY) == "disk"
@@ -304,7 +269,7 @@ def test_threads_share_one_store(root: Path) -> None:
                     store.put(make_key(number), make_block(number))
                 if step % 9 == 0:
                     store.delete(make_key(number))
-                loads = store.get_many([make_key(n) for n in numbers])
+                loads = [store.get(make_key(n)) for n in numbers]
                 wrong += sum(
                     not load.block.equal(make_block(n)) for n, load in zip(numbers, loads, strict=True) if load
                 )
@@ -339,7 +304,7 @@ def test_bad_options_are_refused(root: Path, options: dict[str, object]) -> None
 
 @pytest.mark.parametrize("key", ["", "handle", "../" * 21 + "x"])
 def test_bad_keys_are_refused(store: KVStore, key: str) -> None:
-    for action in (store.get, store.delete, store.verify, lambda key: store.get_many([key, key + "a"])):
+    for action in (store.get, store.delete, store.verify):
         with pytest.raises(ConfigError, match="no block key"):
             action(key)
     for where in ("durable", "flushed", "memory", "again", "nowhere"):

@@ -99,7 +99,6 @@ def test_an_empty_tier_has_nothing(tier: Tier) -> None:
     assert list(tier.keys()) == []
     assert tier.usage() == TierUsage(0, 0)
     tier.delete(make_key(1))
-    tier.prefetch([make_key(1)])
 
 
 def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:

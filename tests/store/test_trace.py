@@ -13,10 +13,19 @@ from blocks import make_block, make_key
 
 from ragcache.errors import TraceError
 from ragcache.store import trace as trace_module
+from ragcache.store.counters import Loaded
 from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access, read_trace
 
 GOOD = {"at": 1.5, "request": "a.0", "handle": "h", "bytes": 8, "tokens": 2, "tier": "disk"}
+
+
+def ask(store: KVStore, *keys: str) -> list[Loaded | None]:
+    """One request for several blocks."""
+    request, found = store.ask(keys), [store.fetch(key) for key in keys]
+    for key, loaded in zip(keys, found, strict=True):
+        store.serve(request, key, loaded)
+    return found
 
 
 def test_every_access_is_one_line(tmp_path: Path) -> None:
@@ -25,11 +34,11 @@ def test_every_access_is_one_line(tmp_path: Path) -> None:
         store.put(a, make_block(0, num_tokens=3))
         store.put(b, make_block(1, num_tokens=4))
         assert path.read_text() == "", "ingestion is no access"
-        assert store.get_many([a, c, b])[1] is None
+        assert ask(store, a, c, b)[1] is None
         store.put(c, make_block(2, num_tokens=5))
         store.get(c)
     with KVStore(tmp_path / "kv", trace=path) as store:
-        store.get_many([c, a])
+        ask(store, c, a)
         store.get(make_key(9))
         store.put(make_key(9), make_block(9, num_tokens=7), "memory")
     found = list(read_trace(path))

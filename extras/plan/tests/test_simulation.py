@@ -145,7 +145,7 @@ def test_a_replay_equals_the_store_that_recorded_it(policy, admission, eager, tm
             store._tiers.volatile[0].close()
         for request in requests:
             for block in request:
-                if store.get(make_key(block)) is None:  # one by one: `get_many` reads on several threads
+                if store.get(make_key(block)) is None:
                     store.put(make_key(block), make_block(block, num_tokens=sizes[block]))
         stats = store.stats()
     trace = recorded(trace_path)

@@ -74,7 +74,7 @@ def test_what_one_machine_puts_another_one_has(open_machine: Open, codec: str) -
         assert loaded.block.equal(held)
         tiers.append(loaded.tier)
     assert tiers == ["remote", "disk"], "the second read is of the copy"
-    assert first.get_many([KEY])[0].tier == "disk"  # type: ignore[union-attr]
+    assert first.get(KEY).tier == "disk"  # type: ignore[union-attr]
 
 
 def test_copies_are_the_disks_own_files(open_machine: Open, url: str, tmp_path: Path) -> None:

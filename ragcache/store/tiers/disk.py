@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import errno
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
-from ragcache.files import flush_directory, is_leftover
+from ragcache.files import PAGE, flush_directory, is_cached, is_leftover, read_at
 from ragcache.kv.block import KVBlock
+from ragcache.runtime import torch
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.ledger import leased, never
 from ragcache.store.tiers.disk_budget import BOOKS, BlockFiles, Claimed, DiskBudget, NoRoomError
+from ragcache.store.tiers.memory import Room
 from ragcache.store.tiers.tier import DurableTier, TierUsage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class DiskTier(BlockFiles, DurableTier):
@@ -42,6 +51,7 @@ class DiskTier(BlockFiles, DurableTier):
     ) -> None:
         super().__init__(root)
         self.codec = codec
+        self._direct = False
         self._budget = None if budget_bytes is None else DiskBudget(self, budget_bytes, policy or LRU(), is_pinned)
 
     @property
@@ -81,13 +91,14 @@ class DiskTier(BlockFiles, DurableTier):
         budget.written(Entry(key, claims[0].num_bytes, block.num_tokens))
         return written
 
-    def get(self, key: str) -> KVBlock | None:
-        """Tensors alias the mapped file where the codec lets them. Raises DamagedBlockError, SchemaVersionError."""
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
+        """Tensors lie in the room, or alias the mapped file, where the codec lets them. Raises DamagedBlockError,
+        SchemaVersionError."""
         path = self.path(key)
         if self._budget is not None:
-            return self._get_lent(path, key, self._budget)
+            return self._get_lent(path, key, self._budget, room)
         try:
-            return read_block(path, key, self.codec.bases)
+            return read_block(path, key, self.codec.bases, partial(self._read, room))
         except MissingBlockError:
             return None
 
@@ -108,19 +119,6 @@ class DiskTier(BlockFiles, DurableTier):
         sizes = [file.num_bytes for file in self.walk() if file.key is not None]
         return TierUsage(len(sizes), sum(sizes))
 
-    def prefetch(self, keys: Sequence[str]) -> None:
-        """Have the kernel read all the files at once: the device then sees a deep queue instead of one page fault at a
-        time."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        for key in keys:
-            with suppress(OSError):
-                descriptor = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-                finally:
-                    os.close(descriptor)
-
     def sweep(self, older_than_s: float) -> int:
         if self._budget is not None:
             return self._budget.sweep(older_than_s)
@@ -130,12 +128,34 @@ class DiskTier(BlockFiles, DurableTier):
                 path.unlink(missing_ok=True)
         return len(leftovers)
 
-    def _get_lent(self, path: Path, key: str, budget: DiskBudget) -> KVBlock | None:
+    def on_device(self, device: torch.device) -> None:
+        self._direct = self._direct or device.type == "cuda"
+
+    def _read(self, room: Room | None, descriptor: int, offset: int, num_bytes: int) -> Tensor | None:
+        """Bytes of a file in the room. With a CUDA device the page cache is left out, where it has nothing of the file
+        and the room cost no other block: what is read then stays above, and need not be held twice."""
+        direct = self._direct and offset % PAGE == 0
+        buffer = None if room is None else room.take(-(-num_bytes // PAGE) * PAGE if direct else num_bytes)
+        if room is None or buffer is None:
+            return None
+        into = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        direct = direct and room.is_spare and buffer.data_ptr() % PAGE == 0 and not is_cached(descriptor, num_bytes)
+        try:
+            read_at(descriptor, offset, num_bytes, into, direct=direct)
+        except OSError as error:
+            if not direct or error.errno == errno.EIO:
+                raise
+            self._direct = False
+            log.warning("%s: read through the page cache: O_DIRECT is refused (%s)", self.root, error.strerror)
+            read_at(descriptor, offset, num_bytes, into)
+        return buffer[:num_bytes]
+
+    def _get_lent(self, path: Path, key: str, budget: DiskBudget, room: Room | None) -> KVBlock | None:
         release = budget.lend(key)
         if release is None:
             return None
         try:
-            block = read_block(path, key, self.codec.bases)
+            block = read_block(path, key, self.codec.bases, partial(self._read, room))
         except MissingBlockError:
             release()
             budget.forget(key)
@@ -144,4 +164,7 @@ class DiskTier(BlockFiles, DurableTier):
             release()
             raise
         self.mark_used(key, time.time())  # the order of use outlives the process, and other processes see it
+        if room is not None and room.buffer is not None:  # of the file nothing is in use any more
+            release()
+            return block
         return leased(block, release)

@@ -6,14 +6,16 @@ import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
+from ragcache.codecs.container import ALIGNMENT
 from ragcache.errors import check_least
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
-from ragcache.store.ledger import ByteLedger, Claim, leased, never
-from ragcache.store.tiers.tier import Tier, TierUsage
+from ragcache.store.ledger import ByteLedger, leased, never
+from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,27 +69,27 @@ class BudgetedTier(Tier):
     def evictions(self) -> int:
         return self._ledger.evictions
 
+    @property
     @abstractmethod
+    def _where(self) -> dict[str, Any]:
+        """Where this tier keeps its blocks, as options of `torch.empty`."""
+
     def _copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy where this tier keeps its blocks."""
+        return private_copy(tensor, **self._where)
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, **self._where)
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        entry = Entry(key, block.num_bytes, block.num_tokens)
-        claim = self._claim(entry)
-        if claim is None:
-            return None
-        try:
-            self._let_go(*claim)
-            held = block.map(self._copy)
-        except BaseException:
-            with self._lock:
-                self._ledger.give_back(entry.num_bytes)
-            raise
+        with Room(self, key) as room:
+            return room.hold(block.map(self._copy)) if self.make_room(room, block.num_bytes) else None
+
+    def _hold(self, entry: Entry, held: KVBlock) -> KVBlock:
         with self._lock:
-            self._forget(key)  # another thread may have put the same key meanwhile
-            self._blocks[key] = held
+            self._forget(entry.key)  # another thread may have put the same key meanwhile
+            self._blocks[entry.key] = held
             self._ledger.add(entry)
-            return self._lent(key, held)
+            return self._lent(entry.key, held)
 
     def get(self, key: str) -> KVBlock | None:
         with self._lock:
@@ -128,19 +130,16 @@ class BudgetedTier(Tier):
     def _lent(self, key: str, held: KVBlock) -> KVBlock:
         return leased(held, self._ledger.lease(key))
 
-    def _claim(self, entry: Entry) -> tuple[Claim, dict[str, KVBlock]] | None:
-        """The claim, and the blocks of its victims, which nobody else holds."""
+    def make_room(self, room: Room, num_bytes: int) -> bool:
+        """Claim bytes, hand the victims down and let go of them; False, with nothing changed, where that cannot be."""
         with self._lock:
-            self._forget(entry.key)
-            claim = self._ledger.claim(entry)
+            self._forget(room.key)
+            claim = self._ledger.claim(Entry(room.key, num_bytes, 0))
             if claim is None:
-                return None
+                return False
+            room.num_bytes, room.is_spare = num_bytes, not claim.victims
             going = {victim.key: self._blocks.pop(victim.key) for victim in claim.victims}
             self._leaving |= dict.fromkeys(going, going)
-            return claim, going
-
-    def _let_go(self, claim: Claim, going: dict[str, KVBlock]) -> None:
-        """Hand the victims down, and let go of them."""
         try:
             for key in list(going):
                 if self._leaving.get(key) is going:  # else it was deleted, or put and evicted once more
@@ -153,10 +152,43 @@ class BudgetedTier(Tier):
                         del self._leaving[victim.key]
                 going.clear()
                 self._ledger.settle(claim)
+        return True
 
     def _forget(self, key: str) -> None:
         if self._blocks.pop(key, None) is not None:
             self._ledger.remove(key)
+
+
+@dataclass(eq=False, repr=False)
+class Room:
+    """Bytes of a tier's budget for a block that is about to come; given back on leaving, unless they hold it by then.
+
+    num_bytes: claimed
+    is_spare:  nothing had to go for them
+    buffer:    where the block may be read to
+    """
+
+    tier: BudgetedTier
+    key: str
+    num_bytes: int = 0
+    is_spare: bool = False
+    buffer: Tensor | None = None
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """uint8 [num_bytes] for a block to be read to; None where no room can be made."""
+        self.buffer = self.tier.empty(num_bytes) if self.tier.make_room(self, num_bytes) else None
+        return self.buffer
+
+    def hold(self, block: KVBlock) -> KVBlock:
+        num_bytes, self.num_bytes = self.num_bytes, 0
+        return self.tier._hold(Entry(self.key, num_bytes, block.num_tokens), block)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        with self.tier._lock:
+            self.tier._ledger.give_back(self.num_bytes)
 
 
 # Host memory under a byte budget.
@@ -174,8 +206,31 @@ class MemoryTier(BudgetedTier):
     def on_device(self, device: torch.device) -> None:
         self.page_locked = self.page_locked or device.type == "cuda"
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return private_copy(tensor, pin_memory=self.page_locked)
+    def read(self, key: str, tier: DurableTier) -> KVBlock | None:
+        """`tier.get`, read into this tier's memory where there is room for it; else what `put` keeps of it."""
+        with Room(self, key) as room:
+            block = tier.get(key, room)
+            if block is not None and room.buffer is not None and _lies_in(block, room.buffer):
+                return room.hold(block)
+        return None if block is None else self.put(key, block) or block
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"pin_memory": self.page_locked}
+
+
+def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
+    """Whether a block needs no other memory, and a kernel can read it there: files of earlier versions hold tensors of
+    codes at odd places."""
+    found, own, locked = [], buffer.untyped_storage().data_ptr(), buffer.is_pinned()
+
+    def look(tensor: Tensor) -> Tensor:
+        odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
+        found.append(not tensor.numel() or (tensor.untyped_storage().data_ptr() == own and not odd))
+        return tensor
+
+    block.map(look)
+    return all(found)
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:
@@ -222,8 +277,9 @@ class DeviceTier(BudgetedTier):
                     self._ledger.budget_bytes = self._whole_budget
         return held
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return private_copy(tensor, device=self.device)
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"device": self.device}
 
     def _shrink(self, error: BaseException) -> None:
         with self._lock:

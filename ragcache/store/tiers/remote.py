@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
@@ -15,7 +15,8 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.counters import WarnOnce
 from ragcache.store.remote import Blob, Blobs, Connection
 from ragcache.store.tiers.disk_budget import SUFFIX, check_key
-from ragcache.store.tiers.tier import DurableTier, ForwardingTier, Tier, TierUsage
+from ragcache.store.tiers.memory import Room
+from ragcache.store.tiers.tier import DurableTier, ForwardingTier, TierUsage
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -52,7 +53,7 @@ class RemoteTier(DurableTier):
             blobs.put(name, data)
         return held
 
-    def get(self, key: str) -> KVBlock | None:
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
         """Raises DamagedBlockError, SchemaVersionError."""
         name = _block_name(key)
         data = self._read(lambda blobs: blobs.get(name), None)
@@ -175,15 +176,15 @@ class CachedTier(ForwardingTier):
         self._complaints = WarnOnce(log)
 
     @property
-    def caches(self) -> tuple[Tier, ...]:
+    def caches(self) -> tuple[DurableTier, ...]:
         return (self.local, *self.shared.caches)
 
     def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
         return self._copy(key, self.shared.put(key, block, encoded=encoded, flushed=flushed))
 
-    def get(self, key: str) -> KVBlock | None:
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
         try:
-            block = self.local.get(key)
+            block = self.local.get(key, room)
         except DamagedBlockError as error:
             log.warning("%s; read again from %s", error, self.name)
             block = None
@@ -213,10 +214,6 @@ class CachedTier(ForwardingTier):
     def keys(self) -> Iterator[str]:
         """Keys of the shared tier, and of copies here that it has no more."""
         return iter(dict.fromkeys([*self.shared.keys(), *self.local.keys()]))
-
-    def prefetch(self, keys: Sequence[str]) -> None:
-        self.local.prefetch(keys)
-        self.shared.prefetch(keys)
 
     def sweep(self, older_than_s: float) -> int:
         return self.local.sweep(older_than_s) + self.shared.sweep(older_than_s)

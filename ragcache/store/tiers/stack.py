@@ -13,7 +13,7 @@ from ragcache.errors import DamagedBlockError, PinError, StoreError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.counters import Loaded, WarnOnce
-from ragcache.store.tiers import BudgetedTier, DurableTier, Tier
+from ragcache.store.tiers import BudgetedTier, DurableTier, MemoryTier, Tier
 
 
 class Stored(NamedTuple):
@@ -35,7 +35,11 @@ class TierStack:
 
     durable: DurableTier
     demotion: Demotion
+    memory: MemoryTier
     volatile: tuple[BudgetedTier, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.push(self.memory)
 
     def __iter__(self) -> Iterator[Tier]:
         return iter((*self.volatile, *self.durable.caches, self.durable))
@@ -56,14 +60,15 @@ class TierStack:
 
         damaged: told of each tier whose block is damaged; the next tier is asked then
         """
+        last = len(self.volatile) - 1
         for level, tier in enumerate(self):
             try:
-                block = tier.get(key)
+                block = self.memory.read(key, tier) if isinstance(tier, DurableTier) else tier.get(key)
             except DamagedBlockError as error:
                 damaged(key, tier, error)
                 continue
             if block is not None:
-                return Loaded(self._promote(key, block, level), tier.name)
+                return Loaded(self._promote(key, block, min(level, last)), tier.name)
         return None
 
     def promote(self, key: str, block: KVBlock) -> KVBlock:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import codec_of, encode_block
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.tiers.disk_budget import check_key
+
+if TYPE_CHECKING:
+    from ragcache.store.tiers.memory import Room
 
 
 class TierUsage(NamedTuple):
@@ -70,10 +73,6 @@ class Tier(ABC):
     def usage(self) -> TierUsage:
         """Blocks and bytes held now."""
 
-    def prefetch(self, keys: Sequence[str]) -> None:
-        """Say that these are wanted next; returns at once. Does nothing where nothing can be gained."""
-        return
-
     def on_device(self, device: torch.device) -> None:
         """Say where the model runs, for a tier that can prepare its blocks for the way there."""
         return
@@ -102,9 +101,13 @@ class DurableTier(Tier):
     writes_late: bool = False
 
     @property
-    def caches(self) -> tuple[Tier, ...]:
+    def caches(self) -> tuple[DurableTier, ...]:
         """Tiers of copies that `get` asks first, fastest first: whoever asks them before knows where a block was."""
         return ()
+
+    @abstractmethod
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
+        """room: where the block may be read to, so that nobody has to copy it"""
 
     @abstractmethod
     def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
@@ -178,7 +181,7 @@ class ForwardingTier(DurableTier):
         self.tier, self.name, self.codec = tier, tier.name, tier.codec
 
     @property
-    def caches(self) -> tuple[Tier, ...]:
+    def caches(self) -> tuple[DurableTier, ...]:
         return self.tier.caches
 
     @property
@@ -208,9 +211,6 @@ class ForwardingTier(DurableTier):
 
     def mark_used(self, key: str, at: float) -> None:
         self.tier.mark_used(key, at)
-
-    def prefetch(self, keys: Sequence[str]) -> None:
-        self.tier.prefetch(keys)
 
     def on_device(self, device: torch.device) -> None:
         self.tier.on_device(device)

@@ -14,7 +14,7 @@ from ragcache.runtime import Home, work_alone
 from ragcache.store.counters import WarnOnce
 from ragcache.store.ledger import leased
 from ragcache.store.tiers.disk_budget import check_key
-from ragcache.store.tiers.memory import private_copy
+from ragcache.store.tiers.memory import Room, private_copy
 from ragcache.store.tiers.tier import DurableTier, ForwardingTier
 
 log = logging.getLogger(__name__)
@@ -81,10 +81,10 @@ class WriteBehind(ForwardingTier):
             self._changed.notify_all()
         return held
 
-    def get(self, key: str) -> KVBlock | None:
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
         with self._changed:
             waiting = self._pending.get(key)
-        return self.tier.get(key) if waiting is None else waiting
+        return self.tier.get(key, room) if waiting is None else waiting
 
     def delete(self, key: str) -> None:
         self._cancel(key)

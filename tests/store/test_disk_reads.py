@@ -1,0 +1,315 @@
+"""A block on its way from disk: how often its bytes are copied, and whether the page cache is left out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import make_block, make_key
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ragcache.codecs import get_codec
+from ragcache.codecs.block_file import write_block
+from ragcache.errors import DamagedBlockError
+from ragcache.files import PAGE
+from ragcache.kv.block import KVBlock
+from ragcache.store.kv_store import KVStore
+from ragcache.store.tiers import MemoryTier
+
+KEY = make_key(1)
+LARGE = 40_000  # tokens of a block of more than a megabyte
+CODECS = ["raw", "int8", "fp8"]
+
+
+class PageLocked:
+    """Stands for the pool of page-locked memory: aligned, and it knows all that it gave."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def __call__(self, _tier: object, num_bytes: int) -> Tensor:
+        room = torch.zeros(num_bytes + PAGE, dtype=torch.uint8)
+        first = -room.data_ptr() % PAGE
+        self.given.append(room[first : first + num_bytes])
+        return self.given[-1]
+
+    def holds(self, tensor: Tensor) -> bool:
+        return any(
+            one.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= one.data_ptr() + one.nbytes
+            for one in self.given
+        )
+
+
+class Kernel:
+    """Counts what the kernel is asked for: bytes that it copies, by whether the page cache was left out."""
+
+    def __init__(self) -> None:
+        self.moved: Counter[str] = Counter()
+        self.reads: list[tuple[int, int]] = []  # offset and bytes, of a file's data
+        self.on_direct: Callable[[], None] = lambda: None
+        self._preadv = os.preadv
+
+    def preadv(self, descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        if direct:
+            self.on_direct()
+        done = self._preadv(descriptor, buffers, offset, flags)
+        if not flags:
+            self.moved["direct" if direct else "buffered"] += done
+            self.reads.append((offset, done))
+        return done
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts tensors' operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> PageLocked:
+    pool = PageLocked()
+    monkeypatch.setattr(MemoryTier, "empty", lambda tier, num_bytes: pool(tier, num_bytes))
+    return pool
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    monkeypatch.setattr(os, "preadv", kernel.preadv)
+    return kernel
+
+
+def kept(root: Path, codec: str, *, cold: bool, num_tokens: int = LARGE) -> KVBlock:
+    """A block in a file below `root`, as it is given back. cold: the page cache has nothing of it"""
+    path = root / KEY[:2] / KEY[2:4] / f"{KEY}.safetensors"
+    held = write_block(path, KEY, make_block(1, num_tokens=num_tokens), get_codec(codec))
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED if cold else os.POSIX_FADV_WILLNEED)
+        if not cold:
+            file.read()
+    return held
+
+
+def tensors_of(block: KVBlock) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    block.map(look)
+    return [tensor for tensor in found if tensor.numel()]
+
+
+def open_store(root: Path, device: str = "cpu", **options: Any) -> KVStore:
+    store = KVStore(root, **{"memory_bytes": 1 << 26, **options})
+    for tier in store._tiers:
+        if tier.name == "disk":  # the memory tier would ask for page-locked memory, which no machine here has
+            tier.on_device(torch.device(device))
+    return store
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_kernel_copies_each_byte_once_to_where_it_stays_and_nobody_copies_it_again(
+    tmp_path: Path, pool: PageLocked, kernel: Kernel, codec: str, device: str
+) -> None:
+    held = kept(tmp_path, codec, cold=False)
+    with open_store(tmp_path, device) as store:
+        with Copies() as copies:
+            loaded = store.get(KEY)
+        assert loaded is not None
+        assert loaded.block.equal(held)
+        assert loaded.tier == "disk"
+        [room] = pool.given
+        assert kernel.moved == {"buffered": sum(done for _, done in kernel.reads)}
+        assert kernel.reads[0][1] <= room.nbytes < kernel.reads[0][1] + PAGE
+        assert not {"copy_", "clone", "_to_copy"} & copies.calls.keys()
+        again = store.get(KEY)
+        assert again is not None
+        assert again.tier == "memory"
+        assert store.stats().bytes_by_tier["memory"] == room.nbytes
+        assert all(pool.holds(tensor) for one in (loaded, again) for tensor in tensors_of(one.block))
+        assert len(pool.given) == 1
+        whole = [tensor for tensor in tensors_of(loaded.block) if tensor.nbytes % 64 == 0]
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in whole), "as the placing kernel reads them"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_with_a_cuda_device_a_cold_file_comes_past_the_page_cache(
+    tmp_path: Path, pool: PageLocked, kernel: Kernel, codec: str
+) -> None:
+    held = kept(tmp_path, codec, cold=True)
+    with open_store(tmp_path, "cuda") as store:
+        loaded = store.get(KEY)
+        assert loaded is not None
+        assert loaded.block.equal(held)
+        assert kernel.moved.keys() == {"direct"}
+        assert all(pool.holds(tensor) for tensor in tensors_of(loaded.block))
+
+
+def test_on_a_cpu_it_goes_through_the_page_cache(tmp_path: Path, pool: PageLocked, kernel: Kernel) -> None:
+    kept(tmp_path, "raw", cold=True)
+    with open_store(tmp_path) as store:
+        assert store.get(KEY) is not None
+    assert kernel.moved.keys() == {"buffered"}
+
+
+def test_what_costs_another_block_its_room_goes_through_the_page_cache(
+    tmp_path: Path, pool: PageLocked, kernel: Kernel
+) -> None:
+    """Memory is full: the page cache is where the block is found when it has gone again."""
+    held = kept(tmp_path, "raw", cold=True)
+    with open_store(tmp_path, "cuda", memory_bytes=held.num_bytes + held.num_bytes // 2) as store:
+        store.put(make_key(2), make_block(2, num_tokens=LARGE), "memory")
+        loaded = store.get(KEY)
+        assert loaded is not None
+        assert loaded.block.equal(held)
+    assert kernel.moved.keys() == {"buffered"}
+
+
+@pytest.mark.parametrize("refused_at", ["setting", "reading"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
+def test_a_file_system_without_direct_reads_is_named_once(
+    tmp_path: Path,
+    pool: PageLocked,
+    kernel: Kernel,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    refused_at: str,
+    number: int,
+) -> None:
+    held = kept(tmp_path, "raw", cold=True)
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if refused_at == "reading":
+        kernel.on_direct = refuse
+    else:
+        monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, what, *flags: flags[:1] == (os.O_DIRECT,) and refuse())
+    with open_store(tmp_path, "cuda") as store, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            loaded = store.get(KEY)
+            assert loaded is not None
+            assert loaded.block.equal(held)
+            store._tiers.memory.delete(KEY)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == f"{tmp_path}: read through the page cache: O_DIRECT is refused ({os.strerror(number)})"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("where", ["length", "header", "first layer", "last layer", "cut", "sector"])
+def test_damage_is_found_dropped_and_costs_no_room(
+    tmp_path: Path,
+    pool: PageLocked,
+    kernel: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    device: str,
+) -> None:
+    kept(tmp_path, "raw", cold=True)
+    [path] = tmp_path.rglob("*.safetensors")
+    raw = bytearray(path.read_bytes())
+    if where == "cut":
+        path.write_bytes(raw[:-PAGE])
+    elif where == "sector":
+
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", broken)
+    else:
+        position = {"length": 1, "header": 100, "first layer": PAGE + 8, "last layer": len(raw) - 1}[where]
+        raw[position] ^= 1
+        path.write_bytes(raw)
+    with open_store(tmp_path, device) as store:
+        assert store.get(KEY) is None
+        assert store.stats().damaged == 1
+        assert store.stats().bytes_by_tier["memory"] == 0
+        assert not path.exists()
+        store.put(KEY, make_block(1))
+
+
+def test_deletion_during_a_read_leaves_the_block_whole_or_none(
+    tmp_path: Path, pool: PageLocked, kernel: Kernel
+) -> None:
+    """By another process: its file goes between two reads."""
+    held = kept(tmp_path, "raw", cold=True)
+    [path] = tmp_path.rglob("*.safetensors")
+    kernel.on_direct = lambda: path.unlink(missing_ok=True)
+    with open_store(tmp_path, "cuda") as store:
+        loaded = store.get(KEY)
+        assert loaded is not None
+        assert loaded.block.equal(held)
+
+
+def test_a_block_in_memory_keeps_no_file_on_a_full_disk_in_use(tmp_path: Path) -> None:
+    """Under a disk budget what is mapped is in use; what was read is not."""
+    held = kept(tmp_path, "raw", cold=True)
+    size = held.num_bytes + 2 * PAGE
+    with KVStore(tmp_path, memory_bytes=1 << 26, disk_bytes=size) as store:
+        loaded = store.get(KEY)
+        assert loaded is not None
+        store.put(make_key(2), make_block(2, num_tokens=LARGE))
+        assert list(store.keys()) == [make_key(2)]
+        assert loaded.block.equal(held)
+
+
+def test_without_room_in_memory_the_file_is_mapped_and_nothing_is_read_by_hand(
+    tmp_path: Path, pool: PageLocked, kernel: Kernel
+) -> None:
+    held = kept(tmp_path, "raw", cold=False)
+    with open_store(tmp_path, "cuda", memory_bytes=held.num_bytes - 1) as store:
+        kernel.reads.clear()
+        loaded = store.get(KEY)
+        assert loaded is not None
+        assert loaded.block.equal(held)
+        assert (kernel.reads, pool.given) == ([], [])
+
+
+def test_files_of_earlier_versions_come_to_where_a_kernel_reads_them(
+    tmp_path: Path, pool: PageLocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes stood behind the 40 bytes of their block's shape: page-locked, they are copied as before."""
+    monkeypatch.setattr("ragcache.codecs.container.ALIGNMENT", 1)  # the order that was
+    held = kept(tmp_path, "int8", cold=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    with KVStore(tmp_path, memory_bytes=1 << 26) as store:
+        loaded = store.get(KEY)
+        assert loaded is not None
+        monkeypatch.undo()
+        assert loaded.block.equal(held)
+        codes = [tensor for tensor in tensors_of(loaded.block) if tensor.dtype == torch.uint8]
+        assert len(codes) == 2
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in codes)
+
+
+def test_a_block_that_cannot_be_decoded_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(tmp_path, "int8", cold=False)
+
+    def fail(*_: object) -> KVBlock:
+        raise DamagedBlockError("not ours")
+
+    monkeypatch.setattr(type(get_codec("int8")), "decode", fail)
+    with KVStore(tmp_path, memory_bytes=1 << 26) as store:
+        assert store.get(KEY) is None
+        assert store.stats().bytes_by_tier["memory"] == 0
+        assert store._tiers.memory.usage().num_bytes == 0
