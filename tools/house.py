@@ -36,7 +36,7 @@ ROOMS = {
     "ragcache/models": Room(5_540, 27, 4_300, 20),
     "ragcache/codecs": Room(1_299, 8, 2_321, 15),
     "ragcache/fusion": Room(1_939, 12, 1_863, 15),
-    "ragcache/store": Room(5_533, 27, 5_559, 30),
+    "ragcache/store": Room(5_540, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_054, 16, 3_348, 21),
     "ragcache/engine": Room(7_992, 32, 5_518, 26),

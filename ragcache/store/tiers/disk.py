@@ -20,8 +20,7 @@ from ragcache.runtime import torch
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
 from ragcache.store.ledger import leased, never
 from ragcache.store.tiers.disk_budget import BOOKS, BlockFiles, Claimed, DiskBudget, NoRoomError
-from ragcache.store.tiers.memory import Room
-from ragcache.store.tiers.tier import DurableTier, TierUsage
+from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.ledger import ByteLedger, leased, never
-from ragcache.store.tiers.tier import DurableTier, Tier, TierUsage
+from ragcache.store.tiers.tier import DurableTier, Room, Tier, TierUsage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ class BudgetedTier(Tier):
         return torch.empty(num_bytes, dtype=torch.uint8, **self._where)
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        with Room(self, key) as room:
+        with BudgetedRoom(self, key) as room:
             return room.hold(block.map(self._copy)) if self.make_room(room, block.num_bytes) else None
 
     def _hold(self, entry: Entry, held: KVBlock) -> KVBlock:
@@ -130,7 +130,7 @@ class BudgetedTier(Tier):
     def _lent(self, key: str, held: KVBlock) -> KVBlock:
         return leased(held, self._ledger.lease(key))
 
-    def make_room(self, room: Room, num_bytes: int) -> bool:
+    def make_room(self, room: BudgetedRoom, num_bytes: int) -> bool:
         """Claim bytes, hand the victims down and let go of them; False, with nothing changed, where that cannot be."""
         with self._lock:
             self._forget(room.key)
@@ -160,13 +160,8 @@ class BudgetedTier(Tier):
 
 
 @dataclass(eq=False, repr=False)
-class Room:
-    """Bytes of a tier's budget for a block that is about to come; given back on leaving, unless they hold it by then.
-
-    num_bytes: claimed
-    is_spare:  nothing had to go for them
-    buffer:    where the block may be read to
-    """
+class BudgetedRoom(Room):
+    """Bytes of a tier's budget, num_bytes claimed; given back on leaving, unless they hold the block by then."""
 
     tier: BudgetedTier
     key: str
@@ -175,7 +170,6 @@ class Room:
     buffer: Tensor | None = None
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """uint8 [num_bytes] for a block to be read to; None where no room can be made."""
         self.buffer = self.tier.empty(num_bytes) if self.tier.make_room(self, num_bytes) else None
         return self.buffer
 
@@ -208,7 +202,7 @@ class MemoryTier(BudgetedTier):
 
     def read(self, key: str, tier: DurableTier) -> KVBlock | None:
         """`tier.get`, read into this tier's memory where there is room for it; else what `put` keeps of it."""
-        with Room(self, key) as room:
+        with BudgetedRoom(self, key) as room:
             block = tier.get(key, room)
             if block is not None and room.buffer is not None and _lies_in(block, room.buffer):
                 return room.hold(block)

@@ -15,8 +15,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.counters import WarnOnce
 from ragcache.store.remote import Blob, Blobs, Connection
 from ragcache.store.tiers.disk_budget import SUFFIX, check_key
-from ragcache.store.tiers.memory import Room
-from ragcache.store.tiers.tier import DurableTier, ForwardingTier, TierUsage
+from ragcache.store.tiers.tier import DurableTier, ForwardingTier, Room, TierUsage
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

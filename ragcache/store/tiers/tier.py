@@ -13,7 +13,22 @@ from ragcache.runtime import torch
 from ragcache.store.tiers.disk_budget import check_key
 
 if TYPE_CHECKING:
-    from ragcache.store.tiers.memory import Room
+    from torch import Tensor
+
+
+class Room(ABC):
+    """Memory of a faster tier for a block that is about to come.
+
+    is_spare: nothing had to go for it
+    buffer:   what was taken: where the block may be read to
+    """
+
+    is_spare: bool
+    buffer: Tensor | None
+
+    @abstractmethod
+    def take(self, num_bytes: int) -> Tensor | None:
+        """uint8 [num_bytes]; None where no room can be made."""
 
 
 class TierUsage(NamedTuple):

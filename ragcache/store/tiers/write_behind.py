@@ -14,8 +14,8 @@ from ragcache.runtime import Home, work_alone
 from ragcache.store.counters import WarnOnce
 from ragcache.store.ledger import leased
 from ragcache.store.tiers.disk_budget import check_key
-from ragcache.store.tiers.memory import Room, private_copy
-from ragcache.store.tiers.tier import DurableTier, ForwardingTier
+from ragcache.store.tiers.memory import private_copy
+from ragcache.store.tiers.tier import DurableTier, ForwardingTier, Room
 
 log = logging.getLogger(__name__)
 _MOST_FAILED = 1024
