@@ -6,7 +6,7 @@ context: each sees the context and itself. Order is that of the sequence, not of
 every question (and at every chunk where TurboRAG's composite positions are trained).
 
 KVLink's compressed caches (section 2.4, figure 7): a chunk's text sees its own segment, an anchor its segment and the
-anchors of the chunk before it, and all else anchors but no such text.
+anchors of the chunk before it, and all else anchors but no such text. By AnLLM's mask text sees these anchors too.
 
 The number is the token's segment:
 
