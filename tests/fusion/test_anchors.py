@@ -104,7 +104,7 @@ def test_by_anllms_mask_text_sees_the_anchors_before_it(family, tmp_path):
         plain_logits(one.plain, compressed(links=LINKS, start=60, end=61, anllm=mask)) for mask in (False, True)
     )
     assert_same(fused.next_logits, theirs)
-    assert (theirs - local).abs().max() > 1e-3 * theirs.abs().max()
+    assert (theirs - local).abs().max() > 1e-4 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

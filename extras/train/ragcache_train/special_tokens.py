@@ -61,8 +61,8 @@ def choose_spec(
     if not anchor_tokens:
         return spec
     first = _ids(tokenizer, [f"<|anchor_{n + 1}|>" for n in range(anchor_tokens)], spec.added_ids)[0]
-    stated = {"anchor_tokens": anchor_tokens, "anchor_segment": anchor_segment, "text_sees_anchors": text_sees_anchors}
-    return replace(spec, first_anchor_id=first, **stated)
+    spec = replace(spec, first_anchor_id=first, anchor_tokens=anchor_tokens, anchor_segment=anchor_segment)
+    return replace(spec, text_sees_anchors=text_sees_anchors)
 
 
 def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> TrainedTokens:
