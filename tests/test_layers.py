@@ -112,7 +112,7 @@ def test_the_package_imports_nothing_of_the_checkout():
 OUTSIDE = [
     *PACKAGE.parent.glob("integrations/langchain/langchain_ragcache/**/*.py"),
     *PACKAGE.parent.glob("integrations/llama-index/llama_index/**/*.py"),
-    *PACKAGE.parent.glob("apps/chatbot/**/*.py"),
+    *PACKAGE.parent.glob("apps/chatbot/ragcache_chatbot/**/*.py"),
     *PACKAGE.parent.glob("examples/**/*.py"),
 ]
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = "ragcache"
+BESIDE = ("extras/*", "integrations/*", "apps/*", "benchmarks", "tools")
 
 
 class Room(NamedTuple):
@@ -44,8 +45,8 @@ ROOMS = {
     # Annexes.
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),
     "extras/documents/ragcache_documents": Room(560, 6, 347, 5),
-    "extras/eval/ragcache_eval": Room(5_450, 50, 5_150, 23),
-    "extras/train/ragcache_train": Room(2_901, 22, 2_390, 12),
+    "extras/eval/ragcache_eval": Room(5_345, 35, 5_150, 23),
+    "extras/train/ragcache_train": Room(2_800, 13, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_629, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_485, 24, 1_280, 10),
     "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),
@@ -235,7 +236,9 @@ def old_words(root: Path = ROOT, renamed: Mapping[str, str] | None = None) -> se
     renamed = RENAMED if renamed is None else renamed
     found = set()
     for file in (file for place in SPEAKING if renamed for file in [root / place, *(root / place).rglob("*")]):
-        if file.suffix in (".py", ".md") and file.is_file() and file != root / HOUSE / "__init__.py":
+        if "tests" in file.parts or file.suffix not in (".py", ".md"):
+            continue
+        if file.is_file() and file != root / HOUSE / "__init__.py":
             text = file.read_text(encoding="utf-8")
             used = _identifiers(text) if file.suffix == ".py" else set()
             code = r"`[^`\n]+`" if file.suffix == ".py" else r"```.*?```|`[^`\n]+`|(?m:^ {4}.*$)"
@@ -262,8 +265,10 @@ def table(root: Path = ROOT) -> str:
         lines, number = (sum(sizes[path][column] for path in paths) for column in range(2))
         total = Room(*(sum(ROOMS[path][column] for path in paths) for column in range(4)))
         rows.append(_row(name, (lines, number), total))
-    for folder in ("tests", "benchmarks", "tools"):
-        lines, number = size(files(root / folder))
+    tests, beside = files(root / "tests"), [file for path in BESIDE for file in root.glob(f"{path}/tests/**/*.py")]
+    programs = {folder: set(files(root / folder)) - set(beside) for folder in ("benchmarks", "tools")}
+    for folder, found in {"tests": tests, "tests of packages beside it": beside, **programs}.items():
+        lines, number = size(list(found))
         rows.append((folder, f"{number:,}", "", "", f"{lines:,}", "", ""))
     return "\n".join(f"{row[0]:<32}" + "".join(f"{cell:>8}" for cell in row[1:]) for row in rows)
 

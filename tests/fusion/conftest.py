@@ -9,6 +9,7 @@ import pytest
 from families import FAMILIES, FEW_FAMILIES, METHOD_FAMILIES, load_tiny
 
 HERE = Path(__file__).parent
+PAPERS = HERE.parents[1] / "extras" / "papers" / "tests"
 LAWS = HERE / "test_laws.py"
 MECHANISMS = {"test_link.py", "test_recompute.py", "test_cacheblend.py", "test_snapkv.py", "test_packet.py"}
 """The ways of reuse that other methods share: own tokens, tokens that run again, what is dropped, rows in front."""
@@ -21,7 +22,9 @@ def pytest_collection_modifyitems(items):
     families = defaultdict(lambda: defaultdict(list))
     for item in items:
         chosen = getattr(item, "callspec", None)
-        for one in chosen.params.values() if chosen and item.path.parent == HERE and item.path != LAWS else ():
+        for one in (
+            chosen.params.values() if chosen and item.path.parent in (HERE, PAPERS) and item.path != LAWS else ()
+        ):
             if isinstance(one, str) and one in FAMILIES:
                 families[item.path, item.originalname][one].append(item)
     for (path, _), found in families.items():

@@ -11,14 +11,14 @@ from families import (
     METHOD_FAMILIES,
     assert_same,
     block_diagonal,
+    layout,
     load_tiny,
     masks_of,
     oracle_model,
     random_prompt,
     save_tiny,
 )
-from formula_oracle import Plan, formula_model, planned_logits
-from test_parallel import layout, merged
+from formula_oracle import Plan, formula_model, merged, planned_logits
 from tiny_model import save_tiny_llama
 
 import ragcache as rc

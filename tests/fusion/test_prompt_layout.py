@@ -12,7 +12,7 @@ from ragcache.fusion import get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
-from ragcache_train.layout import Ask, EncodedRow, lay_out
+from ragcache_train.train_batches import Ask, EncodedRow, lay_out
 
 PREFIX, CHUNKS, SUFFIX = [1, 2], [[10, 11, 12], [13], [14, 15]], [20, 21]
 LINK = TrainedTokens("link", "isolated", 2, 4, 150, 190, 191)

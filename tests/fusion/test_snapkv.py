@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from families import METHOD_FAMILIES, block_diagonal, masks_of, oracle_model, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, planned_logits
-from test_parallel import layout, merged
+from families import METHOD_FAMILIES, block_diagonal, layout, masks_of, oracle_model, random_prompt, save_tiny
+from formula_oracle import Plan, formula_model, merged, planned_logits
 
 import ragcache as rc
 from ragcache.errors import ConfigError

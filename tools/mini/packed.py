@@ -29,7 +29,7 @@ class PackedBatch(NamedTuple):
     follows, or -100 where nothing is to be learned.
 
     segments: [batch, context_len], for contexts whose chunks are read apart: a chunk's number, from 1, for tokens that
-    see that chunk only, 0 for those that see all before them (`ragcache_train.mask`); None: one text.
+    see that chunk only, 0 for those that see all before them (`ragcache_train.masked_pass`); None: one text.
     hidden: [batch], contexts of which the questions see only what no chunk holds (link tokens, say).
     hints: [num_hints, 4], row, place and two ids: what a context token should hold when half of the layers are done.
     focus: [num_focused, 4], layer, row and two places: what a context token should attend to in the layer's last head.

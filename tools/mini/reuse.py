@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.layout import Ask, EncodedRow, context_tokens, lay_out
 from ragcache_train.special_tokens import choose_spec, prepare_model
+from ragcache_train.train_batches import Ask, EncodedRow, context_tokens, lay_out
 from tools.mini.base import Options, Trainer, below, train
 from tools.mini.batches import IGNORED, padded, suffix_text
 from tools.mini.evaluate import MINI_BASE

@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from ragcache_eval.registry import PageQuestion, Pages, draw_pages
-from ragcache_train.layout import Ask, EncodedRow
+from ragcache_train.train_batches import Ask, EncodedRow
 from tools.mini.base import train
 from tools.mini.batches import suffix_text
 from tools.mini.evaluate import PACKAGE

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from ragcache.files import atomic_write, write_all
-from ragcache_eval.intervals import Estimate, estimate
 from ragcache_eval.journal import Score
+from ragcache_eval.metrics import Estimate, estimate
 
 QUALITY = (
     "score",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.haystack import CountTokens
-from ragcache_eval.lines import QuestionLine
+from ragcache_eval.sources import QuestionLine
 
 Pool = Mapping[CasePassage, Any]
 """Every passage, with the article that it belongs to; None where the set names none."""

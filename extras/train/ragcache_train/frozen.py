@@ -22,9 +22,9 @@ from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text
-from ragcache_train.data import BadLine
-from ragcache_train.layout import EncodedRow
-from ragcache_train.loss import answer_logits
+from ragcache_train.masked_pass import answer_logits
+from ragcache_train.train_batches import EncodedRow
+from ragcache_train.train_rows import BadLine
 
 NOISE = 0.1
 """Spread of a row about the token that it starts as, in standard deviations of the embedding: like rows part."""

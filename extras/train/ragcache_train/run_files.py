@@ -1,15 +1,22 @@
-"""Files of a run beside the model: its options and its checkpoints."""
+"""Files of a run beside the model: its options, its checkpoints, its log (one JSON object a line), and a plot of the
+loss where matplotlib is installed."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+from accelerate.utils import broadcast  # type: ignore[import-untyped]
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ragcache.errors import ConfigError
 from ragcache.models.hub import ADAPTER
-from ragcache_train.options import TrainOptions
+from ragcache_train.train_options import TrainOptions
 
 OPTIONS, CHECKPOINTS = "training_options.json", "checkpoints"
 FREE_TO_CHANGE = {
@@ -51,3 +58,98 @@ def find_checkpoint(options: TrainOptions, out: Path) -> str | None:
     folder = out / CHECKPOINTS
     found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     return found
+
+
+Show = Callable[[dict[str, Any]], None]
+LOG, PLOT = "training_log.jsonl", "loss.png"
+
+
+class ProgressLog(TrainerCallback):  # type: ignore[misc]
+    """Writes `training_log.jsonl`: step, steps, loss, learning_rate, grad_norm, seconds. `last_loss`: of the last line.
+    Ends the run when its time is over.
+
+    limit_s: None for none
+
+    A run that is resumed goes on in the same file, from the step it resumes at and its seconds.
+    """
+
+    def __init__(self, out: Path, show: Show | None = None, limit_s: float | None = None) -> None:
+        self.out, self.show, self.limit_s = out, show, limit_s
+        self.elapsed_s = 0.0  # when the last step ended; the next one's rate is of then
+        self.last_loss: float | None = None
+        self._started = time.monotonic()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        kept = [line for line in read_log(self.out) if line["step"] <= state.global_step]
+        self._started = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        (self.out / LOG).write_text(text, encoding="utf-8")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.limit_s is None:
+            return
+        self.elapsed_s = time.monotonic() - self._started
+        if args.world_size > 1:  # the first process's: all end at one step, at one learning rate
+            own = torch.tensor([self.elapsed_s], dtype=torch.float64, device=args.device)
+            self.elapsed_s = float(broadcast(own))
+        if self.elapsed_s >= self.limit_s:
+            control.should_training_stop = control.should_log = control.should_save = True
+
+    def time_share(self) -> float:
+        """How much of the time is over, 0..1; 0 where there is no limit."""
+        return 0.0 if self.limit_s is None else min(1.0, self.elapsed_s / self.limit_s)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or logs is None or "loss" not in logs:
+            return
+        line = {"step": state.global_step, "steps": state.max_steps}
+        line |= {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+        line["seconds"] = round(time.monotonic() - self._started, 1)
+        self.last_loss = float(logs["loss"])
+        with (self.out / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.show is not None:
+            self.show(line)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            plot_losses(read_log(self.out), self.out / PLOT)
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    path = out / LOG
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def plot_losses(lines: list[dict[str, Any]], path: Path) -> None:
+    """Loss over steps as a PNG; nothing where matplotlib is not installed or nothing was logged."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    if not lines:
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines])
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss on answers")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -150,7 +150,7 @@ def train(
     --model.
     """
     try:
-        from ragcache_train.options import TrainOptions
+        from ragcache_train.train_options import TrainOptions
         from ragcache_train.trainer import train as run_training
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; install ragcache-kv[train]") from error

@@ -1,44 +1,45 @@
-"""Train a model for reuse: data, ids and masks handed to transformers' Trainer."""
+"""Train a model for reuse: data, ids and masks handed to transformers' Trainer.
+
+A run trains all weights, LoRA's matrices, or the rows of added ids on frozen weights: a `Way`.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate  # type: ignore[import-untyped]  # noqa: F401 - the Trainer misses it only when all is loaded
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ragcache.errors import ConfigError
-from ragcache.models.adapter import Adapter
+from ragcache.models.adapter import Adapter, Base
 from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.load import checkpoint_digest, load_lm
+from ragcache.models.load import DTYPES, base_of, checkpoint_digest, load_lm
 from ragcache.models.machine import find_device
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.batches import BatchPlan
-from ragcache_train.compiled import compile_layers
-from ragcache_train.data import BadLine, DataRow, read_rows
-from ragcache_train.encoding import RowEncoder
-from ragcache_train.frozen import keep_passages
-from ragcache_train.layout import EncodedRow
-from ragcache_train.lora import known_warnings_ignored
-from ragcache_train.mask import BLOCK
-from ragcache_train.options import TrainOptions
+from ragcache_train.frozen import divergence_loss, freeze, keep_passages, save_frozen
+from ragcache_train.lora import add_lora, known_warnings_ignored, merge_lora, save_lora
+from ragcache_train.masked_pass import BLOCK, NAME, answer_loss, register
 from ragcache_train.own_answers import FILE, OwnAnswers
-from ragcache_train.progress import ProgressLog, Show
-from ragcache_train.run_files import CHECKPOINTS, find_checkpoint, write_options
-from ragcache_train.special_tokens import choose_spec
-from ragcache_train.store_rows import store_rows
-from ragcache_train.ways import Way, on_frozen_weights, on_weights
+from ragcache_train.row_encoder import RowEncoder
+from ragcache_train.run_files import CHECKPOINTS, ProgressLog, Show, find_checkpoint, write_options
+from ragcache_train.special_tokens import choose_spec, prepare_model, take_rows
+from ragcache_train.train_batches import BatchPlan, DrawnPairs, DrawnRows, EncodedRow, collate, collate_pairs
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.train_rows import BadLine, DataRow, read_rows, store_rows
 
 logger = logging.getLogger(__name__)
 
@@ -290,3 +291,150 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
     if arguments.n_gpu > 1:
         raise ConfigError("this process sees several GPUs; start one process a GPU with torchrun, or show it one")
     return arguments
+
+
+class Way(NamedTuple):
+    """
+    model:   what the Trainer trains
+    layers:  the model that has the layers, which may be compiled
+    rows:    a data set, from a Draw to what `collate` takes
+    collate: a batch of them as tensors
+    loss:    of the model, the model without what accelerate wraps around it, a batch, and the number of labels
+    save:    writes the result
+    """
+
+    model: nn.Module
+    layers: nn.Module
+    rows: Any
+    collate: Callable[..., dict[str, Any]]
+    loss: Callable[..., Tensor]
+    save: Callable[[], None]
+
+
+def on_weights(
+    lm: LanguageModel,
+    spec: TrainedTokens | None,
+    rows: Sequence[EncodedRow],
+    options: TrainOptions,
+    out: Path,
+    earlier: Adapter | None,
+) -> Way:
+    """Train all weights, and a Hugging Face directory comes out, or LoRA's matrices, and an adapter does.
+
+    earlier: the adapter that LoRA goes on from; its base is `lm`
+    """
+    base, dtype = _base(lm), _saved_dtype(options)
+    prepare_model(lm.model, spec, options.seed)
+    if earlier is not None and spec is not None:
+        take_rows(lm.model, spec, earlier)
+    _prepare(lm, options)
+    model: nn.Module = lm.model
+    if options.lora_rank:
+        set_seed(options.seed)  # of the matrices that start random
+        mixed = options.runs_bfloat16(str(lm.device))
+        model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha, earlier, mixed)
+    else:
+        model.requires_grad_(True)
+    save = partial(_save, lm, model, dtype, out)
+    if options.makes_lora_adapter:
+        save = partial(save_lora, lm, model, base, spec, dtype, out)
+    return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, answer_loss, save)
+
+
+def on_frozen_weights(
+    lm: LanguageModel,
+    spec: TrainedTokens | None,
+    rows: Sequence[EncodedRow],
+    options: TrainOptions,
+    out: Path,
+    earlier: Adapter | None,
+) -> Way:
+    """Train the rows of the added ids; an adapter comes out. Raises ConfigError where there are none.
+
+    earlier: the adapter that they go on from; its base is `lm`
+    """
+    if spec is None or not spec.added_ids:
+        raise ConfigError(f"reuse {options.reuse!r} adds no ids, which leaves nothing to train on frozen weights")
+    _prepare(lm, options)
+    lm.model.train(options.checkpointing)  # transformers recomputes activations in training mode alone
+    model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
+    save = partial(save_frozen, model, lm, _base(lm), spec, out)
+    return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
+
+
+def _prepare(lm: LanguageModel, options: TrainOptions) -> None:
+    """Let the model's attention follow the masks of training."""
+    register()
+    lm.model.set_attn_implementation(NAME)
+    if options.checkpointing:
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _base(lm: LanguageModel) -> Base:
+    """What an adapter states of the model that it is trained beside, before anything is added to it."""
+    name, text = str(lm.name), lm.config.get_text_config(decoder=True)
+    return Base(
+        str(Path(name).resolve()) if Path(name).exists() else name,
+        str(checkpoint_digest(resolve(name))),
+        int(text.num_hidden_layers),
+        int(text.hidden_size),
+        int(text.vocab_size),
+        len(lm.tokenizer),
+    )
+
+
+def _saved_dtype(options: TrainOptions) -> torch.dtype:
+    """The dtype in which the model to start from was saved, unless the options say otherwise."""
+    saved = getattr(AutoConfig.from_pretrained(base_of(options.model)), "dtype", None) or torch.float32
+    return DTYPES[options.save_dtype] if options.save_dtype is not None else saved
+
+
+def _save(lm: LanguageModel, model: Any, dtype: torch.dtype, out: Path) -> None:
+    """Weights, configuration and tokenizer, as any Hugging Face directory."""
+    lm.model.config.use_cache = True  # the Trainer turns it off
+    merged = merge_lora(model).to(dtype)
+    merged.set_attn_implementation("sdpa")
+    merged.save_pretrained(out)
+    lm.tokenizer.save_pretrained(out)
+
+
+BOUND = 0.05
+"""How far loss and gradients' norm of a first batch may be, relative: bfloat16 is rounded at other places."""
+
+
+def compile_layers(
+    model: nn.Module, trained: Sequence[nn.Parameter], loss: Callable[[], Tensor], backend: str = "inductor"
+) -> bool:
+    """Compile the model's layers, unless that fails or changes what is computed; which is logged then. Returns whether
+    they are. One's hundred and more small operations become a few kernels.
+
+    Attention stays as it is (FlexAttention is compiled by itself), and so does what stands around the layers, whose
+    shapes differ from batch to batch. A batch's length does not (`collate`), so that a run compiles once.
+
+    trained: parameters; loss: of one batch, which is computed and differentiated twice. The gradients are dropped
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    plain = _measure(loss, trained)
+    for layer in layers:  # of one code, which is compiled once
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+    try:
+        compiled = _measure(loss, trained)
+        if all(math.isclose(*pair, rel_tol=BOUND) for pair in zip(plain, compiled, strict=True)):
+            return True
+        reason = "loss {:.4g} and gradients {:.4g} become {:.4g} and {:.4g}".format(*plain, *compiled)
+    except RuntimeError as error:  # what torch.compile raises is one, whatever the compiler lacks
+        reason = " ".join(str(error).split())[:200]
+    for layer in layers:
+        del layer.forward
+    logger.warning("layers cannot be compiled (%s); training goes on without, more slowly", reason)
+    return False
+
+
+def _measure(loss: Callable[[], Tensor], trained: Sequence[nn.Parameter]) -> tuple[float, float]:
+    """The loss, and the norm of its gradients, which are dropped."""
+    found = loss()
+    found.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.get_total_norm([one.grad for one in trained if one.grad is not None])
+    for one in trained:
+        one.grad = None
+    return found.item(), norm.item()

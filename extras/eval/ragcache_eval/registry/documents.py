@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ragcache.errors import check_choice
 from ragcache_eval.registry import wording
 from ragcache_eval.registry.names import DataSplit
-from ragcache_eval.registry.world import RELATIONS, Entity
+from ragcache_eval.registry.world import RELATIONS, Entity, World, draw_world
 
 MAX_MENTIONS = 4
 CONTINUED = "{n}, continued"
@@ -115,3 +117,191 @@ def joined(words: list[str]) -> str:
 def with_article(text: str) -> str:
     """Write "an architect" for "a architect"."""
     return re.sub(r" a (?=[aeio])", " an ", text)
+
+
+# Questions with the passages to read for them: contexts of whole documents, and of documents cut in two.
+
+
+KINDS = ("plain", "leaning")
+WORLD_SIZE = 40
+WORLD_A_PASSAGE = 6
+
+
+class TextCase(NamedTuple):
+    """One question over passages as text. gold: ranks of the passages that the answer needs."""
+
+    passages: list[str]
+    gold: tuple[int, ...]
+    question: Question
+
+
+def draw_texts(
+    *,
+    num_cases: int,
+    hops: int = 1,
+    kind: str = "plain",
+    num_passages: int = 8,
+    seed: int = 0,
+    rare_share: float = 0.0,
+    entities: DataSplit = DataSplit.HELD_OUT,
+    wordings: DataSplit = DataSplit.HELD_OUT,
+) -> list[TextCase]:
+    """Draw questions over `num_passages` passages each.
+
+    kind: "plain", over the gold passages and others of the same world, shuffled; or "leaning", over documents of like
+    entities cut in two, about what a second part states (`hops` is then 1 and `rare_share` 0).
+    """
+    check_choice("kind", kind, KINDS)
+    if kind == "leaning":
+        rng = random.Random(f"evaluate/{seed}/leaning/{num_passages}")
+        return [_leaning_text(rng, num_passages, entities, wordings) for _ in range(num_cases)]
+    rng = random.Random(f"evaluate/{seed}/{hops}/{num_passages}")
+    cases: list[TextCase] = []
+    while len(cases) < num_cases:
+        world = draw_world(rng, entities, WORLD_SIZE, rare_share)
+        documents = {name: write_document(rng, entity) for name, entity in world.entities.items()}
+        questions = [q for q in answerable_questions(rng, world, documents.values(), wordings) if q.hops == hops]
+        question = rng.choice(questions)
+        passages = [documents[name] for name in _passages(rng, world, question, num_passages)]
+        cases.append(_text(rng, passages, question))
+    return cases
+
+
+class Leaning(NamedTuple):
+    """A context of documents cut in two: passages in order, questions about second parts, and about the others."""
+
+    passages: list[Article]
+    questions: list[Question]
+    plain: list[Question]
+
+
+def draw_leaning(
+    rng: random.Random, passages: int, entities: DataSplit = DataSplit.TRAIN, wordings: DataSplit = DataSplit.TRAIN
+) -> Leaning:
+    """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has one whole document.
+
+    All are of one kind, so that nothing in a second part but its place tells whose it is.
+    """
+    world = draw_world(rng, entities, passages * WORLD_A_PASSAGE)
+    kinds = [kind for kind in RELATIONS if len(_of_kind(world, kind)) >= (passages + 1) // 2]
+    chosen = rng.sample(_of_kind(world, rng.choice(kinds)), (passages + 1) // 2)
+    pairs = [write_in_two(rng, entity) for entity in chosen[: passages // 2]]
+    whole = [write_document(rng, entity) for entity in chosen[passages // 2 :]]
+    groups: list[tuple[Article, ...]] = [*pairs, *((document,) for document in whole)]
+    rng.shuffle(groups)
+    plain = answerable_questions(rng, world, [*(first for first, _ in pairs), *whole], wordings)
+    asked = leaning_questions(rng, world, pairs, wordings)
+    return Leaning([document for group in groups for document in group], asked, plain)
+
+
+def _of_kind(world: World, kind: str) -> list[Entity]:
+    return [entity for entity in world.entities.values() if entity.kind == kind]
+
+
+def _leaning_text(rng: random.Random, num_passages: int, entities: DataSplit, wordings: DataSplit) -> TextCase:
+    context = draw_leaning(rng, num_passages, entities, wordings)
+    return _text(rng, context.passages, rng.choice(context.questions))
+
+
+def _passages(rng: random.Random, world: World, question: Question, num_passages: int) -> list[str]:
+    others = [name for name in world.entities if name not in question.gold]
+    chosen = [*question.gold, *rng.sample(others, num_passages - len(question.gold))]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def _text(rng: random.Random, passages: Sequence[Article], question: Question) -> TextCase:
+    gold = tuple(rank for rank, passage in enumerate(passages) if passage.id in question.gold)
+    return TextCase([passage_text(rng, passage) for passage in passages], gold, question)
+
+
+def passage_text(rng: random.Random, document: Article) -> str:
+    """The forms in which a passage may come out of a file: with or without its heading, its lines broken or not."""
+    text = document.text
+    if rng.random() < 0.1:
+        words = text.split(" ")
+        text = "".join(word + ("\n" if rng.random() < 0.1 else " ") for word in words[:-1]) + words[-1]
+    form = rng.random()
+    heading = (
+        "" if form < 0.25 or not document.title else f"{document.title}\n" if form < 0.45 else f"# {document.title}\n\n"
+    )
+    return f"{heading}{text}\n"
+
+
+# Questions over one document or two, with the answer that counts as right.
+
+
+MAX_ANSWER_TOKENS = 40
+"""Enough for every answer, in tokens of the bundled models."""
+
+
+class Question(NamedTuple):
+    """`gold` are the ids of the documents that the answer needs, in the order of the hops; `value` is what is asked."""
+
+    text: str
+    answer: str
+    hops: int
+    gold: tuple[str, ...]
+    path: str
+    value: str
+
+
+def answerable_questions(
+    rng: random.Random, world: World, documents: Iterable[Article], wordings: DataSplit = DataSplit.TRAIN
+) -> list[Question]:
+    """Ask each thing that the given documents of `world` answer once, in wordings of one split."""
+    by_id = {document.id: document for document in documents}
+    questions = []
+    for document in by_id.values():
+        facts = world.entities[document.id].facts
+        for relation in document.relations:
+            questions.append(single_hop(rng, document.id, relation, facts[relation], wordings))
+            bridge = by_id.get(facts[relation])
+            if bridge is not None:
+                bridge_facts = {name: world.entities[bridge.id].facts[name] for name in bridge.relations}
+                questions += _two_hops(rng, document.id, relation, bridge.id, bridge_facts, wordings)
+    return questions
+
+
+def leaning_questions(
+    rng: random.Random, world: World, parts: Iterable[tuple[Article, Article]], wordings: DataSplit = DataSplit.TRAIN
+) -> list[Question]:
+    """Ask each thing that a second part states; only together with the part before it does it tell of whom."""
+    questions = []
+    for first, second in parts:
+        facts = world.entities[first.id].facts
+        for relation in second.relations:
+            asked = single_hop(rng, first.id, relation, facts[relation], wordings)
+            questions.append(asked._replace(gold=(first.id, second.id)))
+    return questions
+
+
+def single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: DataSplit) -> Question:
+    """Ask for what one document states."""
+    templates = wording.QUESTIONS if wordings is DataSplit.TRAIN else wording.HELD_OUT_QUESTIONS
+    answer = capitalised(f"{name} {_stated(relation, value)}.")
+    return Question(rng.choice(templates[relation]).format(n=name), answer, 1, (name,), relation, value)
+
+
+def _stated(relation: str, value: str) -> str:
+    return with_article(wording.ANSWERS[relation].format(v=value))
+
+
+def _two_hops(
+    rng: random.Random, name: str, first: str, bridge: str, facts: dict[str, str], wordings: DataSplit
+) -> list[Question]:
+    """Follow every path `first` -> relation of the bridge. Held-out: the phrase, the question around it, or both."""
+    questions = []
+    for hop in wording.TWO_HOPS:
+        if hop.bridge != first or hop.relation not in facts:
+            continue
+        new_phrase = wordings is DataSplit.HELD_OUT and rng.random() < 0.67
+        new_question = wordings is DataSplit.HELD_OUT and (not new_phrase or rng.random() < 0.5)
+        phrases = wording.HELD_OUT_BRIDGES if new_phrase else wording.BRIDGES
+        templates = wording.HELD_OUT_QUESTIONS if new_question else wording.QUESTIONS
+        phrase = rng.choice(phrases[first]).format(n=name)
+        text = rng.choice(templates[hop.relation]).format(n=phrase)
+        stated = f"{_stated(first, bridge)}, which {_stated(hop.relation, facts[hop.relation])}"
+        answer = capitalised(f"{name} {stated}.")
+        questions.append(Question(text, answer, 2, (name, bridge), f"{first}-{hop.relation}", facts[hop.relation]))
+    return questions

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from ragcache.errors import check_choice
-from ragcache_eval.suites.a3 import A3
 from ragcache_eval.suites.base import Suite
 from ragcache_eval.suites.capability import CAPABILITY
-from ragcache_eval.suites.kvlink import KVLINK
 from ragcache_eval.suites.longbench import LONGBENCH
+from ragcache_eval.suites.papers import A3, KVLINK, SAMKV
 from ragcache_eval.suites.ruler import RULER
-from ragcache_eval.suites.samkv import SAMKV
 
 SUITES: dict[str, Suite] = {suite.name: suite for suite in (KVLINK, A3, SAMKV, LONGBENCH, RULER, CAPABILITY)}
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ragcache.errors import ConfigError
 from ragcache.models.load import base_of
 from ragcache.models.machine import find_device
-from ragcache_eval.intervals import Estimate, Z
+from ragcache_eval.metrics import Estimate, Z
 from ragcache_eval.suites.base import Column, PaperRow, Suite
 from ragcache_eval.suites.rows import UNREADABLE
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from ragcache.errors import ConfigError
 from ragcache_eval.case import Case
 from ragcache_eval.haystack import CountTokens
-from ragcache_eval.lines import QuestionLine, read_entry
-from ragcache_eval.public import at_positions
 from ragcache_eval.ruler_qa import filled_cases
-from ragcache_eval.sources import load_cases
+from ragcache_eval.sources import QuestionLine, at_positions, load_cases, read_entry
 from ragcache_eval.suites.base import Cut, QuestionSet
 from ragcache_eval.suites.rows import read_rows
 

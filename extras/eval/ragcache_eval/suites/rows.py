@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from ragcache.errors import ConfigError
-from ragcache_eval.lines import read_objects
+from ragcache_eval.sources import read_objects
 from ragcache_eval.suites.base import Download, QuestionSet
 
 FOLDERS = ("", "dev", "data")

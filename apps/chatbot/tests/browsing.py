@@ -1,0 +1,192 @@
+"""A real server over the bundled model, and headless Chromium on its page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
+from starlette.types import Message, Receive, Scope, Send
+from waiting import stacks
+
+import ragcache as rc
+from ragcache.server.app import create_app
+from ragcache.server.run import Server, listen, url_of
+from ragcache.server.settings import ServerSettings
+
+CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+DESKTOP = {"width": 1280, "height": 860}
+PHONE = {"width": 360, "height": 780}
+PATIENCE_MS = 20_000  # a machine that is busy with other tests is slow, not wrong
+
+
+class Slowed:
+    """Between a server and its application: time between the events of answers, other contents, an end before theirs.
+
+    pause_s: before each part of an event stream. rewrite: changes the JSON of each event of an answer in place.
+    break_after: events of a stream after which the connection breaks
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.state = app.state
+        self.reset()
+
+    def reset(self) -> None:
+        self.pause_s = 0.0
+        self.rewrite: Callable[[dict[str, Any]], None] | None = None
+        self.break_after: int | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams, sent = False, 0
+
+        async def slowly(message: Message) -> None:
+            nonlocal streams, sent
+            if message["type"] == "http.response.start":
+                streams = any(b"text/event-stream" in value for _, value in message["headers"])
+            elif streams:
+                await asyncio.sleep(self.pause_s)
+                if self.break_after is not None and sent >= self.break_after:
+                    return
+                sent += message.get("body", b"").startswith(b"data: ")  # others only keep a slow stream alive
+                message = {**message, "body": self._rewritten(message.get("body", b""))}
+            await send(message)
+
+        await self.app(scope, receive, slowly)
+
+    def _rewritten(self, part: bytes) -> bytes:
+        if self.rewrite is None or not part.startswith(b"data: {"):
+            return part
+        event = json.loads(part.removeprefix(b"data: "))
+        self.rewrite(event)
+        return f"data: {json.dumps(event)}\n\n".encode()
+
+
+@dataclass
+class Site:
+    """A page's server."""
+
+    url: str
+    port: int
+    slowed: Slowed
+
+
+@contextmanager
+def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site]:
+    """In a thread of its own, at a free loopback port or at `port`."""
+    slowed = Slowed(create_app(kb, ServerSettings(figures_s=0, **settings), web=True))
+    server = Server(slowed, drain_s=5)
+    with listen("127.0.0.1", port) as bound:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        until = time.monotonic() + 60
+        while not server.started:
+            assert time.monotonic() < until, "the server did not start"
+            time.sleep(0.01)
+        try:
+            yield Site(url_of(bound), bound.getsockname()[1], slowed)
+        finally:
+            server.drain()
+            thread.join(30)
+            assert not thread.is_alive(), stacks()
+
+
+@contextmanager
+def open_corpus(
+    path: Path, lm: rc.LanguageModel, embedder: rc.Embedder, folders: Sequence[Path]
+) -> Iterator[rc.RagCache]:
+    """Folders of the example corpus, as the next process finds it: all of its KV on disk, none in memory."""
+    with rc.RagCache.open(path, model=lm, embedder=embedder) as kb:
+        report = kb.ingest(folders)
+        assert not report.failed
+    with rc.RagCache.open(path, model=lm, embedder=embedder) as kb:
+        yield kb
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass
+class Tab:
+    """A page in a browser, with everything that it complained about and asked for."""
+
+    page: Page
+    site: Site
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._on_request)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _on_request(self, request: Request) -> None:
+        self.requests.append(request.url)
+
+    def open(self) -> Tab:
+        self.page.goto(self.site.url)
+        expect(self.page.locator("#method option")).not_to_have_count(1)
+        expect(self.page.locator("#documents-list li")).not_to_have_count(0)
+        return self
+
+    def show(self, tab: str) -> None:
+        """One of the tabs Documents, Settings, Store."""
+        self.page.get_by_role("tab", name=tab).click()
+
+    def send(self, question: str) -> Locator:
+        """Ask, and give the turn at once."""
+        turns = self.page.locator(".turn")
+        before = turns.count()
+        self.page.get_by_label("Question", exact=True).fill(question)
+        self.page.keyboard.press("Enter")
+        expect(turns).to_have_count(before + 1)
+        return turns.nth(before)
+
+    def ask(self, question: str) -> Locator:
+        """Ask, and give the turn when it is answered."""
+        turn = self.send(question)
+        expect(turn).to_have_attribute("data-state", "done")
+        return turn
+
+    def kept(self) -> list[dict[str, Any]]:
+        """The turns of the one conversation that the browser keeps."""
+        entries = self.page.evaluate("Object.entries(localStorage)")
+        [kept] = [json.loads(text) for name, text in entries if name.startswith("ragcache.conversation")]
+        return kept["turns"]
+
+    def expect_no_overflow(self) -> None:
+        wide, room = self.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= room

@@ -1,0 +1,223 @@
+"""The gate finds a broken method and keeps it from being chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+import ragcache as rc
+from ragcache.engine.verdict import save_verdict
+from ragcache.errors import ConfigError
+from ragcache.fusion import METHODS
+from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
+from ragcache.fusion.reposition import Reposition
+from ragcache.prompt import prompt_format
+from ragcache_demo.bag_of_words import BagOfWords
+from ragcache_eval.case import Case, CasePassage
+from ragcache_eval.check import Check, Thresholds, asked_of, made_from, neighbours_of, opened
+from ragcache_eval.methods import MethodSpec, all_methods
+from ragcache_eval.metrics import Estimate
+from ragcache_eval.reading import PromptReader
+from ragcache_eval.report import Row
+from ragcache_eval.runner import Runner, RunSettings
+
+TEXTS = {
+    "cats": "The cat of the baker sat on the old mat by the door. It was happy there.\n",
+    "dogs": "Dogs bark at night in the small town of Kelbrook on the hill.\n",
+    "rivers": "The river Arno rises in the Vale hills and flows into the lake.\n",
+}
+LIMITS = Thresholds(min_agreement=0.9, max_kl=0.5, min_same_answer=0.0)
+
+
+@dataclass(frozen=True)
+class Broken(Reposition):
+    """Forgets what the chunks say: their values become zero."""
+
+    name: ClassVar[str] = "broken"
+
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        empty = [replace(block, values=block.values * 0) for block in request.blocks]
+        return super().prefill(replace(request, blocks=empty))
+
+
+@dataclass(frozen=True)
+class Exact(FusionMethod):
+    """Reads everything, and says so under another name: a method that must pass."""
+
+    name: ClassVar[str] = "exact"
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+
+    def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        return super().prefill(replace(request, layout=replace(request.layout, separate=False), blocks=(), exact=None))
+
+
+@pytest.fixture
+def extra(monkeypatch) -> None:
+    monkeypatch.setitem(METHODS, "broken", Broken)
+    monkeypatch.setitem(METHODS, "exact", Exact)
+
+
+@pytest.fixture
+def runner(tiny) -> Runner:
+    return Runner(tiny, prompt_format(tiny.tokenizer), RunSettings(max_tokens=6, on_overflow="skip"))
+
+
+@pytest.fixture
+def store(tiny, tmp_path):
+    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
+    return tmp_path / "kb"
+
+
+def run(runner: Runner, cases: list[Case], names: tuple[str, ...], limits: Thresholds = LIMITS):
+    check = Check(runner, "tests", cases, [MethodSpec(name, name) for name in ("full", *names)], limits)
+    list(check.scores())
+    return check.finish().verdict
+
+
+def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, tiny, caplog):
+    with opened(store) as found:
+        cases = made_from(found, questions=8, passages=3)
+    verdict = run(runner, cases, ("broken", "exact"))
+    broken, exact = verdict.methods
+    assert (broken.safe, exact.safe) == (False, True)
+    assert "below 0.9" in broken.reason or "above 0.5" in broken.reason
+    assert broken.computed_share < exact.computed_share  # it would be the cheaper one
+    assert exact.figures["kl_answer"] == 0.0
+    save_verdict(store, verdict)
+    with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
+        assert kb.ask("Where do dogs bark?").method == "exact"
+        assert not caplog.records
+        kb.ask("Where do dogs bark?", method="broken")
+    assert "'broken' failed the check" in caplog.records[-1].getMessage()
+
+
+PARTS = [
+    "The cat of the baker sat on the old mat by the door of the mill.",
+    "It was happy there until the dogs of the town came by at night.",
+    "Then it ran up the hill and into the house of the old miller.",
+]
+
+
+@pytest.mark.parametrize(("chosen_from", "count"), [("document", 2), ("similarity", 1)])
+def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tiny, caplog, chosen_from, count):
+    """Passages stand behind their neighbours; and what was found counts for such a store alone."""
+    options = {"model": tiny, "embedder": BagOfWords(), "chunker": rc.ChunkerConfig(max_tokens=70, min_tokens=1)}
+    config = rc.StoreConfig(neighbours=count, neighbours_from=chosen_from)
+    with rc.RagCache.open(tmp_path / "kb", store=config, **options) as kb:
+        kb.ingest(rc.Document("cat", "\n\n".join(PARTS) + "\n"))
+        chunks = kb.chunks_of("cat")
+        names, near = kb._parts.names, kb._parts.names.with_neighbours(chunks)
+    assert [chunk.text.strip() for chunk in chunks] == PARTS
+    with opened(tmp_path / "kb") as found:
+        assert neighbours_of(found) == (count, chosen_from)
+        cases = made_from(found, questions=4, passages=3)
+    by_text = {chunk.text: [list(ids) for ids in chunk.neighbours] for chunk in near}
+    for passage in cases[0].passages:
+        assert passage.behind_ids(tiny.tokenizer) == by_text[passage.text]
+    assert any(by_text.values())
+    specs = [MethodSpec(name, name) for name in ("full", "exact", "reposition", "concat")]
+    check = Check(runner, "tests", cases, specs, LIMITS, count)
+    list(check.scores())
+    verdict = check.finish().verdict
+    judged = {one.name: one for one in verdict.methods}
+    assert "cannot run: method 'concat' leaves blocks at the positions" in judged["concat"].reason
+    reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
+    blocks = tiny.encode(
+        reader.prompt.chunk_ids, names.recipe, neighbours=[by_text[one.text] for one in cases[0].passages]
+    )
+    own, _ = runner.reader(cases[0]).read(Reposition(), neighbours=count)
+    assert torch.equal(own.next_logits, rc.fuse(tiny, reader.prompt, "reposition", blocks).next_logits)
+    save_verdict(tmp_path / "kb", verdict)
+    with rc.RagCache.open(tmp_path / "kb", method="auto", **options) as kb:
+        assert kb.ask("Where did the cat sit?").method == verdict.best().name != "full"
+        assert kb.ask("Where did the cat sit?", method="auto").method == verdict.best().name
+    assert not caplog.records
+    save_verdict(tmp_path / "kb", replace(verdict, neighbours=0))
+    with rc.RagCache.open(tmp_path / "kb", method="auto", **options) as kb:
+        assert kb.ask("Where did the cat sit?").method == "full"
+    assert f"read behind 0 others each, and the store's are read behind {count}" in caplog.records[0].getMessage()
+
+
+def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
+    with opened(store) as found:
+        save_verdict(store, run(runner, made_from(found, questions=4, passages=3), ("broken",)))
+    with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
+        assert kb.ask("Where do dogs bark?").method == "full"
+
+
+def test_distances_are_taken_along_the_answer_of_full_prefill(runner):
+    """A gold answer decides about accuracy alone."""
+    passages = tuple(map(CasePassage, TEXTS.values()))
+    case = Case("a", "Where did the cat sit?", passages, ("nothing like it",))
+    with_gold = run(runner, [case], ("reposition",)).methods[0]
+    without = run(runner, [replace(case, answers=())], ("reposition",)).methods[0]
+    assert with_gold.figures["kl_answer"] == pytest.approx(without.figures["kl_answer"])
+    assert with_gold.figures["accuracy"] == 0.0
+    assert "accuracy" not in without.figures
+
+
+def test_thresholds_decide(runner):
+    case = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
+    strict = run(runner, [case], ("reposition",), Thresholds(1.0, 0.0, 1.0))
+    loose = run(runner, [case], ("reposition",), Thresholds(0.0, 1e9, 0.0))
+    assert strict.methods[0].figures["kl_answer"] == loose.methods[0].figures["kl_answer"]
+    assert not strict.methods[0].safe
+    assert loose.methods[0].safe
+    assert loose.thresholds["max_kl"] == 1e9
+    with pytest.raises(ConfigError, match="min-agreement is 1"):
+        Thresholds(min_agreement=1.5)
+
+
+@pytest.mark.parametrize(
+    ("whole", "found", "safe"), [(0.5, 0.486, True), (0.5, 0.48, False), (0.0, 0.0, True), (0.9, 1, True)]
+)
+def test_a_loss_of_accuracy_is_a_share_of_full_prefills(whole, found, safe):
+    """0.02 of 0.5 is a twenty-fifth, and 0.03 of it may be lost."""
+
+    def row(accuracy: float) -> Row:
+        exact = {"top1_answer": 1.0, "same_answer": 1.0, "kl_answer": 0.0, "accuracy": accuracy}
+        return Row("m", {}, 100, 0, "", {name: Estimate(mean, 0.0, 1.0, 100) for name, mean in exact.items()}, {})
+
+    broken = Thresholds().broken_by(row(found), row(whole))
+    assert broken == ("" if safe else "loss of accuracy 0.040 is above 0.03")
+
+
+def test_methods_that_cannot_run_are_said_to_be_so(runner):
+    case = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
+    check = Check(runner, "tests", [case], all_methods(), LIMITS)
+    list(check.scores())
+    judged = {found.name: found for found in check.finish().verdict.methods}
+    assert set(judged) == set(METHODS) - {"full"}
+    assert "cannot run" in judged["link"].reason
+    assert not judged["link"].safe
+    assert "cannot run" not in judged["reposition"].reason
+
+
+@pytest.mark.parametrize("spec", ["reposition:evict=8", "reposition:kept=0.5", "reposition:neighbours=1"])
+def test_a_verdict_is_about_methods_over_whole_kv_that_was_read_alone(runner, spec):
+    with pytest.raises(ConfigError, match=r"a verdict is about .*; leave \w+ out"):
+        Check(runner, "test", [], [MethodSpec.parse(spec)], LIMITS)
+
+
+def test_nothing_that_fits_is_an_error(runner):
+    long = Case("long", "Q?", (CasePassage("word " * 800),), ())
+    with pytest.raises(ConfigError, match="no question could be measured: long"):
+        run(runner, [long], ("reposition",))
+
+
+def test_questions_over_a_store_read_what_is_retrieved(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragcache.engine.assemble.open_embedder", lambda *given: BagOfWords())
+    file = tmp_path / "q.jsonl"
+    rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with opened(store) as found:
+        first, second = asked_of(found, file, passages=2)
+    assert first.passages[0].text == TEXTS["dogs"]
+    assert len(first.passages) == 2
+    assert [p.text for p in second.passages] == ["Own text."]

@@ -1,0 +1,133 @@
+"""APE against attention in two parts merged by weight, entropy against weights summed by hand (laws 2 and 5)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
+from formula_oracle import Plan, formula_model, merged, planned_logits
+
+import ragcache as rc
+from ragcache.errors import ConfigError
+
+ANSWER = [5, 77, 31]
+
+
+@pytest.fixture(scope="module", params=METHOD_FAMILIES)
+def family(request, tmp_path_factory):
+    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
+    return rc.load_lm(directory), formula_model(directory)
+
+
+def assert_same(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
+
+
+def step_by_step(lm, fused, answer):
+    """Logits at the suffix's last token and at each answer token, decoded one by one."""
+    out = [fused.next_logits]
+    for step, token in enumerate(answer):
+        out.append(lm.run([token], fused.next_position + step, fused.cache))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.9, 0.9), (0.3, 0.6), (1.0, 0.5), (0.7, 1.4)])
+def test_ape_is_attention_in_two_parts_also_while_decoding(family, temperature, scale):
+    lm, oracle = family
+    prompt = random_prompt(11, prefix=4)
+    positions, allowed, of_chunks = layout(prompt, ANSWER)
+    weigh = partial(
+        merged,
+        of_chunks=of_chunks,
+        context_tokens=prompt.context_tokens,
+        temperature=temperature,
+        scale=scale,
+    )
+    expected = planned_logits(oracle, [*prompt.ids, *ANSWER], Plan(allowed, positions, weigh))
+    fused = rc.fuse(lm, prompt, method="ape", temperature=temperature, scale=scale)
+    assert_same(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_neutral_ape_is_one_forward_with_overlapping_positions(family):
+    lm, oracle = family
+    prompt = random_prompt(12)
+    positions, allowed, _ = layout(prompt)
+    expected = planned_logits(oracle, prompt.ids, Plan(allowed, positions))[-1]
+    assert_same(rc.fuse(lm, prompt, method="ape", temperature=1, scale=1).next_logits, expected)
+    sharpened = rc.fuse(lm, prompt, method="ape", temperature=0.5, scale=0.5).next_logits
+    assert (sharpened - expected).abs().max() > 0.01 * expected.abs().max(), "temperature and scale have no effect"
+
+
+def test_ape_leaves_one_chunk_as_full_prefill(family):
+    lm, oracle = family
+    prompt = random_prompt(13, chunks=(23,))
+    n = prompt.num_tokens
+    plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
+    expected = planned_logits(oracle, prompt.ids, plan)[-1]
+    assert_same(rc.fuse(lm, prompt, method="ape", temperature=0.4, scale=0.4).next_logits, expected)
+
+
+def selected(oracle, prompt, top_k):
+    """What entropy lets suffix and answer see, layer by layer: the chunks that get most of the suffix's weights."""
+    positions, allowed, _ = layout(prompt, ANSWER)
+    ids, by_layer, kept = [*prompt.ids, *ANSWER], [], []
+    for layer in range(oracle.config.num_hidden_layers):
+        plan = Plan([*by_layer, *[allowed] * (oracle.config.num_hidden_layers - layer)], positions)
+        planned_logits(oracle, ids, plan)
+        drawn = plan.weights[layer][0, :, prompt.context_tokens : prompt.num_tokens].sum((0, 1))
+        start, sums = len(prompt.prefix_ids), []
+        for chunk in prompt.chunk_ids:
+            sums.append((float(drawn[start : start + len(chunk)].sum()), range(start, start + len(chunk))))
+            start += len(chunk)
+        sums.sort(key=lambda pair: -pair[0])
+        mask = allowed.clone()
+        for _, tokens in sums[top_k:]:
+            mask[prompt.context_tokens :, list(tokens)] = False
+        by_layer.append(mask)
+        kept.append(int(mask[prompt.num_tokens - 1].sum()))
+    return Plan(by_layer, positions), tuple(kept)
+
+
+@pytest.mark.parametrize("top_k", [2, 9])
+def test_entropy_attends_to_the_chunks_that_draw_most(family, top_k):
+    lm, oracle = family
+    prompt = random_prompt(15, prefix=4, chunks=(9, 6, 8, 7, 5))
+    plan, kept = selected(oracle, prompt, top_k)
+    expected = planned_logits(oracle, [*prompt.ids, *ANSWER], plan)
+    fused = rc.fuse(lm, prompt, method="entropy", top_k=top_k)
+    assert_same(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
+    assert fused.kept_tokens == kept
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_entropy_leaves_one_chunk_as_full_prefill(family):
+    lm, oracle = family
+    prompt = random_prompt(16, chunks=(23,))
+    n = prompt.num_tokens
+    plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
+    expected = planned_logits(oracle, prompt.ids, plan)[-1]
+    assert_same(rc.fuse(lm, prompt, method="entropy").next_logits, expected)
+
+
+def test_entropy_names_bad_options_and_blocks(tmp_path):
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+    prompt = random_prompt(14)
+    with pytest.raises(ConfigError, match="top_k"):
+        rc.fuse(lm, prompt, method="entropy", top_k=0)
+    with pytest.raises(ConfigError, match="prefix"):
+        rc.fuse(lm, prompt, method="entropy", blocks=rc.encode(lm, prompt))
+
+
+def test_ape_names_bad_options_and_blocks(tmp_path):
+    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+    prompt = random_prompt(14)
+    with pytest.raises(ConfigError, match="temperature"):
+        rc.fuse(lm, prompt, method="ape", temperature=0)
+    with pytest.raises(ConfigError, match="scale"):
+        rc.fuse(lm, prompt, method="ape", scale=float("nan"))
+    with pytest.raises(ConfigError, match="prefix"):
+        rc.fuse(lm, prompt, method="ape", blocks=rc.encode(lm, prompt))

@@ -1,0 +1,243 @@
+"""A batch's forward pass: the mask of training, the attention function that follows it, and the loss on answers.
+
+The mask is one rule over one number a token. KVLink (arXiv 2502.16002), figure 2: a chunk's tokens see their own chunk
+only; everything else of the context (prefix, link tokens, KV-START, KV-END) sees all that stands before it; so does a
+question. Several questions may follow one context: each sees the context and itself. Order is that of the sequence, not
+of the positions, which start again at every question (and at every chunk where TurboRAG's composite positions are
+trained).
+
+KVLink's compressed caches (section 2.4, figure 7): a chunk's text sees its own segment, an anchor its segment and the
+anchors of the chunk before it, and all else anchors but no such text. By AnLLM's mask text sees these anchors too.
+
+The number is the token's segment:
+
+    > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchor_tokens.py`)
+    0              the open part of the context: prefix, link tokens, KV-START and KV-END
+    < 0            its question
+
+`sees` is the whole rule. The dense masks of a CPU and FlexAttention's block mask of a GPU are both made from it. Rows
+of a batch stand one behind another in one sequence and do not see each other: a CPU attends to each alone, a GPU
+compares the rows' numbers. What fills the sequence up is a row that nobody else sees.
+
+The attention function is inference's own, registered under "ragcache_training" through transformers' public
+AttentionInterface. Layers take their masks from the batch's `Visibility`, which reaches them as a keyword argument of
+the model's forward: that interface hands extra arguments on. So windows, soft caps and attention sinks follow each
+layer's own settings in every family. Logits are computed only where there is a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from ragcache.errors import UnsupportedModelError
+from ragcache.kv.anchor_tokens import OPEN, PASSAGE, gives_way, sees_within
+from ragcache.models.attention_kernels import Scoring, additive, attend
+
+BLOCK = 128
+"""Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
+
+
+def sees(
+    query_segment: Tensor,
+    key_segment: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    distance: Tensor,
+    window: int | None,
+) -> Tensor:
+    """Whether a query sees a key; all tensors broadcast.
+
+    index: place in the sequence; distance: the query's position less the key's; window: of a sliding layer
+    """
+    stays: Tensor = ~gives_way(key_segment)
+    from_open_to_context = (query_segment <= OPEN) & (key_segment >= OPEN) & stays
+    visible = (key_index <= query_index) & (sees_within(query_segment, key_segment) | from_open_to_context)
+    return visible if window is None else visible & (distance < window)
+
+
+@dataclass(eq=False)
+class Visibility:
+    """Masks of one batch, made once for each sliding window and kept, without a look at what the tensors hold.
+
+    segments, positions, rows: int64 [length]; rows: the number of each token's row, ascending
+    lengths: of the rows, what fills up included
+    """
+
+    segments: Tensor
+    positions: Tensor
+    rows: Tensor
+    lengths: Sequence[int]
+    _dense: dict[int | None, list[Tensor]] = field(default_factory=dict)
+    _blocks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    def masks(self, window: int | None = None) -> list[Tensor]:
+        """bool [tokens, tokens] of each row: the rule for every pair."""
+        found = []
+        split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions))
+        for segments, positions in zip(*split, strict=True):
+            index = torch.arange(len(segments), device=segments.device)
+            distance = positions[:, None] - positions
+            found.append(sees(segments[:, None], segments, index[:, None], index, distance, window))
+        return found
+
+    def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """The rows' masks as numbers to add to the scores: what `scaled_dot_product_attention` takes fastest."""
+        if window not in self._dense:
+            self._dense[window] = [additive(mask, dtype) for mask in self.masks(window)]
+        return self._dense[window]
+
+    def blocks(self, window: int | None) -> BlockMask:
+        """The mask as FlexAttention takes it; blocks that nobody sees are never computed.
+
+        Which those are follows from the least and greatest numbers in a block, not from all pairs of tokens, of which a
+        batch of 16,384 has 268 million. Some blocks are kept in vain: the rule holds within each that is not `full`.
+        """
+        if window not in self._blocks:
+            some, full = self._block_pairs(window)
+            kept = (*_in_order(some & ~full), *_in_order(full))
+            self._blocks[window] = BlockMask.from_kv_blocks(*kept, BLOCK_SIZE=BLOCK, mask_mod=self.rule(window))
+        return self._blocks[window]
+
+    def _block_pairs(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Blocks of queries over blocks of keys: whether some pair of tokens may see each other, and whether all do.
+
+        Runs of a passage's tokens and rows ascend, so blocks one behind another share one at most: the last of the
+        earlier is the first of the later.
+        """
+        segments, rows, positions = (one.view(-1, BLOCK) for one in (self.segments, self.rows, self.positions))
+        passages = torch.where(segments > OPEN, segments & PASSAGE, segments).flatten()
+        starts = (passages.diff() != 0) | (self.rows.diff() != 0)
+        runs = nn.functional.pad(starts.long().cumsum(0), (1, 0)).view(-1, BLOCK)
+        same_run = runs[:, 0, None] == runs[:, -1]
+        asking = torch.where(segments <= OPEN, rows, len(self.lengths)).amin(1)
+        asked = torch.where((segments >= OPEN) & ~gives_way(segments), rows, -1).amax(1)
+        some = same_run | (asking[:, None] == asked)
+        (low, high), (first, last) = segments.aminmax(dim=1), positions.aminmax(dim=1)
+        uniform = (low == high) & (rows[:, 0] == rows[:, -1])
+        full = (uniform[:, None] & uniform) & (low[:, None] == low) & (rows[:, :1] == rows[:, 0])
+        if window is not None:
+            some = some & (first[:, None] - last < window)
+            full = full & (last[:, None] - first < window)
+        earlier = torch.ones_like(some).tril(-1)
+        some = some & earlier | torch.eye(len(some), dtype=torch.bool, device=some.device)
+        return some, full & earlier
+
+    def for_attention(self, window: int | None, dtype: torch.dtype) -> list[Tensor] | BlockMask:
+        """The masks in the form that the device's attention takes."""
+        return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
+
+    def rule(self, window: int | None) -> Any:
+        """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
+        segments, positions, rows = self.segments, self.positions, self.rows
+
+        def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            distance = positions[query] - positions[key]
+            same_row = rows[query] == rows[key]
+            return same_row & sees(segments[query], segments[key], query, key, distance, window)
+
+        return mask_mod
+
+
+def _in_order(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of keys of each block of queries, as FlexAttention takes them: their number, and those there are first."""
+    order = pairs.int().argsort(dim=-1, descending=True, stable=True)
+    return pairs.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+NAME = "ragcache_training"
+
+
+def register() -> None:
+    """Make `attn_implementation="ragcache_training"` known to transformers. Idempotent."""
+    AttentionInterface.register(NAME, training_attention)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # layers are compiled around it
+def training_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    visibility: Visibility | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Row by row under dense masks on a CPU, FlexAttention on a GPU.
+
+    query: [1, num_heads, length, head_dim]; key, value: [1, num_kv_heads, length, head_dim]. Returns [1, length,
+    num_heads, head_dim], as transformers' own attention functions do.
+
+    Raises UnsupportedModelError when the model does not hand the batch's rule on to its layers.
+    """
+    if visibility is None:
+        family = type(module).__name__
+        raise UnsupportedModelError(
+            f"{family} does not get the masks that its model is given; it cannot be trained here"
+        )
+    query, key = query.to(value.dtype), key.to(value.dtype)  # the rotation of float32 weights leaves them float32
+    mask = visibility.for_attention(sliding_window, value.dtype)
+    if isinstance(mask, BlockMask):
+        out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        return out, None
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    queries, keys, values = (torch.split(one, list(visibility.lengths), dim=2) for one in (query, key, value))
+    rows = zip(queries, keys, values, mask, strict=True)
+    out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def answer_loss(
+    model: nn.Module, inner: nn.Module, batch: dict[str, Any], num_labels: Tensor | int | None = None
+) -> Tensor:
+    """Cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
+
+    inner: `model` without what accelerate wraps around it
+    batch: see collate
+    """
+    labels = batch["labels"]
+    total = F.cross_entropy(answer_logits(model, inner, batch), labels, reduction="sum")
+    return total / (len(labels) if num_labels is None else num_labels)
+
+
+def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any]) -> Tensor:
+    """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
+    visibility = Visibility(batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"])
+    with narrowed_head(inner, batch["places"]):
+        logits: Tensor = model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            visibility=visibility,
+            use_cache=False,
+        ).logits
+    return logits[0].float()
+
+
+@contextmanager
+def narrowed_head(model: Any, chosen: Tensor) -> Iterator[None]:
+    """The output head reads `chosen` tokens of the sequence only: logits are [1, num_chosen, vocab_size].
+
+    Scales and soft caps that a family applies to its logits follow the head and act on each logit alone.
+    """
+
+    def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].index_select(1, chosen), *args[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(narrow)
+    try:
+        yield
+    finally:
+        handle.remove()

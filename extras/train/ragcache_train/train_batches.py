@@ -1,0 +1,349 @@
+"""Batches of training: rows as the sequences that the engine would build for them, and which of these run together.
+
+    link         prefix, KV-START, chunk 0, links of slot 0, chunk 1, links of slot 1, ..., KV-END, then the question;
+                 with anchors, each chunk as text and anchors by turns
+    markers      prefix, [doc_start, chunk, doc_end] for each chunk, then the question
+    reposition   prefix, chunks, then the question (Block-Attention)
+    standard     the same ids as reposition, read as one text: every token sees all before it
+
+Several questions stand one after another; each starts at the position behind the context.
+
+As many rows run together as fit, shuffled anew each epoch; all of it depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from ragcache.errors import ConfigError
+from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Segment
+from ragcache.fusion.layout import lay_out as lay_out_parts
+from ragcache.kv.anchor_tokens import OPEN
+from ragcache.kv.block_key import Recipe
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache.prompt import Passages, Text
+
+IGNORED = -100
+
+
+class Ask(NamedTuple):
+    """suffix: ids of the question and the template's tail; answer: ids to be learned, the end of text included."""
+
+    suffix: Sequence[int]
+    answer: Sequence[int]
+
+
+class EncodedRow(NamedTuple):
+    """One line of the data as ids.
+
+    kind:    the line's type ("qa", "chat", ...)
+    where:   file and line, for messages
+    apart:   whether its chunks are always, sometimes (None) or never encoded separately
+    shuffle: whether its chunks may change places
+    linked:  whether link tokens and the like stand beside its chunks; False: only what blocks hold
+    """
+
+    kind: str
+    where: str
+    prefix: Sequence[int]
+    chunks: Sequence[Sequence[int]]
+    asks: Sequence[Ask]
+    apart: bool | None
+    shuffle: bool
+    linked: bool = True
+
+
+@dataclass
+class Sample:
+    """One sequence; all lists have its length. A label is the id that follows, or -100 where nothing is learned."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], start: int, segments: Sequence[int], labels: Sequence[int] | None = None) -> None:
+        """Append tokens at positions from `start` on."""
+        self.ids += ids
+        self.positions += range(start, start + len(ids))
+        self.segments += segments
+        self.labels += [IGNORED] * len(ids) if labels is None else labels
+
+
+def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Sequence[int] | None = None) -> Sample:
+    """The row as one sequence.
+
+    spec:  how passages are encoded separately; None: never
+    apart: whether they are in this sequence
+    order: of the passages; None: as they come
+
+    Raises ConfigError when there are more passages than link slots.
+    """
+    context = _context(row, spec if apart else None, order)
+    sample = Sample()
+    for piece in context.pieces:
+        sample.add(piece.ids, piece.start, _segments(piece, spec if context.separate else None))
+    for number, ask in enumerate(row.asks, start=1):
+        labels = [IGNORED] * (len(ask.suffix) - 1) + list(ask.answer)
+        sample.add([*ask.suffix, *ask.answer[:-1]], context.end, [-number] * len(labels), labels)
+    return sample
+
+
+def _segments(piece: Segment, spec: TrainedTokens | None) -> list[int]:
+    """The number of each token for the mask. spec: None where passages are read as one text"""
+    if piece.passage is None or spec is None:
+        return [OPEN] * len(piece.ids)
+    if spec.anchors is not None:
+        return spec.anchors.numbers(len(piece.ids), piece.passage + 1)
+    return [piece.passage + 1] * len(piece.ids)
+
+
+def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] | None) -> Layout:
+    """Layout of everything before the questions, as for serving."""
+    chunks = tuple(tuple(row.chunks[rank]) for rank in (range(len(row.chunks)) if order is None else order))
+    parts = (Text(tuple(row.prefix)), Passages(chunks))
+    if spec is None:
+        return lay_out_parts(parts, Recipe(), NO_ADDITIONS, separate=False)
+    added = _added(row, spec)
+    if added.max_chunks is not None and len(chunks) > added.max_chunks:
+        raise ConfigError(
+            f"a row has {len(chunks)} passages and there are link tokens for {spec.link_slots}; "
+            f"train with at least {len(chunks)} link slots"
+        )
+    return lay_out_parts(parts, Recipe(markers=added.markers, anchors=added.anchors), added)
+
+
+def _added(row: EncodedRow, spec: TrainedTokens) -> AddedTokens:
+    return AddedTokens.trained(spec) if row.linked else AddedTokens.in_blocks(spec)
+
+
+def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
+    """Length of the row's sequence."""
+    asked = sum(len(ask.suffix) + len(ask.answer) - 1 for ask in row.asks)
+    return context_tokens(row, spec, apart) + asked
+
+
+def context_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
+    """Tokens before the questions."""
+    chunks = [len(chunk) for chunk in row.chunks]
+    added = _added(row, spec).num_tokens(chunks) if apart and spec is not None else 0
+    return len(row.prefix) + sum(chunks) + added
+
+
+POOL_BATCHES = 50  # batches' worth of shuffled rows, which are packed together
+
+
+class Draw(NamedTuple):
+    """One row in one epoch. apart: its chunks are encoded separately; seed: of the order of its passages."""
+
+    row: int
+    apart: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """
+    tokens:         of a batch at most (one long row may exceed it alone)
+    rows:           of a batch at most; None: as many as fit
+    separate_share: of the rows that may be encoded either way, those encoded separately
+    mixture:        share of each kind of row in an epoch; None: as the data has them
+
+    Raises ConfigError for numbers out of range.
+    """
+
+    tokens: int = 8192
+    rows: int | None = None
+    separate_share: float = 0.5
+    mixture: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or (self.rows is not None and self.rows < 1):
+            raise ConfigError(f"batch_tokens is {self.tokens} and batch_size {self.rows}; both must be at least 1")
+        if not 0 <= self.separate_share <= 1:
+            raise ConfigError(f"separate_share is {self.separate_share}; it must lie in 0..1")
+        shares = list((self.mixture or {"": 1.0}).values())
+        if min(shares) < 0 or sum(shares) <= 0:
+            raise ConfigError(f"mixture is {self.mixture}; shares must be at least 0 and one of them more")
+
+
+class BatchPlan:
+    """An epoch's batches, by number. Iterating gives the batches of all epochs, in order, up to `num_batches`."""
+
+    def __init__(
+        self,
+        rows: Sequence[EncodedRow],
+        spec: TrainedTokens | None,
+        options: BatchOptions,
+        seed: int,
+        *,
+        num_batches: int | None = None,
+        epochs: float = 1.0,
+    ) -> None:
+        self.rows, self.spec, self.options, self.seed = rows, spec, options, seed
+        self._lengths = [[layout_tokens(row, spec, apart) for apart in (False, True)] for row in rows]
+        self._by_kind = _by_kind(rows, options.mixture)
+        self.num_batches = self._count(epochs) if num_batches is None else num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        left, epoch = self.num_batches, 0
+        while left > 0:
+            batches = self.epoch(epoch)[:left]
+            yield from batches
+            left -= len(batches)
+            epoch += 1
+
+    def _count(self, epochs: float) -> int:
+        whole = int(epochs)
+        count = sum(len(self.epoch(epoch)) for epoch in range(whole))
+        if epochs > whole:
+            count += round((epochs - whole) * len(self.epoch(whole)))
+        return max(count, 1)
+
+    def epoch(self, number: int) -> list[list[Draw]]:
+        """The batches of one epoch, in order."""
+        rng = random.Random(f"{self.seed}/{number}")
+        draws = [self._draw(row, rng) for row in self._members(rng)]
+        rng.shuffle(draws)
+        mean = sum(self._length(draw) for draw in draws) / len(draws)
+        pool = max(1, round(POOL_BATCHES * self.options.tokens / mean))
+        batches = []
+        for start in range(0, len(draws), pool):
+            batches += self._pack(draws[start : start + pool])
+        rng.shuffle(batches)
+        return batches
+
+    def _members(self, rng: random.Random) -> list[int]:
+        if self.options.mixture is None:
+            return list(range(len(self.rows)))
+        total = sum(self.options.mixture.values())
+        members: list[int] = []
+        for kind, rows in self._by_kind.items():
+            wanted = round(len(self.rows) * self.options.mixture[kind] / total)
+            members += rows * (wanted // len(rows)) + rng.sample(rows, wanted % len(rows))
+        return members
+
+    def _draw(self, row: int, rng: random.Random) -> Draw:
+        apart = self.rows[row].apart
+        chance, seed = rng.random(), rng.getrandbits(32)
+        return Draw(
+            row, self.spec is not None and (chance < self.options.separate_share if apart is None else apart), seed
+        )
+
+    def _length(self, draw: Draw) -> int:
+        return self._lengths[draw.row][draw.apart]
+
+    def _pack(self, draws: Sequence[Draw]) -> list[list[Draw]]:
+        """First fit, the longest first: batches are full but for the last ones."""
+        batches: list[list[Draw]] = []
+        room: list[int] = []  # of the batches, in tokens
+        for draw in sorted(draws, key=self._length, reverse=True):
+            length = self._length(draw)
+            place = next((place for place, left in enumerate(room) if left >= length), len(room))
+            if place == len(room):
+                batches.append([])
+                room.append(self.options.tokens)
+            batches[place].append(draw)
+            room[place] = room[place] - length if len(batches[place]) != self.options.rows else 0
+        return batches
+
+
+def _by_kind(rows: Sequence[EncodedRow], mixture: Mapping[str, float] | None) -> dict[str, list[int]]:
+    """Rows of each kind that the mixture names. Raises ConfigError for a kind that has none."""
+    found: dict[str, list[int]] = {kind: [] for kind, share in (mixture or {}).items() if share > 0}
+    for index, row in enumerate(rows):
+        if row.kind in found:
+            found[row.kind].append(index)
+    empty = [kind for kind, members in found.items() if not members]
+    if empty:
+        raise ConfigError(f"the mixture names {', '.join(empty)} and the data has no such row")
+    return found
+
+
+class DrawnRows:
+    """A data set for torch's DataLoader: from a Draw to its Sample."""
+
+    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens | None, shuffle: bool) -> None:
+        self.rows, self.spec, self.shuffle = rows, spec, shuffle
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, draw: Draw) -> Sample:
+        return lay_out(self.rows[draw.row], self.spec, draw.apart, self._order(draw))
+
+    def _order(self, draw: Draw) -> list[int] | None:
+        row = self.rows[draw.row]
+        if not (self.shuffle and row.shuffle):
+            return None
+        # The paper's A.5: or the model learns where answers stand.
+        return random.Random(draw.seed).sample(range(len(row.chunks)), len(row.chunks))
+
+
+class Pair(NamedTuple):
+    """One row as the student reads it, passages apart, and as its teacher does: as one text."""
+
+    student: Sample
+    teacher: Sample
+
+
+class DrawnPairs:
+    """The same data set for training on frozen weights: from a Draw to its Pair."""
+
+    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool) -> None:
+        self._student, self._teacher = DrawnRows(rows, spec, shuffle), DrawnRows(rows, None, shuffle)
+
+    def __len__(self) -> int:
+        return len(self._student)
+
+    def __getitem__(self, draw: Draw) -> Pair:
+        return Pair(self._student[draw], self._teacher[draw])
+
+
+def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
+    """Rows packed one behind another, as int64 tensors.
+
+    input_ids, position_ids: [1, length]
+    segments, rows: [length]; see `Visibility`
+    labels:         [num_labels], the ids to be learned, in order; places: [num_labels], of the tokens they follow
+    lengths:        of the rows, as numbers: nothing has to be read back from a device to know shapes
+
+    `shift_labels` is `labels` again: by that name transformers' Trainer knows that they are shifted already.
+    multiple: the length is a multiple of it; a row of its own fills it up
+    """
+    lengths = [len(sample.ids) for sample in samples]
+    if more := -sum(lengths) % multiple:
+        filler = Sample()
+        filler.add([0] * more, 0, [OPEN] * more)
+        samples, lengths = [*samples, filler], [*lengths, more]
+    ids, positions, segments, following = (
+        torch.tensor(list(chain.from_iterable(lists)))
+        for lists in zip(*((s.ids, s.positions, s.segments, s.labels) for s in samples), strict=True)
+    )
+    places = (following != IGNORED).nonzero()[:, 0]
+    labels = following[places]
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "segments": segments,
+        "rows": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        "lengths": lengths,
+        "places": places,
+        "labels": labels,
+        "shift_labels": labels,
+    }
+
+
+def collate_pairs(pairs: Sequence[Pair], multiple: int = 1) -> dict[str, Any]:
+    """The students' batch, with the teachers' under "teacher"."""
+    teachers = collate([pair.teacher for pair in pairs], multiple)
+    return {**collate([pair.student for pair in pairs], multiple), "teacher": teachers}

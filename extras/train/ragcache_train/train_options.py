@@ -1,0 +1,244 @@
+"""Options of a training run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ragcache.errors import ConfigError, check_least
+from ragcache.models.load import DTYPES
+from ragcache_train.row_encoder import EncodingOptions
+from ragcache_train.train_batches import BatchOptions
+
+PRECISIONS = ("float32", "bfloat16")
+SCHEDULES = ("linear", "cosine", "constant")
+LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
+FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
+FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
+PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens in front of a passage and behind it, on frozen weights
+DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """
+    model:           bundled name, directory or hub id of the model to start from, or an adapter: on frozen weights
+                     and with LoRA it goes on
+    data:            files of JSON lines (ragcache_train.train_rows); may be empty where a store is given
+    out:             directory of the trained model, its checkpoints and its log
+    reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
+                     frozen weights always) or "none" (ordinary fine-tuning in standard encoding)
+    freeze:          leave the weights as they are and train the embeddings of the added ids alone, by the divergence
+                     from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
+    header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
+                     as PACKETS has it
+    anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
+                     block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
+    text_sees_anchors: AnLLM's mask: a passage's text sees the anchors before its own segment, too
+    store:           draw `rows` rows of `passages` neighbouring passages from this store, on frozen weights
+    database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
+                     password
+    link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
+    positions:       of markers: "reordered" or "composite"
+    separate_share:  of "qa" rows, those whose passages are encoded separately; the others in standard encoding
+    mixture:         share of each kind of row; None: as the data has them
+    shuffle_passages: put the passages of "qa" rows in another order each epoch
+    system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
+                     None: 4,096 or what the model takes
+    steps:           of the optimizer; None: `epochs` of the data
+    minutes:         the run ends after so many, if its steps have not by then; the learning rate falls with the time
+                     then. Those before a run was resumed count
+    batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches of one step
+    learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
+    warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
+    lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
+    merge:           with LoRA: the result is the whole model with the matrices in its weights
+    resume:          go on from the last checkpoint in `out`
+    device:          "auto" (see `load_lm`), "cuda", "cpu", ...
+    dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
+    precision:       of the passes: "float32" or "bfloat16" (mixed precision; what is not trained is bfloat16 itself);
+                     None: bfloat16 on a GPU
+    compile:         the model's layers, on the first batch; None: on a GPU
+    """
+
+    model: str | Path
+    data: tuple[str | Path, ...]
+    out: str | Path
+    reuse: str = "link"
+    freeze: bool = False
+    header_tokens: int | None = None
+    trailer_tokens: int | None = None
+    store: str | Path | None = None
+    database: str | None = None
+    rows: int = 200
+    passages: int = 8
+    link_tokens: int = 5
+    link_slots: int = 16
+    anchor_tokens: int = 0
+    anchor_segment: int = 100
+    text_sees_anchors: bool = False
+    positions: str = "reordered"
+    separate_share: float = 0.5
+    mixture: Mapping[str, float] | None = None
+    shuffle_passages: bool = True
+    system: str | None = None
+    question_format: str | None = None
+    segment_tokens: int = 100
+    max_tokens: int | None = None
+    steps: int | None = None
+    minutes: float | None = None
+    epochs: float = 1.0
+    batch_tokens: int = 8192
+    batch_size: int | None = None
+    accumulate: int = 1
+    learning_rate: float | None = None
+    weight_decay: float = 0.0
+    warmup: float = 0.03
+    schedule: str = "linear"
+    max_grad_norm: float = 1.0
+    lora_rank: int = 0
+    lora_alpha: int | None = None
+    merge: bool = False
+    checkpointing: bool = False
+    seed: int = 0
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    resume: bool = False
+    device: str = "auto"
+    dtype: str = "float32"
+    save_dtype: str | None = None
+    precision: str | None = None
+    compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option that is out of range."""
+        self.batches()
+        self._check_anchors()
+        self._check_frozen()
+        check_least("steps", 1 if self.steps is None else self.steps, 1)
+        if not self.epochs > 0:
+            raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"minutes is {self.minutes}; it must be more than 0")
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
+        if self.merge and not self.lora_rank:
+            raise ConfigError("merge goes with lora_rank: all weights are written whole anyway")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+        if self.precision not in (None, *PRECISIONS):
+            raise ConfigError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        for name in ("dtype", "save_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(DTYPES)}")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"warmup is {self.warmup}; it is a share of the steps and must lie in 0..1")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
+        for name in ("accumulate", "save_every", "keep_checkpoints", "log_every", "segment_tokens", "rows", "passages"):
+            check_least(name, getattr(self, name), 1)
+        check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
+
+    def _check_anchors(self) -> None:
+        check_least("anchor_tokens", self.anchor_tokens, 0)
+        if not self.anchor_tokens:
+            if self.text_sees_anchors:
+                raise ConfigError("text_sees_anchors goes with anchors: give anchor_tokens, or leave it out")
+            return
+        if self.reuse != "link" or any(self.packet):
+            raise ConfigError("anchor_tokens goes with reuse='link' alone, without header_tokens or trailer_tokens")
+        if self.anchor_tokens > self.anchor_segment:
+            raise ConfigError(
+                f"anchor_tokens is {self.anchor_tokens} and anchor_segment {self.anchor_segment}; give as many "
+                "text tokens as anchors, or more"
+            )
+
+    def _check_frozen(self) -> None:
+        if not self.is_frozen:
+            if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
+                raise ConfigError("header_tokens, trailer_tokens and store go with frozen weights; add freeze")
+            return
+        if self.database is not None and self.store is None:
+            raise ConfigError("database is that of a store; add store")
+        if self.reuse not in PACKETS:
+            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
+        if self.lora_rank:
+            raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
+        if self.reuse == "link" and not (self.link_tokens or self.anchor_tokens):
+            raise ConfigError("link_tokens is 0, which leaves nothing to train on frozen weights; try reuse='packet'")
+        for name, count in zip(("header_tokens", "trailer_tokens"), self.packet, strict=True):
+            check_least(name, count, 0)
+        if self.reuse == "packet" and not any(self.packet):
+            raise ConfigError("header_tokens and trailer_tokens are 0, which leaves nothing to train")
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.freeze or self.reuse == "packet"
+
+    @property
+    def makes_lora_adapter(self) -> bool:
+        return self.lora_rank > 0 and not self.merge
+
+    @property
+    def packet(self) -> tuple[int, int]:
+        """Tokens of a passage's header and trailer."""
+        header, trailer = PACKETS[self.reuse] if self.is_frozen and not self.anchor_tokens else (0, 0)
+        return (
+            header if self.header_tokens is None else self.header_tokens,
+            trailer if self.trailer_tokens is None else self.trailer_tokens,
+        )
+
+    def batches(self) -> BatchOptions:
+        share = 1.0 if self.is_frozen else self.separate_share
+        return BatchOptions(self.batch_tokens, self.batch_size, share, self.mixture)
+
+    def encoding(self, max_positions: int) -> EncodingOptions:
+        """max_positions: tokens that the model takes."""
+        wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is not None and wanted > max_positions:
+            raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
+        form = self.system, self.question_format, self.segment_tokens
+        return EncodingOptions(*form, min(wanted, max_positions), halves=self.anchor_tokens > 0)
+
+    def runs_bfloat16(self, device: str) -> bool:
+        """Whether the passes are in bfloat16."""
+        return device.startswith("cuda") if self.precision is None else self.precision == "bfloat16"
+
+    def weights_dtype(self, device: str) -> str:
+        """The dtype of the weights while training: those that stay as they are need no more than the passes.
+
+        Where LoRA's matrices are merged into them, they are saved, and stay as precise as they came.
+        """
+        stay = self.is_frozen or self.makes_lora_adapter
+        return "bfloat16" if stay and self.runs_bfloat16(device) else self.dtype
+
+    def compiles(self, device: str) -> bool:
+        """Whether the model's layers are compiled."""
+        return device.startswith("cuda") if self.compile is None else self.compile
+
+    @property
+    def rate(self) -> float:
+        own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
+        return own if self.learning_rate is None else self.learning_rate
+
+    def rate_share(self, done: float) -> float:
+        """The learning rate as a share of its peak, when that share of the run is done: as transformers' schedules."""
+        if done < self.warmup:
+            return done / self.warmup
+        left = (1 - done) / (1 - self.warmup) if self.warmup < 1 else 0.0
+        falling = {"linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2, "constant": 1.0}
+        return max(0.0, falling[self.schedule])
+
+    @property
+    def beta2(self) -> float:
+        """Decay of Adam's mean of squared gradients."""
+        return FROZEN_BETA2 if self.is_frozen else 0.999
+
+    def to_json(self) -> dict[str, Any]:
+        """Options as JSON, for the file beside the checkpoints."""
+        return json.loads(json.dumps(asdict(replace(self, database=None)), default=str))  # type: ignore[no-any-return]

@@ -1,0 +1,420 @@
+"""Training on frozen weights: loss and gradient against plain transformers, whole runs, and what comes out of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reuse_oracle as oracle
+import torch
+from adapters import save_adapter
+from families import masks_of, oracle_model, random_prompt, save_tiny
+from safetensors.torch import load_file
+from tiny_model import byte_tokenizer
+
+import ragcache as rc
+from ragcache.errors import AdapterError, ConfigError
+from ragcache.models.adapter import Adapter
+from ragcache.models.load import checkpoint_digest
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache.prompt import encode_text, prompt_format
+from ragcache_train.frozen import FrozenModel, divergence_loss, number_rows
+from ragcache_train.masked_pass import NAME, answer_logits, register
+from ragcache_train.row_encoder import passage_text
+from ragcache_train.special_tokens import choose_spec
+from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.trainer import train
+
+LINK = TrainedTokens("link", "isolated", 2, 4, 199, 207, 208, first_packet_id=209, header_tokens=2)
+PACKET = TrainedTokens("packet", first_packet_id=199, header_tokens=3, trailer_tokens=2)
+PROMPT = random_prompt(3)
+ASKS = [Ask(list(PROMPT.suffix_ids), [110, 111, 2]), Ask([101, 102, 103], [112, 2])]
+USED = {*PROMPT.ids, *(id for ask in ASKS for id in (*ask.suffix, *ask.answer))}
+FREE = next(id for id in range(3, 190) if not USED & {id, id + 1, id + 2})
+INSIDE = TrainedTokens("packet", first_packet_id=FREE, header_tokens=2, trailer_tokens=1)
+SPECS = {"link": LINK, "packet": PACKET, "reserved ids": INSIDE}
+ROW = EncodedRow("qa", "", PROMPT.prefix_ids, PROMPT.chunk_ids, ASKS, None, True)
+
+
+def frozen(directory, spec, seed=0):
+    register()
+    model = rc.load_lm(directory, packed=False).model
+    model.set_attn_implementation(NAME)
+    row_of = number_rows(spec)
+    count = max(row_of.values()) + 1
+    start = 0.3 * torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    return FrozenModel(model, row_of, start)
+
+
+def tokens_of(spec, ask, given):
+    """The student's sequence for one question with its first answer tokens, by hand."""
+    front, back = spec.packet
+    if spec.method == "packet":
+        chunks = [[*front, *chunk, *back] for chunk in PROMPT.chunk_ids]
+        return oracle.linked(PROMPT.prefix_ids, chunks, [[*ask.suffix, *given]], [[]] * len(chunks))
+    chunks = [[*front, *chunk] for chunk in PROMPT.chunk_ids]
+    links = [[199 + 2 * slot, 200 + 2 * slot] for slot in range(len(chunks))]
+    return oracle.linked(PROMPT.prefix_ids, chunks, [[*ask.suffix, *given]], links, 207, 208)
+
+
+def row_by_hand(spec, id):
+    """The row of an added id: link tokens of all slots share theirs, everything else has one of its own."""
+    if spec.method == "packet":
+        return id - spec.first_packet_id
+    return (id - 199) % 2 if id < 207 else 2 + id - 207
+
+
+def plain_logits(model, tokens, count, rows=(), spec=None):
+    """Logits of the last `count` tokens by plain transformers over embeddings, with rows for the added ids in them."""
+    ids = [token.id for token in tokens]
+    embed = model.get_input_embeddings()
+    scale = (embed(torch.tensor([7])) / embed.weight[7]).mean().detach()
+    added = spec.added_ids if spec else ()
+    parts = [rows[row_by_hand(spec, id)] * scale if id in added else embed(torch.tensor(id)).detach() for id in ids]
+    positions = [token.position for token in tokens]
+    out = model(
+        inputs_embeds=torch.stack(parts)[None],
+        position_ids=torch.tensor([positions]),
+        attention_mask=masks_of(model, oracle.allowed(tokens), positions),
+    )
+    return out.logits[0, -count:]
+
+
+def softmax(logits):
+    found = np.exp(logits - logits.max(-1, keepdims=True))
+    return found / found.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_loss_and_its_gradient_are_those_of_the_oracle(family, spec, tmp_path):
+    directory = save_tiny(family, str(tmp_path))
+    ours, plain = frozen(directory, spec), oracle_model(directory).requires_grad_(False)
+    other = ROW._replace(chunks=ROW.chunks[:2], asks=ASKS[:1])  # a shorter row in the same batch
+    pairs = [Pair(lay_out(row, spec, True), lay_out(row, None, False)) for row in (ROW, other)]
+    batch = collate_pairs(pairs[:1])
+    loss = divergence_loss(ours, ours, batch)
+    loss.backward()
+    rows = ours.rows.detach().clone().requires_grad_(True)
+    total, expected = torch.zeros(()), 0.0
+    for ask in ASKS:
+        count, given = len(ask.answer), ask.answer[:-1]
+        whole = oracle.together(PROMPT.prefix_ids, PROMPT.chunk_ids, [[*ask.suffix, *given]])
+        with torch.no_grad():
+            teacher = plain_logits(plain, whole, count)
+        student = plain_logits(plain, tokens_of(spec, ask, given), count, rows, spec)
+        p, q = softmax(teacher.double().numpy()), softmax(student.detach().double().numpy())
+        expected += float((p * (np.log(p) - np.log(q))).sum())
+        total = total + (teacher.softmax(-1) * (teacher.log_softmax(-1) - student.log_softmax(-1))).sum()
+    labels = sum(len(ask.answer) for ask in ASKS)
+    assert float(loss.detach()) == pytest.approx(expected / labels, rel=1e-4)
+    (total / labels).backward()
+    torch.testing.assert_close(ours.rows.grad, rows.grad, atol=1e-5 * float(rows.grad.abs().max()), rtol=1e-3)
+    unused = (rows.grad.abs().sum(1) == 0).sum()
+    assert unused == 0 or family == "gemma3", "every row is used that no window hides"
+    both = divergence_loss(ours, ours, collate_pairs(pairs))  # padded, it is the mean over all labels
+    alone = divergence_loss(ours, ours, collate_pairs(pairs[1:]))
+    torch.testing.assert_close(both * (labels + 3), loss * labels + alone * 3, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4", "granite"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_loaded_adapter_is_what_was_trained(family, spec, tmp_path):
+    """Gemma 4 looks ids up in a second table, where new ones have no row of their own."""
+    directory = save_tiny(family, str(tmp_path / "base"))
+    model = frozen(directory, spec)
+    rows = {id: model.rows[row].detach() for id, row in number_rows(spec).items()}
+    save_adapter(tmp_path / "adapter", tmp_path / "base", spec, rows=rows)
+    lm = rc.load_lm(tmp_path / "adapter")
+    assert rc.load_lm(tmp_path / "adapter").fingerprint == lm.fingerprint
+    row = ROW._replace(asks=[Ask(PROMPT.suffix_ids, [5])])
+    with torch.no_grad():
+        expected = answer_logits(model, model, collate([lay_out(row, spec, True)]))[0]
+    kept = [id for id in range(199) if id not in spec.added_ids]
+    ours = rc.fuse(lm, PROMPT, spec.method).next_logits
+    torch.testing.assert_close(ours[kept], expected[kept], atol=2e-4, rtol=2e-4)
+
+
+def test_only_the_rows_can_change(tmp_path):
+    model = frozen(save_tiny("llama", str(tmp_path)), PACKET)
+    assert [name for name, _ in model.named_parameters()] == ["rows"] == list(model.state_dict())
+    divergence_loss(
+        model, model, collate_pairs([Pair(lay_out(ROW, PACKET, True), lay_out(ROW, None, False))])
+    ).backward()
+    assert all(parameter.grad is None for parameter in model.base.parameters())
+
+
+def test_link_tokens_of_all_slots_share_their_rows():
+    row_of = number_rows(LINK)
+    assert row_of.keys() == LINK.added_ids
+    assert [row_of[id] for id in range(199, 207)] == [0, 1] * 4
+    assert sorted(row_of[id] for id in (207, 208, 209, 210)) == [2, 3, 4, 5]
+
+
+PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
+LINES = [
+    {
+        "type": "qa",
+        "passages": PASSAGES,
+        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
+    },
+    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
+    {
+        "type": "chat",
+        "messages": [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)],
+    },
+    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
+]
+
+
+@pytest.fixture
+def options(base, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    return TrainOptions(
+        model=base,
+        data=(data,),
+        out=tmp_path / "out",
+        freeze=True,
+        link_tokens=2,
+        link_slots=4,
+        batch_tokens=400,
+        log_every=1,
+        device="cpu",
+    )
+
+
+def rows_of(out):
+    return load_file(out / "adapter.safetensors")["rows"]
+
+
+def log_of(out):
+    return [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+
+
+def logits_by_engine(out, method):
+    lm = rc.load_lm(out)
+    form = prompt_format(lm.tokenizer)
+    chunks = [encode_text(lm.tokenizer, passage_text(text)) for text in PASSAGES]
+    prompt = rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(lm.tokenizer, "Where is Ann?"))
+    return rc.fuse(lm, prompt, method).next_logits
+
+
+def logits_as_trained(out):
+    """Logits of the first answer token, by the training forward over the base with the adapter's rows."""
+    adapter = Adapter.find(out)
+    lm = rc.load_lm(adapter.base.name, packed=False)
+    tokenizer = rc.load_lm(out).tokenizer
+    form = prompt_format(tokenizer)
+    chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
+    row = EncodedRow(
+        "qa", "", form.prefix_ids, chunks, [Ask(form.suffix_ids(tokenizer, "Where is Ann?"), [1])], None, True
+    )
+    register()
+    lm.model.set_attn_implementation(NAME)
+    rows = adapter.rows()
+    model = FrozenModel(lm.model, {id: n for n, id in enumerate(rows)}, torch.stack(list(rows.values())))
+    with torch.no_grad():
+        return answer_logits(model, model, collate([lay_out(row, adapter.spec, True)]))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec"),
+    [
+        ({}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267, first_packet_id=268, header_tokens=8)),
+        ({"header_tokens": 0}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)),
+        (
+            {"reuse": "packet", "freeze": False, "trailer_tokens": 3},
+            TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=3),
+        ),
+    ],
+    ids=["link", "link alone", "packet"],
+)
+def test_a_run_brings_the_model_nearer_to_its_own_full_prefill(options, base, changes, spec):
+    before = checkpoint_digest(str(base))
+    report = train(replace(options, steps=40, batch_tokens=2000, **changes))
+    losses = [line["loss"] for line in log_of(report.out)]
+    assert losses[-1] < 0.75 * losses[0]
+    assert checkpoint_digest(str(base)) == before
+    assert sorted(path.name for path in report.out.glob("*.safetensors")) == ["adapter.safetensors"]
+    lm = rc.load_lm(report.out)
+    assert lm.reuse == spec
+    ours = logits_by_engine(report.out, spec.method)[:258]
+    torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
+    full = logits_by_engine(report.out, "full")[:258]
+    torch.testing.assert_close(full, logits_by_engine(base, "full"), atol=1e-5, rtol=1e-5)
+
+
+def test_the_weights_are_bit_identical_after_training(options, base, tmp_path):
+    out = train(replace(options, steps=3)).out
+    after, start = rc.load_lm(out).model.state_dict(), rc.load_lm(base).model.state_dict()
+    for name, tensor in start.items():
+        assert torch.equal(after[name][: tensor.shape[0]], tensor), name
+
+
+def test_passages_alone_are_learned_from_and_other_lines_are_named(options):
+    report = train(replace(options, steps=1))
+    assert report.rows == 3
+    assert [line.where for line in report.bad] == [f"{options.data[0]}:4"]
+    assert "no passages to read apart" in report.bad[0].reason
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("link_tokens", [2, 0])
+def test_anchors_are_rows_of_the_adapter(options, link_tokens):
+    """Texts are usable too: the teacher reads both halves as one text."""
+    with open(options.data[0], "a", encoding="utf-8") as file:
+        file.write(json.dumps({"type": "text", "text": "Ann lives in Oslo, where Bob has a boat."}) + "\n")
+    changes = {"link_tokens": link_tokens, "anchor_tokens": 4, "anchor_segment": 8}
+    report = train(replace(options, steps=30, batch_tokens=2000, **changes))
+    losses = [line["loss"] for line in log_of(report.out)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert (report.rows, len(report.bad)) == (4, 1)
+    lm = rc.load_lm(report.out)
+    assert lm.reuse.anchors.segment == 8
+    assert set(lm.reuse.anchors.ids) <= set(Adapter.find(report.out).rows())
+    ours = logits_by_engine(report.out, lm.default_method)[:258]
+    torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="link", marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2, "reuse": "packet"}, id="packet"),
+    ],
+)
+def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, changes):
+    options = replace(options, steps=7, save_every=3, **changes)
+    whole = train(options)
+
+    def stop(line):
+        if line["step"] == 5:
+            raise StopError
+
+    stopped = replace(options, out=tmp_path / "stopped")
+    with pytest.raises(StopError):
+        train(stopped, show=stop)
+    (checkpoint,) = (stopped.out / "checkpoints").iterdir()
+    assert list(load_file(checkpoint / "model.safetensors")) == ["rows"], "a checkpoint holds no weights"
+    assert {group["betas"] for group in torch.load(checkpoint / "optimizer.pt")["param_groups"]} == {(0.9, 0.98)}
+    report = train(replace(stopped, resume=True))
+    assert torch.equal(rows_of(whole.out), rows_of(report.out))
+
+
+def test_bfloat16_weights_train_float32_rows(options):
+    report = train(replace(options, steps=2, precision="bfloat16"))
+    assert rows_of(report.out).dtype == torch.float32
+    assert not torch.equal(rows_of(report.out), rows_of(report.out).bfloat16().float())
+
+
+def test_recomputed_activations_change_nothing(options, tmp_path):
+    plain = train(replace(options, steps=2))
+    again = train(replace(options, steps=2, checkpointing=True, out=tmp_path / "again"))
+    torch.testing.assert_close(rows_of(plain.out), rows_of(again.out), atol=1e-5, rtol=1e-4)
+
+
+def test_rows_start_as_the_prefix_and_as_a_lines_end(options, base):
+    out = train(replace(options, reuse="packet", steps=1, learning_rate=1e-9)).out
+    lm = rc.load_lm(base)
+    table = lm.model.get_input_embeddings().weight
+    (bos,) = prompt_format(lm.tokenizer).prefix_ids
+    (newline,) = encode_text(lm.tokenizer, "\n")
+    words = table[[bos] * 8 + [newline] * 8]
+    found = rows_of(out)
+    assert (found - words).std() == pytest.approx(0.1 * float(table.std()), rel=0.2)
+    assert len(found.unique(dim=0)) == 16
+
+
+def test_ids_of_a_packet_stand_beside_those_of_links():
+    tokenizer = byte_tokenizer()
+    spec = choose_spec(tokenizer, "link", 2, 2, "reordered", 3, 1)
+    assert spec == TrainedTokens(
+        "link", "isolated", 2, 2, 258, 262, 263, first_packet_id=264, header_tokens=3, trailer_tokens=1
+    )
+    names = ["<|header_1|>", "<|header_2|>", "<|header_3|>", "<|trailer_1|>"]
+    assert tokenizer.convert_ids_to_tokens(list(range(264, 268))) == names
+    spec.check(268, tokenizer, "it")
+    reserved = byte_tokenizer()
+    reserved.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(10)]})
+    spec = choose_spec(reserved, "link", 2, 1, "reordered", 3, 1)
+    assert (spec.first_link_id, spec.first_packet_id, len(reserved)) == (258, 262, 268)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lora_rank": 4}, "lora_rank is 4 and the weights are frozen"),
+        ({"reuse": "markers"}, "'markers'; frozen weights can be trained for packet or link"),
+        ({"reuse": "none"}, "'none'; frozen weights"),
+        ({"link_tokens": 0}, "leaves nothing to train on frozen weights; try reuse='packet'"),
+        ({"reuse": "packet", "header_tokens": 0, "trailer_tokens": 0}, "leaves nothing to train"),
+        ({"header_tokens": -1}, "header_tokens is -1"),
+        ({"freeze": False, "header_tokens": 8}, "go with frozen weights; add freeze"),
+        ({"freeze": False, "store": "kb"}, "go with frozen weights; add freeze"),
+        ({"rows": 0}, "rows is 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(options, changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        replace(options, **changes)
+
+
+def go_on(options, first, **changes):
+    """The rows before the first step: a step of a rate that changes nothing."""
+    again = replace(options, model=first, out=first.with_name("again"), steps=1, learning_rate=1e-12, **changes)
+    return Adapter.find(train(again).out)
+
+
+@pytest.mark.parametrize("reuse", ["link", "packet"])
+def test_training_goes_on_from_an_adapter(options, reuse, base):
+    first = train(replace(options, reuse=reuse, steps=3)).out
+    again = go_on(replace(options, reuse=reuse), first)
+    assert again.base == Adapter.find(first).base
+    assert again.base.name == str(base)
+    torch.testing.assert_close(rows_of(again.directory), rows_of(first), atol=1e-9, rtol=0)
+
+
+def test_link_tokens_beyond_those_of_an_adapter_repeat_them_and_slots_do_not_count(options):
+    first = Adapter.find(train(replace(options, steps=3)).out)
+    again = go_on(options, first.directory, link_tokens=5, link_slots=6)
+    old, new = first.rows(), again.rows()
+    start = [old[id] for id in first.spec.link_ids(0)]
+    for slot in range(6):
+        rows = [new[id] for id in again.spec.link_ids(slot)]
+        torch.testing.assert_close(rows[:2], start, atol=1e-9, rtol=0)
+        for place, row in enumerate(rows[2:], start=2):
+            spread = (row - start[place % 2]).std() / start[place % 2].std()
+            assert 0.05 < spread < 0.2  # like rows have to part
+    torch.testing.assert_close(new[again.spec.kv_start_id], old[first.spec.kv_start_id], atol=1e-9, rtol=0)
+
+
+def test_an_adapter_of_another_reuse_gives_nothing_to_go_on_from(options, tmp_path):
+    first = train(replace(options, reuse="packet", steps=1)).out
+    with pytest.raises(
+        ConfigError, match=r"trained for packet and has nothing that link could go on from; .* its base"
+    ):
+        train(replace(options, model=first, out=tmp_path / "second", header_tokens=0))
+
+
+def test_an_adapter_whose_base_has_changed_is_refused(options, base, tmp_path):
+    model = shutil.copytree(base, tmp_path / "base")
+    first = train(replace(options, model=model, steps=1)).out
+    config = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match="trained beside other weights"):
+        train(replace(options, model=first, out=tmp_path / "second"))
+
+
+def test_a_directory_that_holds_an_adapter_is_not_overwritten(options):
+    out = train(replace(options, steps=1)).out
+    (out / "training_options.json").unlink()
+    with pytest.raises(ConfigError, match="holds a trained model already"):
+        train(replace(options, steps=1))

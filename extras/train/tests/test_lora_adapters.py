@@ -1,0 +1,423 @@
+"""LoRA's adapters: peft reads over a resized base what `ragcache train` wrote, and `load_lm` serves it merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import reuse_oracle as oracle
+import torch
+from families import masks_of
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_model import save_tiny_llama
+from transformers import AutoModelForCausalLM, get_scheduler
+
+import ragcache as rc
+from ragcache.errors import AdapterError, ConfigError, ModelMismatchError
+from ragcache.models.load import checkpoint_digest, load_card
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache.prompt import encode_text, prompt_format
+from ragcache_demo.bag_of_words import BagOfWords
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.trainer import ReuseTrainer, train
+from ragcache_vllm.merged_adapter import servable
+
+PASSAGES = ["Ann lives in Oslo.\n", "Bob has a red boat.\n", "The club meets on Monday.\n"]
+LINES = [
+    {"type": "qa", "passages": PASSAGES, "question": "Where is Ann?", "answer": "Oslo"},
+    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
+]
+LINK = TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)
+
+
+def save_base(directory, tied):
+    save_tiny_llama(directory)
+    if tied:
+        weights, config = (
+            load_file(directory / "model.safetensors"),
+            json.loads((directory / "config.json").read_text()),
+        )
+        del weights["lm_head.weight"]
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+        (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Its head shares the embedding's weights."""
+    return save_base(tmp_path_factory.mktemp("base"), tied=True)
+
+
+def options_of(base, folder):
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    return TrainOptions(
+        model=base,
+        data=(data,),
+        out=folder / "out",
+        link_tokens=2,
+        link_slots=4,
+        lora_rank=3,
+        batch_tokens=400,
+        learning_rate=3e-2,
+        log_every=1,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """An adapter of four steps."""
+    return train(replace(options_of(base, tmp_path_factory.mktemp("trained")), steps=4)).out
+
+
+@pytest.fixture
+def options(base, tmp_path):
+    return options_of(base, tmp_path)
+
+
+@pytest.fixture
+def adapter(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "adapter")
+
+
+def by_peft(base, adapter, tokens):
+    """Logits of the last token by peft beside the base's weights, under the papers' mask."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    vocab_size = max([258, *(token.id + 1 for token in tokens), *ids_in(adapter)])
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    adapted = PeftModel.from_pretrained(model, adapter).eval()
+    positions = [token.position for token in tokens]
+    with torch.no_grad():
+        return adapted(
+            input_ids=torch.tensor([[token.id for token in tokens]]),
+            position_ids=torch.tensor([positions]),
+            attention_mask=masks_of(model, oracle.allowed(tokens), positions),
+        ).logits[0, -1, :258]
+
+
+def ids_in(adapter):
+    stated = json.loads((adapter / "adapter_config.json").read_text())["trainable_token_indices"] or {}
+    return [id + 1 for ids in stated.values() for id in ids]
+
+
+def prompt_of(lm):
+    form = prompt_format(lm.tokenizer)
+    chunks = [encode_text(lm.tokenizer, text) for text in PASSAGES]
+    return rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(lm.tokenizer, "Where is Ann?"))
+
+
+def laid_out(method, prompt):
+    """The prompt as each way of reuse reads it, by hand."""
+    parts = prompt.prefix_ids, prompt.chunk_ids, [prompt.suffix_ids]
+    if method == "link":
+        return oracle.linked(*parts, [[258 + 2 * n, 259 + 2 * n] for n in range(3)], 266, 267)
+    if method == "markers":
+        return oracle.marked(*parts, (258, 259), composite=False)
+    return oracle.together(*parts) if method == "full" else oracle.linked(*parts, [[]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "tied"),
+    [
+        ({}, "link", True),
+        ({}, "link", False),
+        ({"reuse": "markers"}, "markers", False),
+        ({"link_tokens": 0}, "reposition", True),
+        ({"reuse": "none"}, "full", True),
+    ],
+    ids=["link", "link with a head of its own", "markers", "block-attention", "none"],
+)
+def test_peft_reads_what_was_trained_and_the_engine_serves_the_same(options, tmp_path, changes, method, tied):
+    base = save_base(tmp_path / "base", tied)
+    out = train(replace(options, model=base, steps=3, **changes)).out
+    lm = rc.load_lm(out)
+    prompt = prompt_of(lm)
+    for one in {method, "full"}:
+        ours = rc.fuse(lm, prompt, one).next_logits[:258]
+        torch.testing.assert_close(ours, by_peft(base, out, laid_out(one, prompt)), atol=2e-4, rtol=2e-4)
+    plain = rc.fuse(rc.load_lm(base), prompt, "full").next_logits
+    assert (rc.fuse(lm, prompt, "full").next_logits[:258] - plain).abs().max() > 0.01
+
+
+def test_the_matrices_are_added_by_hand_as_well(base, trained):
+    """weight + alpha / rank * B A, in float64; the rows take the places of the added ids."""
+    held, start = load_file(trained / "adapter_model.safetensors"), load_file(base / "model.safetensors")
+    model = rc.load_lm(trained, packed=False).model
+    for name, weight in start.items():
+        ours, root = model.get_parameter(name), f"base_model.model.{name.removesuffix('.weight')}"
+        expected = weight.double()
+        if f"{root}.lora_A.weight" in held:
+            a, b = (held[f"{root}.lora_{side}.weight"].double() for side in "AB")
+            expected = expected + 2.0 * b @ a
+            assert (ours - weight).abs().max() > 1e-3
+        torch.testing.assert_close(ours[: len(weight)], expected.float(), atol=1e-6, rtol=1e-5)
+    rows = held["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+    assert torch.equal(model.get_input_embeddings().weight[258:268], rows)
+
+
+def test_an_adapter_holds_no_copy_of_its_base(base, trained):
+    names = {path.name for path in trained.iterdir()}
+    assert {"adapter.json", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not {"config.json", "model.safetensors", "adapter.safetensors"} & names
+    written = json.loads((trained / "adapter.json").read_text())
+    assert (written["version"], written["base"]["name"]) == (2, str(base))
+    assert written["base"]["checkpoint"] == checkpoint_digest(str(base))
+    assert written["ragcache"] == LINK.section()
+    assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    matrices = sum(3 * sum(w.shape) for n, w in load_file(base / "model.safetensors").items() if "_proj" in n)
+    held = load_file(trained / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in held.values()) == matrices + 10 * 32
+
+
+def test_matrices_are_as_precise_as_the_base_unless_asked_and_rows_as_trained(options):
+    held = load_file(train(replace(options, steps=1, save_dtype="bfloat16")).out / "adapter_model.safetensors")
+    assert {tensor.dtype for name, tensor in held.items() if "lora" in name} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in held.items() if "lora" not in name} == {torch.float32}
+
+
+def test_the_whole_model_is_written_when_asked(options, base, trained):
+    out = train(replace(options, steps=4, merge=True)).out
+    assert not (out / "adapter.json").exists()
+    whole, merged = (
+        rc.load_lm(out, packed=False).model.state_dict(),
+        rc.load_lm(trained, packed=False).model.state_dict(),
+    )
+    for name, weight in load_file(base / "model.safetensors").items():
+        torch.testing.assert_close(whole[name][: len(weight)], merged[name][: len(weight)], atol=1e-6, rtol=1e-5)
+    assert rc.load_lm(out).reuse == LINK
+    with pytest.raises(ConfigError, match="merge goes with lora_rank"):
+        replace(options, lora_rank=0, merge=True)
+
+
+def test_a_store_is_made_with_it_and_asked_by_link(base, trained, tmp_path):
+    with rc.RagCache.open(tmp_path / "kb", model=trained, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(str(n), text) for n, text in enumerate(PASSAGES))
+        first = kb.ask("Where is Ann?", k=2, method="link", sampling=rc.Sampling(max_tokens=4))
+        assert {source.kv for source in first.hits} == {"memory"}
+    with rc.RagCache.open(tmp_path / "kb", embedder=BagOfWords()) as again:
+        assert again.lm.name == str(trained)
+        answer = again.ask("Where is Ann?", k=2, method="link", sampling=rc.Sampling(max_tokens=4))
+        assert (answer.text, {source.kv for source in answer.hits}) == (first.text, {"disk"})
+    with pytest.raises(ModelMismatchError, match=f"made with {trained} in float32, not with {base} in float32"):
+        rc.RagCache.open(tmp_path / "kb", model=base, embedder=BagOfWords())
+
+
+def test_the_fingerprint_covers_base_and_adapter(options, base, trained, tmp_path):
+    longer = train(replace(options, steps=5)).out
+    other = save_tiny_llama(tmp_path / "other", seed=3)
+    of_other = train(replace(options, model=other, steps=4, out=tmp_path / "of other")).out
+    assert len({rc.load_lm(where).fingerprint for where in (base, trained, longer, other, of_other)}) == 5
+    assert rc.load_lm(trained).fingerprint == rc.load_lm(trained).fingerprint
+
+
+def test_a_card_and_other_engines(trained, tmp_path):
+    lm = rc.load_lm(trained)
+    card = load_card(trained, lm.fingerprint)
+    assert (card.vocab_size, card.reuse, len(card.tokenizer)) == (lm.vocab_size, LINK, 268)
+    with pytest.raises(AdapterError, match="no directory holds this model's weights"):
+        servable(str(trained), "", tmp_path)
+
+
+# Going on
+
+
+def held_by(out):
+    return load_file(out / "adapter_model.safetensors")
+
+
+def go_on(options, first, **changes):
+    """What training starts from: a step of a rate that changes nothing."""
+    again = replace(options, model=first, out=options.out.with_name("again"), steps=1, learning_rate=1e-12, **changes)
+    return train(again).out
+
+
+def test_training_goes_on_from_an_adapter(options, base, trained):
+    again = go_on(options, trained)
+    before, after = held_by(trained), held_by(again)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-9, rtol=0)
+    assert json.loads((again / "adapter.json").read_text())["base"]["name"] == str(base)
+
+
+def test_more_link_tokens_keep_the_rows_of_those_that_were_there(options, trained):
+    again = go_on(options, trained, link_tokens=3)
+    spec, name = rc.load_lm(again).reuse, next(name for name in held_by(again) if name.endswith("tokens_delta"))
+    old, new = (dict(zip(ids, held_by(out)[name], strict=True)) for ids, out in (
+        (sorted(LINK.added_ids), trained), (sorted(spec.added_ids), again)
+    ))  # fmt: skip
+    for slot in range(4):
+        for here, there in zip(spec.link_ids(slot), LINK.link_ids(slot), strict=False):
+            torch.testing.assert_close(new[here], old[there], atol=1e-9, rtol=0)
+    torch.testing.assert_close(new[spec.kv_end_id], old[LINK.kv_end_id], atol=1e-9, rtol=0)
+
+
+def test_lora_goes_on_from_the_rows_of_a_frozen_run(options):
+    frozen = replace(options, lora_rank=0, freeze=True, header_tokens=0, steps=2, out=options.out.with_name("frozen"))
+    rows = load_file(train(frozen).out / "adapter.safetensors")["rows"]
+    found = held_by(go_on(options, frozen.out))
+    (started,) = (tensor for name, tensor in found.items() if name.endswith("tokens_delta"))
+    torch.testing.assert_close(started, rows, atol=1e-9, rtol=0)
+
+
+def test_another_rank_or_base_or_way_is_refused_by_name(options, base, trained, tmp_path):
+    def refused(error, match, **changes):
+        with pytest.raises(error, match=match):
+            go_on(options, changes.pop("model", trained), **changes)
+
+    refused(ConfigError, rf"lora_rank is 4 and {trained}.* has 3; train with lora_rank=3, or .*{base}", lora_rank=4)
+    refused(ConfigError, r"lora_alpha is 7 .* has 6", lora_alpha=7)
+    refused(
+        ConfigError, "adapter with LoRA's matrices, and frozen weights go on from rows alone", freeze=True, lora_rank=0
+    )
+    moved = shutil.copytree(trained, tmp_path / "moved")
+    edit(moved, name=str(save_base(tmp_path / "other base", True)))
+    config = json.loads((tmp_path / "other base" / "config.json").read_text())
+    (tmp_path / "other base" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    refused(AdapterError, "moved was trained beside other weights than those of .*other base", model=moved)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear")).save_pretrained(
+        tmp_path / "of another tool"
+    )
+    refused(ConfigError, "train with merge, which writes the whole model", model=tmp_path / "of another tool")
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_adapter(options, tmp_path):
+    class StopError(Exception):
+        pass
+
+    def stop(line):
+        if line["step"] == 3:
+            raise StopError
+
+    whole, stopped = (replace(options, steps=4, save_every=2, out=tmp_path / name) for name in ("whole", "stopped"))
+    train(whole)
+    with pytest.raises(StopError):
+        train(stopped, show=stop)
+    train(replace(stopped, resume=True))
+    for name, tensor in held_by(whole.out).items():
+        assert torch.equal(held_by(stopped.out)[name], tensor), name
+
+
+# So many minutes
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"lora_rank": 0, "freeze": True, "learning_rate": None}], ids=["lora", "frozen weights"]
+)
+def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_fallen(options, tmp_path, monkeypatch, way):
+    """The clock moves by 10 s at each step."""
+    options = replace(options, steps=1000, minutes=2, **way)
+    now, begun = [0.0], []
+    monkeypatch.setattr("ragcache_train.run_files.time", SimpleNamespace(monotonic=lambda: now[0]))  # no other clock
+    monkeypatch.setattr(
+        "ragcache_train.trainer.ReuseTrainer.compute_loss", slowed(ReuseTrainer.compute_loss, now, begun)
+    )
+    report = train(options)
+    lines = [json.loads(line) for line in (report.out / "training_log.jsonl").read_text().splitlines()]
+    assert report.steps == len(lines) == len(begun) == 12
+    assert lines[-1]["seconds"] == 120.0
+    rates = [line["learning_rate"] / options.rate for line in lines]
+    # A step's rate is that of the time at which the step before it ended: its warm-up (3 % of 120 s) is over by then.
+    assert rates == pytest.approx([0.0, *(1 - (10 * n / 120 - 0.03) / 0.97 for n in range(1, 12))], abs=1e-6)
+    assert rc.load_lm(report.out).reuse.link_tokens == 2
+    again = train(replace(options, minutes=2.5, resume=True))
+    assert (again.steps, len(begun)) == (15, 15)
+
+
+def slowed(compute_loss, now, begun):
+    def compute(self, *args, **kwargs):
+        now[0] += 10
+        begun.append(now[0])
+        return compute_loss(self, *args, **kwargs)
+
+    return compute
+
+
+def test_steps_end_a_run_before_its_time(options):
+    assert train(replace(options, steps=2, minutes=60)).steps == 2
+    with pytest.raises(ConfigError, match="minutes is 0; it must be more than 0"):
+        replace(options, minutes=0)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_rates_by_time_are_those_of_transformers_by_steps(options, schedule):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    kind = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=10, num_training_steps=100)
+    chosen = replace(options, warmup=0.1, schedule=schedule)
+    for step in range(100):
+        assert chosen.rate_share(step / 100) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+# Bad input
+
+
+def edit(adapter, **base):
+    path = adapter / "adapter.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "base": {**found["base"], **base}}))
+
+
+def refused(adapter, match):
+    with pytest.raises(AdapterError, match=match):
+        rc.load_lm(adapter)
+
+
+def test_another_base_is_named_with_the_adapter(adapter, tmp_path):
+    other = save_tiny_llama(tmp_path / "other", seed=5)
+    edit(adapter, name=str(other))
+    refused(
+        adapter, rf"{adapter} was trained beside other weights than those of {other}; .*it belongs to \w+, and these"
+    )
+
+
+def test_a_file_that_is_cut_short_is_named(adapter):
+    path = adapter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(adapter, "adapter_model.safetensors is missing or damaged .*get the adapter again")
+    path.unlink()
+    refused(adapter, "adapter_model.safetensors is missing or damaged")
+
+
+def test_matrices_that_are_missing_or_too_many_or_not_finite_are_named(adapter):
+    path = adapter / "adapter_model.safetensors"
+    whole = load_file(path)
+    name = next(name for name in whole if "layers.1" in name and "lora_A" in name)
+    for broken, match in (
+        ({n: t for n, t in whole.items() if n != name}, rf"{name.removesuffix('.weight')}.* is not there"),
+        ({**whole, name.replace("layers.1", "layers.2"): whole[name].clone()}, "layers.2.* has no place in the base"),
+        ({**whole, name: whole[name] * torch.inf}, "damaged, or of another base"),
+        ({**whole, name: whole[name][:2]}, "damaged, or of another base"),
+    ):
+        save_file({n: t.contiguous() for n, t in broken.items()}, path)
+        refused(adapter, match)
+
+
+def test_a_newer_form_and_a_missing_configuration_are_named(adapter):
+    (adapter / "adapter_config.json").rename(adapter / "kept")
+    refused(adapter, "is missing or damaged")
+    (adapter / "kept").rename(adapter / "adapter_config.json")
+    path = adapter / "adapter.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
+    refused(adapter, "has version 3, this ragcache reads 1 and 2; install a newer ragcache")
+
+
+def test_rows_of_ids_that_the_tokenizer_has_otherwise_are_named(adapter):
+    path = adapter / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|link_2_1|>", "<|tool_call|>"))
+    refused(adapter, r"id 260 is '<\|tool_call\|>' in its tokenizer and '<\|link_2_1\|>' in the one")
+
+
+def test_rows_of_other_ids_than_those_stated_are_named(adapter):
+    path = adapter / "adapter_config.json"
+    path.write_text(path.read_text().replace("267", "9"))
+    refused(adapter, "does not hold one row for each of 10 ids")

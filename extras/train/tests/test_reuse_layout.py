@@ -1,0 +1,98 @@
+"""A row becomes the sequence that the papers draw, and that the engine builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import reuse_oracle as oracle
+
+from ragcache.errors import ConfigError
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache_train.train_batches import Ask, EncodedRow, context_tokens, lay_out, layout_tokens
+
+LINK = TrainedTokens("link", "isolated", 2, 4, 50, 90, 91)
+REPOSITION = TrainedTokens("reposition")
+MARKERS = {
+    name: TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions=name)
+    for name in ("reordered", "composite")
+}
+ANCHORED = replace(LINK, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
+PREFIX, CHUNKS = [1, 2], [[10, 11, 12], [13], [14, 15]]
+ASKS = [Ask([20, 21], [30, 31, 3]), Ask([22, 23, 24], [32, 3])]
+READ = [[20, 21, 30, 31], [22, 23, 24, 32]]
+ROW = EncodedRow("qa", "rows.jsonl:1", PREFIX, CHUNKS, ASKS, None, True)
+
+
+def test_link_tokens_by_slot_between_start_and_end():
+    layout = lay_out(ROW, LINK, apart=True)
+    assert layout.ids == [
+        *(1, 2, 90),
+        *(10, 11, 12, 50, 51),
+        *(13, 52, 53),
+        *(14, 15, 54, 55),
+        91,
+        *(20, 21, 30, 31),
+        *(22, 23, 24, 32),
+    ]
+    context = 2 + 1 + 5 + 3 + 4 + 1
+    assert layout.positions == [*range(context), *range(context, context + 4), *range(context, context + 4)]
+
+
+@pytest.mark.parametrize("spec", [LINK, ANCHORED, REPOSITION, *MARKERS.values(), None], ids=str)
+@pytest.mark.parametrize("apart", [True, False])
+def test_layouts_are_the_papers(spec, apart):
+    layout = lay_out(ROW, spec, apart)
+    if not apart or spec is None:
+        tokens = oracle.together(PREFIX, CHUNKS, READ)
+    elif spec == ANCHORED:
+        tokens = oracle.compressed(PREFIX, CHUNKS, READ, [[50, 51], [52, 53], [54, 55]], (92, 93), 3, 90, 91)
+    elif spec.method == "link":
+        tokens = oracle.linked(PREFIX, CHUNKS, READ, [[50, 51], [52, 53], [54, 55]], 90, 91)
+    elif spec.method == "markers":
+        tokens = oracle.marked(PREFIX, CHUNKS, READ, (80, 81), spec.positions == "composite")
+    else:
+        tokens = oracle.linked(PREFIX, CHUNKS, READ, [[], [], []])
+    assert layout.ids == [token.id for token in tokens]
+    assert layout.positions == [token.position for token in tokens]
+
+
+def test_each_label_is_the_id_that_follows_and_only_answers_have_one():
+    layout = lay_out(ROW, LINK, apart=True)
+    n = -100
+    assert layout.labels == [n] * 16 + [n, 30, 31, 3] + [n, n, 32, 3]
+
+
+def test_passages_take_the_order_that_is_asked_for_and_links_stay_at_their_slots():
+    layout = lay_out(ROW, LINK, apart=True, order=[2, 0, 1])
+    assert layout.ids[3:15] == [14, 15, 50, 51, 10, 11, 12, 52, 53, 13, 54, 55]
+
+
+def test_a_row_without_passages_gets_nothing_added():
+    row = ROW._replace(chunks=[])
+    assert lay_out(row, LINK, apart=True).ids == [1, 2, *READ[0], *READ[1]]
+
+
+@pytest.mark.parametrize("spec", [LINK, ANCHORED, REPOSITION, *MARKERS.values(), None], ids=str)
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("row", [ROW, ROW._replace(chunks=[]), ROW._replace(linked=False)])
+def test_lengths_are_known_before(spec, apart, row):
+    assert layout_tokens(row, spec, apart) == len(lay_out(row, spec, apart).ids)
+    assert context_tokens(row, spec, apart) == len(lay_out(row._replace(asks=[]), spec, apart).ids)
+
+
+def test_a_row_that_is_not_linked_gets_what_blocks_hold_alone():
+    """The first stage of A.6: compressed text, and the rest of it, which sees the anchors."""
+    row = EncodedRow("text", "", [1], [[10, 11, 12, 13]], [Ask([14], [15, 16])], True, False, linked=False)
+    tokens = oracle.compressed([1], row.chunks, [[14, 15]], [[]], (92, 93), 3)
+    layout = lay_out(row, ANCHORED, apart=True)
+    assert layout.ids == [token.id for token in tokens] == [1, 10, 11, 12, 92, 93, 13, 92, 14, 15]
+    assert layout.positions == list(range(10))
+    assert layout.labels == [-100] * 8 + [15, 16]
+
+
+def test_more_passages_than_slots_is_refused():
+    row = ROW._replace(chunks=[[5]] * 5)
+    with pytest.raises(ConfigError, match=r"5 passages.*link tokens for 4"):
+        lay_out(row, LINK, apart=True)
+    assert lay_out(row, LINK, apart=False).ids[:7] == [1, 2, 5, 5, 5, 5, 5]

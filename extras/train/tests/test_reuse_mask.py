@@ -1,0 +1,159 @@
+"""One rule, three masks: the papers' own words, the dense masks of a CPU, FlexAttention's on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import reuse_oracle as oracle
+import torch
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache_train.masked_pass import BLOCK, Visibility
+from ragcache_train.train_batches import Ask, EncodedRow, Sample, collate, lay_out
+
+LINK = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91)
+ANCHORED = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
+ANLLM = replace(ANCHORED, text_sees_anchors=True)
+COMPOSITE = TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions="composite")
+WINDOWS = (None, 5)
+
+
+def random_parts(seed: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    rng = random.Random(seed)
+
+    def ids(least: int, most: int) -> list[int]:
+        return [rng.randrange(100, 200) for _ in range(rng.randint(least, most))]
+
+    return ids(0, 4), [ids(1, 10) for _ in range(rng.randint(0, 5))], [ids(2, 6) for _ in range(rng.randint(1, 3))]
+
+
+def both(seed: int):
+    """A random row laid out by us, and by the oracle."""
+    prefix, chunks, questions = random_parts(seed)
+    row = EncodedRow("qa", "", prefix, chunks, [Ask(ids[:1], [*ids[1:], 3]) for ids in questions], None, True)
+    kind = seed % 6
+    if kind == 0:
+        return lay_out(row, LINK, False), oracle.together(prefix, chunks, questions)
+    if kind == 1:
+        spec = TrainedTokens("reposition")
+        return lay_out(row, spec, True), oracle.linked(prefix, chunks, questions, [[]] * len(chunks))
+    if kind == 2:
+        return lay_out(row, COMPOSITE, True), oracle.marked(prefix, chunks, questions, (80, 81), True)
+    links = [LINK.link_ids(slot) for slot in range(len(chunks))]
+    around = (90, 91) if chunks else (None, None)
+    if kind in (3, 5):
+        spec = ANLLM if kind == 5 else ANCHORED
+        form = (links, (92, 93), 3, *around, spec is ANLLM)
+        return lay_out(row, spec, True), oracle.compressed(prefix, chunks, questions, *form)
+    return lay_out(row, LINK, True), oracle.linked(prefix, chunks, questions, links, *around)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return [both(seed) for seed in range(30)]
+
+
+def visibility_of(layouts, multiple: int = 1) -> Visibility:
+    batch = collate(layouts, multiple)
+    return Visibility(batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"])
+
+
+def whole(visibility: Visibility, window: int | None) -> torch.Tensor:
+    """The rows' masks as one: no row sees another."""
+    return torch.block_diag(*visibility.masks(window)).bool()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_masks_are_the_papers_for_every_pair(drawn, window):
+    masks = visibility_of([layout for layout, _ in drawn], multiple=BLOCK).masks(window)
+    for mask, (_, tokens) in zip(masks, drawn, strict=False):
+        assert torch.equal(mask, oracle.allowed(tokens, window))
+    assert len(masks) == len(drawn) + 1  # what fills up is a row of its own
+    assert all(mask.any(-1).all() for mask in masks)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_flex_attention_has_the_same_mask(drawn, window):
+    visibility = visibility_of([layout for layout, _ in drawn], multiple=BLOCK)
+    length = len(visibility.segments)
+    flex = create_mask(visibility.rule(window), 1, 1, length, length, device="cpu")
+    assert torch.equal(flex[0, 0], whole(visibility, window))
+
+
+def long_rows(seed: int) -> list[Sample]:
+    """Rows of all kinds whose passages go over several blocks, or share one."""
+    rng, layouts = random.Random(seed), []
+    specs = (LINK, ANCHORED, COMPOSITE, TrainedTokens("reposition"))
+    for _ in range(4):
+        chunks = [[5] * rng.choice((3, 40, 130, 400)) for _ in range(rng.randint(0, 3))]
+        asks = [Ask([7] * rng.choice((1, 30, 300)), [8, 3]) for _ in range(rng.randint(1, 2))]
+        row = EncodedRow("qa", "", [1] * rng.choice((0, 5, 300)), chunks, asks, None, True)
+        layouts.append(lay_out(row, rng.choice(specs), rng.random() < 0.8))
+    return layouts
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_of_keys_that_are_left_out_hold_nothing_to_see_and_full_ones_all(seed, window):
+    visibility = visibility_of(long_rows(seed), multiple=BLOCK)
+    blocks, pairs = visibility.blocks(window), whole(visibility, window)
+    tiles = pairs.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(2)
+    computed, full = (
+        kept(blocks.kv_num_blocks, blocks.kv_indices),
+        kept(blocks.full_kv_num_blocks, blocks.full_kv_indices),
+    )
+    assert not (computed & full).any()
+    assert tiles.all(-1)[full].all()
+    assert not tiles.any(-1)[~(computed | full)].any()
+    idle = (computed & ~tiles.any(-1)).sum() / computed.sum()
+    assert idle <= (0.5 if window else 0.1)  # few are kept in vain
+
+
+def kept(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """FlexAttention's lists of blocks as bool [blocks, blocks]."""
+    pairs = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for query, count in enumerate(counts[0, 0].tolist()):
+        pairs[query, indices[0, 0, query, :count].long()] = True
+    return pairs
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", WINDOWS)
+def test_flex_attention_gives_what_dense_attention_gives(drawn, window):
+    visibility = visibility_of([layout for layout, _ in drawn[:6]] + long_rows(0), multiple=BLOCK)
+    shape = (3, 1, 2, len(visibility.segments), 16)
+    query, key, value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    flex = flex_attention(query, key, value, block_mask=visibility.blocks(window))
+    dense = scaled_dot_product_attention(query, key, value, attn_mask=whole(visibility, window))
+    torch.testing.assert_close(flex, dense, atol=2e-6, rtol=1e-5)
+
+
+def test_blocks_that_nobody_sees_are_left_out():
+    row = EncodedRow("qa", "", [1], [[5] * BLOCK] * 6, [Ask([7], [8, 3])], None, True)
+    layout = lay_out(row, TrainedTokens("reposition"), True)
+    one, four = (visibility_of([layout] * rows, multiple=BLOCK).blocks(None) for rows in (1, 4))
+    assert one.sparsity() > 50  # per cent of the blocks
+    assert four.sparsity() > 85
+
+
+def test_masks_are_made_once_for_each_window(drawn):
+    visibility = visibility_of([layout for layout, _ in drawn], multiple=BLOCK)
+    assert visibility.dense(None, torch.float32) is visibility.dense(None, torch.float32)
+    assert visibility.blocks(None) is visibility.blocks(None)
+    dense, windowed = (torch.block_diag(*visibility.dense(window, torch.float32)) for window in (None, 5))
+    assert not torch.equal(dense, windowed)
+
+
+def test_masks_do_not_look_at_what_the_tensors_hold(drawn):
+    """Nothing can be read from tensors on "meta": making the masks does not wait for a device."""
+    batch = collate([layout for layout, _ in drawn] + long_rows(1), multiple=BLOCK)
+    tensors = (batch[name].to("meta") for name in ("segments", "position_ids", "rows"))
+    segments, positions, rows = tensors
+    visibility = Visibility(segments, positions[0], rows, batch["lengths"])
+    for window in WINDOWS:
+        assert visibility.blocks(window).kv_indices.is_meta
+        assert all(mask.is_meta for mask in visibility.dense(window, torch.float32))

@@ -1,0 +1,295 @@
+"""A whole run: it learns, is saved as a model that the engine knows, and goes on after an interruption as if there had
+been none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ragcache as rc
+from ragcache.errors import ConfigError, ModelNotFoundError
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache.prompt import encode_text, prompt_format
+from ragcache_demo.bag_of_words import BagOfWords
+from ragcache_train.masked_pass import NAME, answer_logits
+from ragcache_train.row_encoder import passage_text
+from ragcache_train.train_batches import Ask, EncodedRow, collate, lay_out
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.trainer import train
+
+PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
+LINES = [
+    {
+        "type": "qa",
+        "passages": PASSAGES,
+        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
+    },
+    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
+    {
+        "type": "chat",
+        "messages": [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)],
+    },
+    {"type": "summary", "text": "A long text. " * 12, "summary": "Long."},
+    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
+    {"type": "text", "text": "Just some words."},
+]
+
+
+@pytest.fixture
+def options(base, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    return TrainOptions(
+        model=base,
+        data=(data,),
+        out=tmp_path / "out",
+        link_tokens=2,
+        link_slots=4,
+        batch_tokens=400,
+        learning_rate=3e-3,
+        log_every=1,
+        device="cpu",
+    )
+
+
+def weights(out):
+    return load_file(out / "model.safetensors")
+
+
+def log_of(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+
+
+def fused(out, **method) -> torch.Tensor:
+    lm = rc.load_lm(out)
+    tokenizer = lm.tokenizer
+    form = prompt_format(tokenizer)
+    chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
+    prompt = rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, "Where is Ann?"))
+    return rc.fuse(lm, prompt, **method).next_logits
+
+
+def as_trained(out, apart: bool = True) -> torch.Tensor:
+    """Logits of the first answer token from the training forward of the same prompt."""
+    lm = rc.load_lm(out)
+    model, tokenizer = lm.model, lm.tokenizer
+    form = prompt_format(tokenizer)
+    chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
+    ask = Ask(form.suffix_ids(tokenizer, "Where is Ann?"), [1])
+    row = EncodedRow("qa", "", form.prefix_ids, chunks, [ask], None, True)
+    batch = collate([lay_out(row, TrainedTokens.of(model.config), apart)])
+    model.set_attn_implementation(NAME)
+    with torch.no_grad():
+        return answer_logits(model, model, batch)[0]
+
+
+def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
+    report = train(replace(options, steps=60))
+    losses = [line["loss"] for line in log_of(report.out)]
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
+    assert report.steps == 60
+    assert report.rows == len(LINES)
+    assert not report.bad
+    lm = rc.load_lm(report.out)
+    assert lm.reuse == TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)
+    assert lm.model.get_input_embeddings().weight.shape[0] == lm.vocab_size >= 268
+    torch.testing.assert_close(fused(report.out, method="link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(fused(report.out, method="full"), as_trained(report.out, False), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec", "method"),
+    [
+        ({"link_tokens": 0}, TrainedTokens("reposition"), "reposition"),
+        ({"reuse": "none"}, None, "full"),
+        (
+            {"reuse": "markers", "positions": "composite"},
+            TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
+            "markers",
+        ),
+        (
+            {"anchor_tokens": 3, "anchor_segment": 8},
+            TrainedTokens(
+                "link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, anchor_tokens=3, anchor_segment=8
+            ),
+            "link",
+        ),
+        (
+            {"anchor_tokens": 2, "anchor_segment": 5, "link_tokens": 0, "lora_rank": 2},
+            TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=5),
+            "reposition",
+        ),
+    ],
+    ids=["block-attention", "none", "markers", "anchors", "anchors alone by lora"],
+)
+def test_the_other_ways_of_reuse(options, changes, spec, method):
+    report = train(replace(options, steps=2, **changes))
+    assert rc.load_lm(report.out).reuse == spec
+    ours = as_trained(report.out, apart=spec is not None)
+    torch.testing.assert_close(fused(report.out, method=method), ours, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.slow
+def test_anchors_learn_in_two_stages(options, tmp_path):
+    """A.6: texts first, then questions over passages, from the rows that the first stage left."""
+    lines = [{"type": "text", "text": f"{passage} " * 4} for passage in PASSAGES]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    anchored = replace(options, anchor_tokens=3, anchor_segment=8, steps=25)
+    first = train(replace(anchored, data=(tmp_path / "texts.jsonl",), out=tmp_path / "first"))
+    losses = [line["loss"] for line in log_of(first.out)]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    spec = rc.load_lm(first.out).reuse
+    name, anchors = "model.embed_tokens.weight", list(spec.anchors.ids)
+    start = train(replace(anchored, steps=1, learning_rate=1e-12, out=tmp_path / "start"))
+    assert not torch.allclose(weights(start.out)[name][anchors], weights(first.out)[name][anchors], atol=1e-3)
+    going = train(replace(anchored, model=first.out, steps=1, learning_rate=1e-12, out=tmp_path / "going"))
+    torch.testing.assert_close(weights(going.out)[name], weights(first.out)[name])
+    second = train(replace(anchored, model=first.out, separate_share=1.0))
+    losses = [line["loss"] for line in log_of(second.out)]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert rc.load_lm(second.out).reuse == spec
+    torch.testing.assert_close(fused(second.out, method="link"), as_trained(second.out), atol=2e-4, rtol=2e-4)
+    with rc.RagCache.open(tmp_path / "kb", model=second.out, embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(str(n), text) for n, text in enumerate(PASSAGES))
+        answer = kb.ask("Where is Ann?", k=2, sampling=rc.Sampling(max_tokens=4))
+        assert (answer.method, {source.kv for source in answer.hits}) == ("link", {"memory"})
+        block = kb.store.kv.get(kb.chunks_of("0")[0].handle).block
+        chunk = kb.chunks_of("0")[0].token_ids
+        assert set(block.tokens_by_layer) == {-(-len(chunk) * 3 // 8)}
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="full", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 2, "merge": True}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2}, id="accumulate"),
+    ],
+)
+def test_a_run_that_was_stopped_ends_with_the_same_weights(options, tmp_path, changes):
+    options = replace(options, steps=7, save_every=3, **changes)
+    whole = train(options)
+
+    def stop(line):
+        if line["step"] == 5:
+            raise StopError
+
+    stopped = replace(options, out=tmp_path / "stopped")
+    with pytest.raises(StopError):
+        train(stopped, show=stop)
+    report = train(replace(stopped, resume=True))
+    before, after = weights(whole.out), weights(report.out)
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    drop = ("seconds",)
+    logs = [[{k: v for k, v in line.items() if k not in drop} for line in log_of(r.out)] for r in (whole, report)]
+    assert logs[0] == logs[1]
+
+
+def test_every_weight_is_trained_and_the_seed_decides(options, tmp_path):
+    first = train(replace(options, steps=2))
+    again = train(replace(options, steps=2, out=tmp_path / "again"))
+    other = train(replace(options, steps=2, out=tmp_path / "other", seed=5))
+    start = load_file(options.model / "model.safetensors")
+    for name, tensor in weights(first.out).items():
+        assert torch.equal(tensor, weights(again.out)[name]), name
+        assert not torch.equal(tensor[: start[name].shape[0]], start[name]), name
+    assert any(not torch.equal(t, weights(other.out)[name]) for name, t in weights(first.out).items())
+
+
+def test_lora_is_merged_and_trains_the_new_rows(options):
+    report = train(replace(options, steps=4, lora_rank=2, merge=True))
+    start, end = load_file(options.model / "model.safetensors"), weights(report.out)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(end[name][:258], start[name])  # words stay
+    projection = "model.layers.0.self_attn.q_proj.weight"
+    change = end[projection] - start[projection]
+    assert int(torch.linalg.matrix_rank(change, atol=1e-6)) == 2
+    assert not any("lora" in key for key in end)
+    torch.testing.assert_close(fused(report.out, method="link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
+
+
+def test_new_rows_are_trained_by_lora(options, tmp_path):
+    few, more = (train(replace(options, steps=n, lora_rank=2, merge=True, out=tmp_path / str(n))) for n in (1, 8))
+    name = "model.embed_tokens.weight"
+    used = rc.load_lm(few.out).reuse.link_ids(0)
+    assert not torch.equal(weights(few.out)[name][used], weights(more.out)[name][used])
+
+
+def test_weights_are_saved_as_precise_as_they_came_unless_asked(options, tmp_path):
+    report = train(replace(options, steps=1))
+    assert {t.dtype for t in weights(report.out).values()} == {torch.float32}
+    halved = train(replace(options, steps=1, save_dtype="bfloat16", precision="bfloat16", out=tmp_path / "half"))
+    assert {t.dtype for t in weights(halved.out).values()} == {torch.bfloat16}
+    assert json.loads((halved.out / "config.json").read_text())["use_cache"] is True
+
+
+def test_lines_that_cannot_be_used_are_named_and_left_out(options, caplog):
+    with open(options.data[0], "a", encoding="utf-8") as file:
+        file.write('{"type": "qa"}\n' + json.dumps({**LINES[1], "passages": ["x" * 600]}) + "\n")
+    report = train(replace(options, steps=1))
+    assert [line.where for line in report.bad] == [f"{options.data[0]}:7", f"{options.data[0]}:8"]
+    assert "longest sequence is 512" in report.bad[1].reason
+    assert "rows.jsonl:7" in caplog.text
+
+
+def refused(options, match, **changes):
+    with pytest.raises(ConfigError, match=match):
+        train(replace(options, steps=1, **changes))
+
+
+def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
+    refused(options, r"rows.jsonl:1 has 3 passages.*link tokens for 2.*link_slots=3", link_slots=2)
+    refused(options, "model takes 512", max_tokens=600)
+    refused(options, "an answer has", max_tokens=4)
+    refused(options, "one of link, markers, none", reuse="glue")
+    refused(options, "names poem", mixture={"poem": 1.0})
+    refused(options, "no training run to resume", resume=True)
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    refused(options, "no usable line", data=(empty,))
+    with pytest.raises(ModelNotFoundError):
+        train(replace(options, model=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0},
+        {"epochs": 0.0},
+        {"lora_rank": -1},
+        {"schedule": "steep"},
+        {"warmup": 2.0},
+        {"learning_rate": 0.0},
+        {"accumulate": 0},
+        {"precision": "float8"},
+        {"save_dtype": "int8"},
+        {"max_tokens": 1},
+        {"separate_share": 2.0},
+        {"batch_tokens": 0},
+        {"anchor_tokens": -1},
+        {"anchor_tokens": 9, "anchor_segment": 8},
+        {"anchor_tokens": 5, "reuse": "markers"},
+        {"anchor_tokens": 5, "header_tokens": 8, "freeze": True},
+        {"text_sees_anchors": True},
+    ],
+)
+def test_options_out_of_range_are_refused_before_anything_is_read(options, changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        replace(options, model="nowhere", **changes)
+
+
+def test_a_run_is_not_overwritten_nor_resumed_with_other_options(options):
+    train(replace(options, steps=2))
+    refused(options, "holds a trained model already")
+    with pytest.raises(ConfigError, match=r"link_tokens=2 and now it is 3"):
+        train(replace(options, steps=2, link_tokens=3, resume=True))

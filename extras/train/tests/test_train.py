@@ -1,0 +1,205 @@
+"""`ragcache train`: options become a run, its report is printed, errors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from terminal import invoke
+from tiny_model import save_tiny_llama
+
+from ragcache.cli.commands import build_app
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache_train.train_options import TrainOptions
+
+COMMANDS = typer.main.get_command(build_app()).commands
+LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(LINE) + "\n{}\n", encoding="utf-8")
+    return path
+
+
+def run(base, data, out, *more):
+    return invoke("train", "--model", str(base), "--data", str(data), "--out", str(out), "--device", "cpu", *more)
+
+
+def test_a_run(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "2", "--link-tokens", "1", "--link-slots", "3", "--log-every", "1")
+    assert result.exit_code == 0, result.output
+    assert "1 used, 1 left out" in result.stdout
+    assert "step 2 of 2" in result.stderr
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["ragcache"] == TrainedTokens("link", "isolated", 1, 3, 258, 261, 262).section()
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_with_anchors(base, data, tmp_path):
+    out, anchors = tmp_path / "out", ("--anchor-segment", "9", "--text-sees-anchors")
+    result = run(base, data, out, "--steps", "1", "--link-tokens", "0", "--anchors", "2", *anchors)
+    assert result.exit_code == 0, result.output
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    spec = TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9, text_sees_anchors=True)
+    assert config["ragcache"] == spec.section()
+
+
+def test_a_run_on_frozen_weights_makes_an_adapter(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "1", "--reuse", "packet", "--trailer-tokens", "2")
+    assert result.exit_code == 0, result.output
+    written = json.loads((out / "adapter.json").read_text(encoding="utf-8"))
+    assert written["base"]["name"] == str(base)
+    spec = TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=2)
+    assert written["ragcache"] == spec.section()
+
+
+def test_a_run_of_lora_makes_an_adapter_that_other_commands_take(base, data, tmp_path):
+    out = tmp_path / "out"
+    result = run(base, data, out, "--steps", "1", "--lora-rank", "2", "--link-tokens", "1", "--link-slots", "3")
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 2
+    (tmp_path / "ann.txt").write_text("Ann lives in Oslo.", encoding="utf-8")
+    result = invoke("ingest", tmp_path / "ann.txt", "--store", tmp_path / "kb", "--model", out)
+    assert result.exit_code == 0, result.output
+    result = invoke(
+        "ask", "Where is Ann?", "--store", tmp_path / "kb", "--method", "link", "--max-tokens", "2", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["method"] == "link"
+
+
+def test_a_run_without_data_or_a_store_says_so(base, tmp_path):
+    result = invoke("train", "--model", str(base), "--out", str(tmp_path / "out"), env={"RAGCACHE_STORE": "/nowhere"})
+    assert result.exit_code == 2
+    assert "no training data" in result.stderr
+
+
+def test_json(base, data, tmp_path):
+    result = run(base, data, tmp_path / "out", "--steps", "1", "--reuse", "none", "--json")
+    report = json.loads(result.stdout)
+    assert (report["steps"], report["rows"]) == (1, 1)
+    assert [line["where"] for line in report["bad"]] == [f"{data}:2"]
+
+
+def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
+    seen = []
+
+    def caught(options, show=None):
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ragcache_train.trainer.train", caught)
+    more = [
+        "--mix",
+        "qa=0.4",
+        "--mix",
+        "text=1",
+        "--keep-order",
+        "--max-length",
+        "90",
+        "--lora-rank",
+        "4",
+        "--seed",
+        "7",
+    ]
+    assert run(base, data, tmp_path / "out", *more, "--reuse", "markers", "--epochs", "2.5").exit_code == 130
+    assert seen == [
+        TrainOptions(
+            model=str(base),
+            data=(data,),
+            out=tmp_path / "out",
+            device="cpu",
+            mixture={"qa": 0.4, "text": 1.0},
+            shuffle_passages=False,
+            max_tokens=90,
+            lora_rank=4,
+            seed=7,
+            reuse="markers",
+            epochs=2.5,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--link-slots", "1"], "link_slots=2"),
+        (["--separate-share", "2"], "separate_share is 2"),
+        (["--mix", "qa"], "not a share"),
+        (["--resume"], "no training run to resume"),
+        (["--freeze", "--lora-rank", "4"], "lora_rank is 4 and the weights are frozen"),
+        (["--store", "kb"], "go with frozen weights; add freeze"),
+    ],
+)
+def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
+    result = run(base, data, tmp_path / "out", "--steps", "1", *more)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs scripts/train-smollm2 in an environment whose `ragcache` writes down what it is asked for."""
+    root = Path(__file__).parents[3]
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    told = venv / "bin" / "ragcache"
+    told.write_text(f"#!/bin/bash\nprintf '%s\\n' ... \"$@\" >> {tmp_path}/asked\n")
+    told.chmod(0o755)
+    project = (root / "pyproject.toml").read_bytes()
+    pinned = subprocess.run(["cksum"], input=project, capture_output=True, check=True).stdout.decode().strip()
+    (venv / ".ragcache-train,offline").write_text(f"{pinned} {root}\n")
+
+    def run_it(*arguments, **environment):
+        own = {"PATH": os.environ["PATH"], "VENV": str(venv), **environment}
+        command = [root / "scripts" / "train-smollm2", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60, check=False)
+        asked = (tmp_path / "asked").read_text().split("...\n")[1:] if (tmp_path / "asked").exists() else []
+        (tmp_path / "asked").unlink(missing_ok=True)
+        return done, [lines.splitlines() for lines in asked]
+
+    return run_it
+
+
+def test_the_recipe_for_smollm2_is_one_command(script, tmp_path):
+    done, (pulled, (name, *words)) = script("rows.jsonl.xz", "--minutes", "3", "--out", "mine")
+    assert (done.returncode, pulled, name) == (0, ["pull", "smollm2"], "train")
+    found = COMMANDS["train"].make_context("train", words).params
+    wanted = {"model": "smollm2", "link_tokens": 5, "lora_rank": 16, "learning_rate": 5e-4, "minutes": 3.0}
+    assert {key: found[key] for key in wanted} == wanted
+    assert (found["data"], found["out"]) == ([tmp_path / "rows.jsonl.xz"], Path("mine"))
+    assert (found["reuse"], found["freeze"], found["merge"]) == ("link", False, False)
+
+
+def test_the_recipe_takes_its_rows_from_the_environment_or_says_that_there_are_none(script):
+    done, (_, (_, *words)) = script("--link-tokens", "0", RAGCACHE_DATA="rows.jsonl")
+    assert done.returncode == 0
+    found = COMMANDS["train"].make_context("train", words).params
+    assert (found["link_tokens"], found["epochs"], found["steps"], not found["data"]) == (0, 3.0, None, True)
+    done, asked = script()
+    assert (done.returncode, asked) == (2, [])
+    assert "name the rows" in done.stderr
+
+
+def test_without_the_extra_nothing_is_loaded(base, data, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ragcache_train.trainer", raising=False)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    result = run(base, data, tmp_path / "out")
+    assert result.exit_code != 0
+    assert "training needs accelerate; install ragcache-kv[train]" in result.output
+    assert not (tmp_path / "out").exists()

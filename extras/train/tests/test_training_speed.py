@@ -1,0 +1,161 @@
+"""What makes training slow on a GPU, shown on a CPU: steps read nothing back, layers are compiled once, and frozen
+weights are 16 bits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import TrainerCallback
+
+from benchmarks.reads import HostReads
+from ragcache_train import trainer as trainer_module
+from ragcache_train.train_options import TrainOptions
+from ragcache_train.trainer import ReuseTrainer, compile_layers, train
+
+PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
+LINES = [
+    {"type": "qa", "passages": PASSAGES[: 1 + n % 3], "question": f"Where is Ann{'?' * n}", "answer": "Oslo"}
+    for n in range(12)
+]
+WAYS = {"all weights": {}, "lora": {"lora_rank": 2}, "frozen": {"reuse": "packet"}}
+BFLOAT16 = {"precision": "bfloat16"}
+
+
+# Dynamo looks at gradients that are not there.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture
+def options(base, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    form = {"link_tokens": 2, "link_slots": 4, "batch_tokens": 640, "log_every": 100, "save_every": 100}
+    return TrainOptions(model=base, data=(data,), out=tmp_path / "out", steps=8, device="cpu", **form)
+
+
+@pytest.fixture
+def of_one_length(monkeypatch):
+    """Batches of one length, as on a GPU."""
+
+    class OneLength(ReuseTrainer):
+        def __init__(self, *args, multiple, **kwargs):
+            super().__init__(*args, multiple=640, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "ReuseTrainer", OneLength)
+
+
+class ReadsAtSteps(TrainerCallback):
+    """How many reads there were when each step ended."""
+
+    def __init__(self, calls: Counter[str]) -> None:
+        self.calls, self.at = calls, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.at.append(Counter(self.calls))
+
+
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+def test_a_step_reads_nothing_back(options, monkeypatch, changes):
+    marks = ReadsAtSteps(Counter())
+
+    class Marked(ReuseTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(marks)
+
+    for name in ("collate", "collate_pairs"):  # on the host, whatever the device is
+        monkeypatch.setattr(trainer_module, name, uncounted(getattr(trainer_module, name), marks.calls))
+    monkeypatch.setattr(trainer_module, "ReuseTrainer", Marked)
+    with HostReads(marks.calls, uploads=True):
+        train(replace(options, minutes=60.0, **changes))
+    assert marks.calls["_local_scalar_dense"]  # the last line of the log is read: counting works
+    assert marks.at[6] - marks.at[1] == Counter()
+
+
+def uncounted(collate, calls):
+    def collate_uncounted(*args, **kwargs):
+        before = Counter(calls)
+        found = collate(*args, **kwargs)
+        calls.clear()
+        calls.update(before)
+        return found
+
+    return collate_uncounted
+
+
+def losses(report_of, options):
+    lines = []
+    report_of(replace(options, log_every=1), show=lines.append)
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.parametrize("changes", [{**WAYS["lora"], **BFLOAT16}, WAYS["frozen"]], ids=["lora, bfloat16", "frozen"])
+def test_compiled_layers_compute_the_same_and_are_compiled_once(options, of_one_length, monkeypatch, caplog, changes):
+    options = replace(options, **changes)
+    plain = losses(train, options)
+    torch._dynamo.reset()
+    counters.clear()
+
+    def without_inductor(*given):
+        assert compile_layers(*given, backend="aot_eager")
+        counters["after"] = Counter(counters["frames"])
+
+    monkeypatch.setattr(trainer_module, "compile_layers", without_inductor)
+    compiled = losses(train, replace(options, out=options.out.with_name("compiled"), compile=True))
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), atol=1e-3, rtol=1e-3)
+    frames = counters["frames"]["total"]
+    assert frames == counters["after"]["total"]  # none when batches of other rows came
+    assert 0 < frames <= (8 if "reuse" in changes else 4)  # of both layers together; a teacher's pass has its own
+    assert "cannot be compiled" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["fails", "other numbers"])
+def test_layers_that_cannot_be_compiled_are_left_as_they_are(options, of_one_length, monkeypatch, caplog, fault):
+    def backend(graph, inputs):
+        if fault == "fails":
+            raise RuntimeError("no compiler here")
+        return lambda *args: [2 * one for one in graph(*args)]
+
+    plain = losses(train, options)
+    monkeypatch.setattr(trainer_module, "compile_layers", lambda *given: compile_layers(*given, backend=backend))
+    torch._dynamo.reset()
+    after = losses(train, replace(options, out=options.out.with_name("compiled"), compile=True))
+    assert after == plain
+    assert "layers cannot be compiled" in caplog.text
+    assert ("no compiler here" if fault == "fails" else "loss ") in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_beside_an_adapter_are_as_precise_as_the_passes(options, monkeypatch, precision):
+    seen = []
+
+    class Looked(ReuseTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append({name: one.dtype for name, one in model.named_parameters()})
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "ReuseTrainer", Looked)
+    form = {"steps": 1, "lora_rank": 2, "precision": precision}
+    train(replace(options, **form))
+    trained = {name for name in seen[0] if "lora_" in name or "trainable_tokens_delta" in name}
+    assert any("trainable_tokens_delta" in name for name in trained)
+    assert {seen[0][name] for name in trained} == {torch.float32}
+    assert {seen[0][name] for name in seen[0].keys() - trained} == {getattr(torch, precision)}
+    train(replace(options, **form, merge=True, out=options.out.with_name("merged")))
+    assert {dtype for name, dtype in seen[1].items() if "original" not in name} == {torch.float32}
+
+
+def test_bfloat16_beside_an_adapter_learns_what_float32_does(options):
+    runs = [{}, BFLOAT16]
+    found = [
+        losses(train, replace(options, lora_rank=4, learning_rate=2e-2, steps=30, out=options.out / str(n), **run))
+        for n, run in enumerate(runs)
+    ]
+    whole, half = (torch.tensor([loss for loss, _ in one]) for one in found)
+    assert whole[-5:].mean() < 0.7 * whole[:5].mean()
+    torch.testing.assert_close(half, whole, atol=0.15, rtol=0.05)

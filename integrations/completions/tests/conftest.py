@@ -1,0 +1,5 @@
+"""The server that its own tests run."""
+
+from __future__ import annotations
+
+from tests.server.conftest import _no_settings_from_outside, kb, lm, made, serve, served  # noqa: F401
