@@ -5,7 +5,8 @@ python -m benchmarks.anchors --trained "anchors, K=5=DIR" --trained "anchors, K=
 Single- and two-hop questions over 8 short passages of the registry, names and wordings held out. DIR: what `ragcache
 train --anchors` and `python -m tools.mini.compressor` left (docs/training.md has the commands). LLMLingua-2 leaves
 words out of what the bundled model reads, and, as in the paper, of what models read that were trained on such passages
-(`python -m tools.compress_rows`): --trained-compressed "LLMLingua-2, K=5=DIR".
+(`python -m tools.compress_rows`): --trained-compressed "LLMLingua-2, K=5=DIR". AnLLM is anchors by another mask, which
+`ragcache train --anchors N --text-sees-anchors` makes: --trained "AnLLM, K=5=DIR".
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_402, 7, 1_120, 7),
-    "ragcache/kv": Room(2_410, 10, 1_870, 9),
+    "ragcache/kv": Room(2_412, 10, 1_870, 9),
     "ragcache/models": Room(5_540, 27, 4_300, 20),
     "ragcache/codecs": Room(1_299, 8, 2_321, 15),
-    "ragcache/fusion": Room(1_939, 12, 1_863, 15),
+    "ragcache/fusion": Room(1_936, 12, 1_863, 15),
     "ragcache/store": Room(5_540, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_054, 16, 3_348, 21),
@@ -46,7 +46,7 @@ ROOMS = {
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),
     "extras/documents/ragcache_documents": Room(560, 6, 347, 5),
     "extras/eval/ragcache_eval": Room(5_349, 35, 5_150, 23),
-    "extras/train/ragcache_train": Room(2_801, 13, 2_390, 12),
+    "extras/train/ragcache_train": Room(2_810, 13, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_607, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_859, 26, 1_280, 10),
     "extras/watch/ragcache_watch": Room(157, 3, 150, 3),

@@ -318,9 +318,8 @@ class FusionMethod:
 
     def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> AddedTokens:
         """The additions, where there is a passage: any model can read a prompt without."""
-        return (
-            self.additions(lm) if any(isinstance(part, Passages) and part.chunk_ids for part in parts) else NO_ADDITIONS
-        )
+        has_passages = any(isinstance(part, Passages) and part.chunk_ids for part in parts)
+        return self.additions(lm) if has_passages else NO_ADDITIONS
 
     def layout(self, lm: ModelCard, parts: Sequence[Part], recipe: Recipe) -> Layout:
         """Lay out the prompt: the position of every token. recipe: how passages are encoded"""

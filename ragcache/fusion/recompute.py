@@ -56,8 +56,7 @@ class RecomputeContext:
         starts = tuple(accumulate(lengths, initial=known))[:-1]
         pieces, text = layout.placed(known), layout.running(known)
         ids = [*layout.ids[:known], *(id for piece in pieces for id in piece.ids), *text.ids]
-        chunk_positions = (position for piece in pieces for position in range(piece.start, piece.end))
-        positions = [*range(known), *chunk_positions, *text.positions]
+        positions = [*range(known), *(at for piece in pieces for at in range(piece.start, piece.end)), *text.positions]
         all_ids, places = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (ids, positions))
         return cls(request.lm, known, starts, lengths, request.blocks, all_ids, places, pieces[:1] == [layout.exact])
 
@@ -76,8 +75,7 @@ class RecomputeContext:
 
     def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:
         """int64, ascending: slots of the first and the last tokens of each chunk but an exact first one."""
-        rest = slice(int(self.first_is_exact), None)
-        chunks = zip(self.chunk_starts[rest], self.chunk_tokens[rest], strict=True)
+        chunks = list(zip(self.chunk_starts, self.chunk_tokens, strict=True))[self.first_is_exact :]
         found = (edge_spans(Span(start, start + count), first_tokens, last_tokens) for start, count in chunks)
         slots = [slot for spans in found for span in spans for slot in range(*span)]
         return torch.tensor(slots, dtype=torch.int64, device=self.lm.device)

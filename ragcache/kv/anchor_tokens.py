@@ -5,12 +5,12 @@ KVLink, section 2.4 (arXiv 2502.16002), after AnLLMs (arXiv 2402.07616). A chunk
     ids       t  t  t  t  a1 a2 t  t  t  t  a1 a2
     segment   0  0  0  0  0  0  1  1  1  1  1  1
 
-Text sees its own segment. An anchor sees that and the anchors before it; whatever stands behind the chunk sees anchors
-alone. The positions are those of the sequence as it stands here.
+Text sees its own segment, and by AnLLMs' own mask the anchors before it. An anchor sees both in any case; whatever
+stands behind the chunk sees anchors alone. The positions are those of the sequence as it stands here.
 
 Who sees whom follows from one number a token, which training's masks read as well: its passage in the lower bits, above
-them twice its segment, and 1 more for text that gives way to anchors. A token of an ordinary passage has the passage's
-number, one outside all passages 0 or less.
+them four times its segment, 1 more for text that gives way to anchors, and 2 more for text that sees none. A token of
+an ordinary passage has the passage's number, one outside all passages 0 or less.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ class Anchors(NamedTuple):
     ids:     the same behind each
     segment: text tokens of one. The last one of a chunk may be shorter: it has its share of anchors, the first ones, so
              that a chunk of n tokens has ceil(n * len(ids) / segment) in all
+    seen_by_text: whether a chunk's text sees the anchors of the segments before (AnLLMs)
     """
 
     ids: tuple[int, ...]
     segment: int
+    seen_by_text: bool = False
 
     @classmethod
     def of(cls, given: object) -> Anchors | None:
-        """Raises ConfigError for what is no pair of ids and at least as many text tokens."""
+        """Raises ConfigError for what are no ids with at least as many text tokens (and a bool)."""
         if given is None:
             return None
         try:
-            own, size = cast(Sequence[Any], given)
-            found = cls(tuple(own), size)
+            own, *more = cast(Sequence[Any], given)
+            found = cls(tuple(own), *more)
         except (TypeError, ValueError):
             found = cls((), 0)
-        if not all(map(is_whole, (*found.ids, found.segment))) or not 1 <= len(found.ids) <= found.segment:
+        is_pair = all(map(is_whole, (*found.ids, found.segment))) and 1 <= len(found.ids) <= found.segment
+        if not is_pair or not isinstance(found.seen_by_text, bool):
             raise ConfigError(
                 f"anchors {given!r} cannot be used: give their ids, at least one, and the text tokens of a segment, at "
                 "least as many, as ((5, 6), 100)"
@@ -59,7 +62,7 @@ class Anchors(NamedTuple):
 
     def __str__(self) -> str:
         shown = f"{self.ids[0]} to {self.ids[-1]}" if len(self.ids) > 1 else f"{self.ids[0]}"
-        return f"anchors {shown} behind every {self.segment} tokens"
+        return f"anchors {shown} behind every {self.segment} tokens" + ", which text sees" * self.seen_by_text
 
     @property
     def share(self) -> float:
@@ -76,11 +79,8 @@ class Anchors(NamedTuple):
 
     def join(self, text: Sequence[int]) -> list[int]:
         """The chunk's ids with its anchors."""
-        found: list[int] = []
-        for start in range(0, len(text), self.segment):
-            own = text[start : start + self.segment]
-            found += [*own, *self.ids[: self.count(len(own))]]
-        return found
+        segments = [text[start : start + self.segment] for start in range(0, len(text), self.segment)]
+        return [id for own in segments for id in (*own, *self.ids[: self.count(len(own))])]
 
     def split(self, joined: Sequence[int]) -> list[int]:
         """The chunk's own ids of what `join` made."""
@@ -92,8 +92,9 @@ class Anchors(NamedTuple):
         whole = self.segment + len(self.ids)
         for segment, start in enumerate(range(0, num_tokens, whole)):
             size = min(whole, num_tokens - start)
-            anchors, own = self.held(size), passage | 2 * segment << _PASSAGE_BITS
-            found += [own | 1 << _PASSAGE_BITS] * (size - anchors) + [own] * anchors
+            anchors, own = self.held(size), passage | 4 * segment << _PASSAGE_BITS
+            text = own | (1 if self.seen_by_text else 3) << _PASSAGE_BITS
+            found += [text] * (size - anchors) + [own] * anchors
         return found
 
 
@@ -103,8 +104,8 @@ def gives_way(number: Any) -> Any:
 
 
 def sees_within(query: Tensor, key: Tensor) -> Tensor:
-    """Whether tokens see others that stand before them in the same passage: all of their own segment, and anchors see
-    anchors. Of no passage: those of the same number. query, key: int64 numbers, which broadcast"""
-    same_segment = query >> (_PASSAGE_BITS + 1) == key >> (_PASSAGE_BITS + 1)
-    both_stay: Tensor = ~gives_way(query | key)
-    return ((query ^ key) & PASSAGE == 0) & (same_segment | both_stay)
+    """Whether tokens see others that stand before them in the same passage: all of their own segment, and all but some
+    text see anchors. Of no passage: those of the same number. query, key: int64 numbers, which broadcast"""
+    same_segment = query >> (_PASSAGE_BITS + 2) == key >> (_PASSAGE_BITS + 2)
+    anchor_seen: Tensor = ~gives_way((query >> 1) | key)
+    return ((query ^ key) & PASSAGE == 0) & (same_segment | anchor_seen)

@@ -125,9 +125,8 @@ class Recipe:
         more = [f"markers {_shown(self.front)} and {_shown(self.back)}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
         more += [f"up to {self.neighbours} neighbours"] if self.neighbours else []
-        more += (
-            [f"{self.kept:g} of the KV" + (f" for task {self.task!r}" if self.task else "")] if self.kept < 1 else []
-        )
+        task = f" for task {self.task!r}" if self.task else ""
+        more += [f"{self.kept:g} of the KV{task}"] if self.kept < 1 else []
         more += [str(self.anchors)] if self.anchors else []
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
@@ -172,6 +171,7 @@ class Recipe:
             found |= {"kept": float(self.kept), **({"task": self.task} if self.task else {})}
         if self.anchors is not None:
             found |= {"anchors": list(self.anchors.ids), "segment": self.anchors.segment}
+            found |= {"seen_by_text": True} if self.anchors.seen_by_text else {}
         return found
 
     @classmethod
@@ -179,7 +179,8 @@ class Recipe:
         """Raises ConfigError for what is no recipe."""
         name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
         added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
-        anchors = (given["anchors"], given.get("segment")) if "anchors" in given else None
+        stated = (given.get("segment"), given.get("seen_by_text", False))
+        anchors = (given["anchors"], *stated) if "anchors" in given else None
         return cls(name, bos, given.get("markers"), *added, Anchors.of(anchors))
 
 

@@ -34,7 +34,7 @@ SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
 # Left out where there are none, so that sections are as they were before packets and anchors.
 _PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
-_ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment")
+_ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment", "text_sees_anchors")
 # Fields that go with each method.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET, *_ANCHORS),
@@ -62,7 +62,7 @@ class TrainedTokens:
     first_packet_id: id of the first of `header_tokens` in front of every chunk; the ids of `trailer_tokens` behind it
                  follow (packet, link)
     first_anchor_id: id of the first of `anchor_tokens` behind every `anchor_segment` tokens of a chunk (link,
-                 reposition)
+                 reposition); text_sees_anchors: by AnLLMs' mask
 
     Raises ConfigError naming the field that is missing or out of range.
     """
@@ -83,13 +83,14 @@ class TrainedTokens:
     first_anchor_id: int | None = None
     anchor_tokens: int = 0
     anchor_segment: int = 0
+    text_sees_anchors: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in _FIELDS:
             raise _bad(f"method {self.method!r} is unknown; it is one of {', '.join(_FIELDS)}")
         if self.recipe not in RECIPE_NAMES:
             raise _bad(f"recipe {self.recipe!r} is unknown; it is one of {', '.join(RECIPE_NAMES)}")
-        for name in (*_FIELDS["link"], "doc_start_id", "doc_end_id"):
+        for name in (*_FIELDS["link"][:-1], "doc_start_id", "doc_end_id"):  # the last one is no number
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 0):
                 raise _bad(f"{name} is {value!r}; it is a whole number of at least 0")
@@ -105,12 +106,15 @@ class TrainedTokens:
 
     def _check_anchors(self) -> None:
         stated = (self.first_anchor_id is not None, bool(self.anchor_tokens), bool(self.anchor_segment))
+        if self.text_sees_anchors is not False and (self.text_sees_anchors is not True or not all(stated)):
+            raise _bad(
+                f"text_sees_anchors is {self.text_sees_anchors!r}; it is true where there are anchors, or left out"
+            )
         if any(stated) and not all(stated):
             raise _bad("first_anchor_id, anchor_tokens and anchor_segment go together; state all three or none")
         if any(stated) and (self.packet or not set(_ANCHORS) <= set(_FIELDS[self.method])):
-            raise _bad(
-                f"method {self.method!r}{' with a packet' if self.packet else ''} has no anchors; leave them out"
-            )
+            packet = " with a packet" if self.packet else ""
+            raise _bad(f"method {self.method!r}{packet} has no anchors; leave them out")
         Anchors.of(self.anchors)
 
     def _check_link(self) -> None:
@@ -118,10 +122,7 @@ class TrainedTokens:
             raise _bad("link_tokens without first_link_id and link_slots; a link checkpoint states all three")
         if (self.kv_start_id is None) != (self.kv_end_id is None):
             raise _bad("kv_start_id and kv_end_id go together; state both or neither")
-        ids = [i for slot in range(self.link_slots) for i in self.link_ids(slot)]
-        ids += [i for side in self.packet or () for i in side]
-        ids += self.anchors.ids if self.anchors else ()
-        ids += [i for i in (self.kv_start_id, self.kv_end_id) if i is not None]
+        ids = [id for own in self.groups.values() for id in own]
         if len(set(ids)) < len(ids):
             raise _bad(
                 "kv_start_id, kv_end_id, the link ids and those of a packet or anchors overlap; every added token has "
@@ -188,9 +189,8 @@ class TrainedTokens:
         """Ids behind every segment of a chunk, whose KV alone any method reads of it."""
         if self.first_anchor_id is None:
             return None
-        return Anchors(
-            tuple(range(self.first_anchor_id, self.first_anchor_id + self.anchor_tokens)), self.anchor_segment
-        )
+        ids = range(self.first_anchor_id, self.first_anchor_id + self.anchor_tokens)
+        return Anchors(tuple(ids), self.anchor_segment, self.text_sees_anchors)
 
     @property
     def markers(self) -> Sides | None:

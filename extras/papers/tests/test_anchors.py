@@ -3,6 +3,8 @@ and anchors under an explicit mask."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import reuse_oracle as oracle
 import torch
@@ -94,6 +96,17 @@ def test_a_block_is_the_anchors_kv_of_a_plain_forward(family, recipe, tmp_path):
             assert_same(block.layer_values(layer), values[:, places])
 
 
+@pytest.mark.parametrize("family", METHOD_FAMILIES)
+def test_by_anllms_mask_text_sees_the_anchors_before_it(family, tmp_path):
+    one = Trained(family, tmp_path, replace(LINK, text_sees_anchors=True))
+    fused = rc.fuse(one.lm, PROMPT, one.lm.default_method)
+    local, theirs = (
+        plain_logits(one.plain, compressed(links=LINKS, start=60, end=61, anllm=mask)) for mask in (False, True)
+    )
+    assert_same(fused.next_logits, theirs)
+    assert (theirs - local).abs().max() > 1e-4 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_link_is_one_forward_over_text_anchors_and_links(family, tmp_path):
     one = Trained(family, tmp_path, LINK)
@@ -163,6 +176,7 @@ def test_recipes_by_name():
         Recipe(),
         ANCHORED,
         Recipe(anchors=(IDS, 6)),
+        Recipe(anchors=(IDS, SEGMENT, True)),
         Recipe(anchors=(IDS[:2], 5)),
         Recipe("prefix", anchors=(IDS, 5)),
         Recipe(markers=((), IDS)),

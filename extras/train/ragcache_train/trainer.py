@@ -207,7 +207,7 @@ def _encode(
     filled: Sequence[DataRow | BadLine] = rows
     if options.is_frozen:
         filled = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed).fill(rows)
-    stored = *options.packet, options.anchor_tokens, options.anchor_segment
+    stored = *options.packet, options.anchor_tokens, options.anchor_segment, options.text_sees_anchors
     spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *stored)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
     if options.is_frozen:
