@@ -34,7 +34,7 @@ ROOMS = {
     "ragcache/kv": Room(2_410, 10, 1_870, 9),
     "ragcache/models": Room(5_540, 27, 4_300, 20),
     "ragcache/codecs": Room(1_285, 8, 2_321, 15),
-    "ragcache/fusion": Room(1_934, 12, 1_863, 15),
+    "ragcache/fusion": Room(1_973, 12, 1_863, 15),
     "ragcache/store": Room(5_719, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_420, 6, 1_776, 9),
     "ragcache/ingest": Room(3_144, 17, 3_348, 21),
@@ -55,7 +55,7 @@ ROOMS = {
     "integrations/postgres/ragcache_postgres": Room(279, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(546, 3, 529, 3),
     "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),
-    "integrations/vllm/ragcache_vllm": Room(2_211, 14, 2_125, 13),
+    "integrations/vllm/ragcache_vllm": Room(2_418, 15, 2_125, 13),
 }
 ANNEXES = tuple(path for path in ROOMS if path.split("/")[0] != HOUSE)
 

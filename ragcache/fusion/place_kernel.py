@@ -168,21 +168,18 @@ class PlaceKernel:
         return cls(launches)
 
     def place(
-        self,
-        layer: int,
-        angles: Angles | None,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor | None = None,
-        head: int = 0,
+        self, layer: int, angles: Angles | None, keys: Tensor, values: Tensor, slots: Tensor | None = None, own: int = 0
     ) -> None:
         """Write a layer's rotated keys, and its values, to [num_kv_heads, num_tokens, dim] each, or to these slots
         (int64 [num_tokens]) of [num_kv_heads, num_pages, page_tokens, dim] each; of any strides.
 
         angles: at the tokens' positions, of a family that pairs halves; None: the layer does not rotate
-        head:   of the blocks, that goes to the first one here
+        own:    head of the blocks that goes to the first one here
         """
-        key_dim, value_dim, page = keys.shape[-1], values.shape[-1], 0 if slots is None else keys.shape[2]
+        page = 0 if slots is None else keys.shape[2]
+        if slots is None:
+            keys, values, slots = keys[:, None], values[:, None], keys  # slots are not read
+        key_dim, value_dim = keys.shape[3], values.shape[3]
         half = 0 if angles is None else angles.half or 0
         cos, sin = (keys, keys) if angles is None else angles[:2]
         widths = (max(1, width) for width in (half, key_dim - 2 * half, value_dim))
@@ -190,17 +187,11 @@ class PlaceKernel:
         for one in self._launches:
             grid = (one.table.shape[1], triton.cdiv(one.longest, TILE), keys.shape[0])
             _place[grid](
-                one.table, one.spans, one.spans if slots is None else slots, cos, sin, keys, values, layer, head,
-                *_strides(keys), *_strides(values), page, one.value_sizes[layer], key_dim, value_dim, half,
+                one.table, one.spans, slots, cos, sin, keys, values, layer, own,
+                *keys.stride(), *values.stride(), page, one.value_sizes[layer], key_dim, value_dim, half,
                 _TYPES[one.source], _TYPES[one.dtype], TILE, *rounded,
                 enable_fp_fusion=False,  # a code is scaled and moved in two roundings, as everywhere
             )  # fmt: skip
-
-
-def _strides(numbers: Tensor) -> tuple[int, ...]:
-    """From head to head, page to page, row to row and number to number."""
-    head, *page, row, column = numbers.stride()
-    return head, *(page or [0]), row, column
 
 
 def _readable(parts: Sequence[Stored], device: torch.device) -> bool:

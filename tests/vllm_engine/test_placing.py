@@ -327,8 +327,8 @@ def test_what_is_wrong_is_named_once_and_it_is_not_used(lm, caplog, monkeypatch)
     assert "3 pages are too few" in said(paged_layers(lm, pages=3))
     right = PlaceKernel.place
 
-    def late(self, layer, angles, keys, values, slots=None, head=0):
-        right(self, layer, angles, keys, values, slots, head)
+    def late(self, layer, angles, keys, values, slots=None, own=0):
+        right(self, layer, angles, keys, values, slots, own)
         if layer == 2:
             values[:, slots[-1] // PAGE_TOKENS, slots[-1] % PAGE_TOKENS] += 0.01
 
