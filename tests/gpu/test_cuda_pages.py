@@ -1,4 +1,4 @@
-"""Stored blocks on vLLM's pages on a CUDA device: the kernel on its stream, against the plain way. No vLLM is needed."""
+"""Stored blocks on vLLM's pages on a CUDA device: the kernel on its stream against the plain way; needs no vLLM."""
 
 from __future__ import annotations
 
