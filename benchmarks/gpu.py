@@ -111,7 +111,7 @@ def vllm_python(named: str, device: str) -> tuple[str, str]:
     will do."""
     made = ROOT / ".peers" / "vllm" / "bin" / "python"
     python = named or (sys.executable if find_spec("vllm") else str(made))
-    look = f"import sys, torch, vllm; sys.exit(not torch.cuda.is_available() if {device == 'cuda'} else 0)"
+    look = f"import sys, vllm, torch; sys.exit(not torch.cuda.is_available() if {device == 'cuda'} else 0)"
     try:
         found = subprocess.run([python, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError):

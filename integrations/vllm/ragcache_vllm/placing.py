@@ -168,11 +168,12 @@ class WorkerSide:
     fetch:       reads a block; called by several threads
     rope:        rotates keys as the model does, on the pages' device
     page_tokens: tokens of one page
-    lane:        a CUDA device's stream to place on; None: in the step itself, a layer when the step reaches it
+    lane:        a CUDA device's stream to place on; None: on the model's own
     by_kernel:   whether blocks that it can read are placed by the kernel
 
-    An asynchronous load is begun by a thread, between steps. Of the others all layers are begun with the step, and the
-    step's own stream waits for each where it reaches it.
+    An asynchronous load is begun by a thread, between steps. Of the others the kernel's are begun with the step, all
+    layers on the lane, and the step's own stream waits for each where it reaches it. The plain way, whose copies the
+    host waits for, goes layer by layer, where the step reaches it.
     """
 
     def __init__(
@@ -199,7 +200,8 @@ class WorkerSide:
         sequence."""
         self._layers, self._dtype = dict(sorted(layers.items(), key=lambda item: item[1].index)), dtype
         for paged in self._layers.values():
-            self._rope.angles(paged.index, max_tokens - 1, 1)  # makes the tables, before several streams read them
+            last = min(max_tokens, self._rope.longest) - 1
+            self._rope.angles(paged.index, last, 1)  # makes the tables, before several streams read them
 
     def begin(self, loads: Sequence[Load]) -> None:
         """Begin the loads of a step."""
@@ -211,14 +213,16 @@ class WorkerSide:
                 self._running[load.request_id] = self._placer.submit(self._place_all, load)
         found = [self._opened(load) for load in loads if not load.is_async]
         if opened := [one for one in found if one is not None]:
-            self._current = self._placing(opened, by_kernel=self._by_kernel)
-            self._waits = {} if self._lane is None else self._begin_all(self._lane, self._current)
+            placing = self._placing(opened, by_kernel=self._by_kernel)
+            if self._lane is not None and placing.is_by_kernel:
+                self._waits = self._begin_all(self._lane, placing)
+            else:
+                self._current = placing
 
     def place(self, layer_name: str) -> None:
         """Have one layer of all loads of this step placed, before its attention."""
-        if self._lane is None:
-            if self._current is not None:
-                self._current.place(self._layers[layer_name], self._dtype)
+        if self._current is not None:
+            self._current.place(self._layers[layer_name], self._dtype)
         elif (wait := self._waits.pop(layer_name, None)) is not None:
             wait()
 
