@@ -3,6 +3,7 @@
     scripts/gpu                                   # or python -m benchmarks.gpu
     scripts/gpu --model DIR --data DIR            # with real answers, and training
     scripts/gpu --wheels DIR                      # without a network
+    scripts/gpu --vllm [PYTHON]                   # and blocks inside vLLM, by a Python that has it
 
 Every stage is a process with a time limit of its own and leaves its files in `--out`. A run that was broken off goes on
 where it stopped: stages that are done are not run again (`--again` runs all). `gpu.json` and `gpu.md` are written anew
@@ -39,22 +40,25 @@ ROWS = (
     ("ttft", "reposition: memory tier / transformers: full prefill", "memory tier / full prefill", 0.13),
     ("ttft", "reposition: disk, warm page cache / transformers: full prefill", "disk, warm / full prefill", 0.6),
     ("ttft", "reposition: disk, cold page cache / transformers: full prefill", "disk, cold / full prefill", 1.05),
+    ("vllm", "in vLLM: reposition / full prefill", "inside vLLM, disk, warm / vLLM's full prefill", None),
 )
 
 
 @dataclass
 class Stage:
-    """command: run in the tree's root. limit_s: it is ended then, and what it wrote counts. environment: added"""
+    """command: run in the tree's root. limit_s: it is ended then, and what it wrote counts. environment: added.
+    skipped: why it is not run; empty: it is"""
 
     name: str
     command: list[str]
     limit_s: float
     environment: dict[str, str] = field(default_factory=dict)
+    skipped: str = ""
 
 
 @dataclass
 class Outcome:
-    """status: done, failed or out of time. tail: of its output"""
+    """status: done, failed, out of time or skipped. tail: of its output"""
 
     status: str
     seconds: float
@@ -86,6 +90,13 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
     yield Stage("askers", bench("askers", *(sizes(rounds=1, passages=2, tokens=20) if small else sizes(rounds=3))), 75)
     yield Stage("ingest", bench("ingest", *(sizes(tokens=200, rounds=1) if small else ())), 45)
     yield Stage("ops", [*python, "benchmarks.ops"], 30)
+    if given.vllm is not None:
+        program, why = vllm_python(given.vllm, given.device)
+        inside = [program, "-m", "benchmarks.vllm_placing", *shape]
+        inside += sizes(passages=2, tokens=20, suffix=5, rounds=1) if small else ()
+        yield Stage("vllm", [*inside, "--out", str(given.out)], 120, skipped=why)
+        plain = {"RAGCACHE_PLACE": "plain"}
+        yield Stage("vllm, plain", [*inside, "--out", str(given.out / "plain")], 120, plain, skipped=why)
     if given.model is not None and given.data is not None:
         options = ["--model", str(given.model), "--data", str(given.data), "--device", given.device, "--minutes", "1"]
         yield Stage("answers", [*python, "benchmarks.answers", *options, "--out", str(given.out)], 90)
@@ -93,6 +104,21 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
         options = ["--model", str(given.model), "--data", str(given.rows), "--lora-rank", "16", "--minutes", "1"]
         options += ["--device", given.device, "--out", str(given.out / "adapter")]
         yield Stage("training", [*python, "ragcache", "train", *options], 120)
+
+
+def vllm_python(named: str, device: str) -> tuple[str, str]:
+    """A Python with vLLM: the one named, this one, or the one that scripts/peers-environment made; and why none of them
+    will do."""
+    made = ROOT / ".peers" / "vllm" / "bin" / "python"
+    python = named or (sys.executable if find_spec("vllm") else str(made))
+    look = f"import sys, vllm, torch; sys.exit(not torch.cuda.is_available() if {device == 'cuda'} else 0)"
+    try:
+        found = subprocess.run([python, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return python, f"{python} does not run: name a Python that has vLLM, --vllm PYTHON"
+    if not found.returncode:
+        return python, ""
+    return python, f"{python} has no {'vLLM' if 'No module' in found.stderr else 'CUDA device'}"
 
 
 def run(every: Sequence[Stage], out: Path, minutes: float, again: bool = False) -> dict[str, Outcome]:
@@ -104,7 +130,10 @@ def run(every: Sequence[Stage], out: Path, minutes: float, again: bool = False) 
         left = end - time.monotonic()
         if left <= 0 or (stage.name in known and known[stage.name].status == "done"):
             continue
-        known[stage.name] = _run(stage, min(stage.limit_s, left))
+        if stage.skipped:
+            known[stage.name] = Outcome("skipped", 0.0, " ".join(stage.command), stage.skipped)
+        else:
+            known[stage.name] = _run(stage, min(stage.limit_s, left))
         print(f"{stage.name}: {known[stage.name].status}, {known[stage.name].seconds:.0f} s", flush=True)
         _write(out, known, [one.name for one in every])
     return known
@@ -152,7 +181,7 @@ def page(out: Path, outcomes: dict[str, Outcome], names: Sequence[str], hardware
     lines += ["| what | measured | the plain way | goal on an H100 |", "|---|---|---|---|"]
     for prefix, ratio, what, goal in ROWS:
         kernel, plain = (_ratio(folder, prefix, ratio) for folder in (out, out / "plain"))
-        lines.append(f"| {what} | {kernel} | {plain} | {goal:g} |")
+        lines.append(f"| {what} | {kernel} | {plain} | {'none' if goal is None else f'{goal:g}'} |")
     lines += ["", "| stage | outcome | seconds |", "|---|---|---|"]
     for name in names:
         one = outcomes.get(name)
@@ -201,6 +230,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", type=Path, help="directory of a real model, for answers and training")
     made.add_argument("--data", type=Path, help="directory of question sets, for answers")
     made.add_argument("--rows", type=Path, help="training rows")
+    made.add_argument(
+        "--vllm", nargs="?", const="", metavar="PYTHON", help="and blocks inside vLLM, by a Python that has it"
+    )
     made.add_argument("--minutes", type=float, default=10, help="of the whole run")
     made.add_argument("--again", action="store_true", help="run stages that are done, too")
     made.add_argument("--quick", action="store_true", help="few tokens and rounds: to see that it runs")

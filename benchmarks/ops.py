@@ -4,7 +4,8 @@
 
 Needless copies, masks and conversions show here first. Counts are of calls into ATen from Python (not of what those
 call in turn), on random blocks. Where Triton is installed, placing by the kernel of a GPU is counted beside it, in
-Triton's interpreter: a launch counts as one operation.
+Triton's interpreter: a launch counts as one operation. Beside it stands what vLLM's connector does in the layers of a
+step, over pages of our own; what it does once a step (tables of addresses, slots and angles) is not counted.
 
 The second table is of methods: how often the host reads a tensor's value while a method reads a prompt, which on a GPU
 waits each time until all is done that was launched (`benchmarks/reads.py`). It is written to `--out` and goes to
@@ -19,14 +20,18 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import methods
@@ -35,13 +40,30 @@ from benchmarks.reads import reads_of
 from benchmarks.shapes import SHAPES, Built, build
 from ragcache.fusion import place_check
 from ragcache.fusion.fuse import fuse
+from ragcache.fusion.layout import Span
 from ragcache.fusion.method import FusionMethod
 from ragcache.models import language_model
 from ragcache.models.batch import run_pieces
+from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
+from ragcache_vllm.plan import Load, Stretch
+
+PAGE_TOKENS = 16  # vLLM's on CUDA
 
 # They make views or ask for shapes: no bytes move.
 FREE = frozenset(
-    {"_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split"}
+    {
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "chunk",
+        "detach",
+        "expand",
+        "lift_fresh",
+        "permute",
+        "select",
+        "slice",
+        "split",
+    }
     | {"squeeze", "t", "transpose", "unsqueeze", "view"}
 )
 
@@ -95,20 +117,92 @@ class _Launches:
         return launch
 
 
+@contextmanager
+def launches_counted(counting: _Counting) -> Iterator[None]:
+    """Within, launches of the placing kernel are counted."""
+    from ragcache.fusion import place_kernel
+
+    with mock.patch.object(place_kernel, "_place", _Launches(place_kernel._place, counting)):
+        yield
+
+
 def count_kernel(bench: Bench) -> Counter[str]:
     """Calls of placing by the kernel; none where Triton is absent."""
     if find_spec("triton") is None:
         return Counter()
     with mock.patch.dict(os.environ, {place_check.INTERPRET: "1"}):
-        from ragcache.fusion import place_kernel
-
         place_check._checked.pop(bench.lm, None)
         bench.place()  # looks whether the kernel is right
-        with _Counting() as counting:
-            counted = _Launches(place_kernel._place, counting)
-            with mock.patch.object(place_kernel, "_place", counted):
-                bench.place()
+        with _Counting() as counting, launches_counted(counting):
+            bench.place()
         place_check._checked.pop(bench.lm, None)
+    calls: Counter[str] = counting.calls
+    return calls
+
+
+class PagedAttention:
+    """A layer of vLLM 0.32's on a CPU, as far as the connector knows it: pages, and what writes them."""
+
+    def __init__(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.kv_cache = torch.zeros(num_pages, num_kv_heads, page_tokens, 2 * head_dim, dtype=dtype)
+        self.impl = self
+
+    def do_kv_cache_update(self, layer: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """keys, values: [num_tokens, num_kv_heads, head_dim]"""
+        pages, heads, tokens, width = cache.shape
+        page, row, half = slots // tokens, slots % tokens, tokens * width // 2
+        flat = cache.view(pages, heads, -1)
+        flat[:, :, :half].view(pages, heads, width // 2, tokens)[page, :, :, row] = keys
+        flat[:, :, half:].view(pages, heads, tokens, width // 2)[page, :, row] = values
+
+
+class Connector:
+    """vLLM's connector in a worker, over the passages of a benchmark and pages of 16 tokens: one load, or several."""
+
+    def __init__(self, bench: Bench, num_loads: int = 1, *, by_kernel: bool = False) -> None:
+        lm, blocks = bench.lm, bench.load_memory()
+        self.names = [f"layers.{index}" for index in range(lm.shape.num_layers)]
+        total = num_loads * sum(block.num_tokens for block in blocks)
+        num_pages = -(-total // PAGE_TOKENS) + num_loads
+        layers = {
+            name: PagedLayer(
+                index, PagedAttention(num_pages, layer.num_kv_heads, PAGE_TOKENS, layer.key_dim, lm.shape.dtype)
+            )
+            for index, (name, layer) in enumerate(zip(self.names, lm.shape.layers, strict=True))
+        }
+        ends = list(accumulate(block.num_tokens for block in blocks))
+        spans = [Span(end - block.num_tokens, end) for end, block in zip(ends, blocks, strict=True)]
+        stretches = [Stretch(str(rank), span, 0) for rank, span in enumerate(spans)]
+        each = -(-ends[-1] // PAGE_TOKENS)
+        self.loads = [
+            Load(str(rank), stretches, list(range(rank * each, (rank + 1) * each)), [], ends[-1], False)
+            for rank in range(num_loads)
+        ]
+        self.side = WorkerSide(
+            lambda key: blocks[int(key)], lm.rope, Shard(0, 1), PAGE_TOKENS, None, by_kernel=by_kernel
+        )
+        self.side.register(layers, lm.shape.dtype, ends[-1])
+
+    def step(self, counting: _Counting | None = None) -> None:
+        """A step's loads; counts what its layers call."""
+        self.side.begin(self.loads)
+        with nullcontext() if counting is None else counting:
+            for name in self.names:
+                self.side.place(name)
+        self.side.end()
+
+
+def count_connector(bench: Bench, num_loads: int = 1, *, by_kernel: bool = False) -> Counter[str]:
+    """Calls of placing into vLLM's pages; none by the kernel where Triton is absent."""
+    if by_kernel and find_spec("triton") is None:
+        return Counter()
+    with mock.patch.dict(os.environ, {place_check.INTERPRET: "1"} if by_kernel else {}):
+        connector = Connector(bench, num_loads, by_kernel=by_kernel)
+        connector.step()
+        counting = _Counting()
+        with launches_counted(counting) if by_kernel else nullcontext():
+            connector.step(counting)
+        connector.side.close()
     calls: Counter[str] = counting.calls
     return calls
 
@@ -131,6 +225,8 @@ def profile(bench: Bench) -> dict[str, Counter[str]]:
         "floor": count(bench.floor),
         "rotate and place": count(bench.place),
         "the same by the kernel": count_kernel(bench),
+        "in vLLM's pages": count_connector(bench),
+        "the same by kernel": count_connector(bench, by_kernel=True),
         "reposition": count(bench.reposition_in_hand),
         "decode a token": count(step),
         "transformers: full caches": count(reuse) - count(bench.fill_plain_cache),
@@ -183,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Counter[str]]:
         counts = profile(bench)
     settings = methods.Settings(given.shape, given.dtype, "cpu", given.passages, given.tokens, given.suffix)
     reads = reads_by_method(built, settings)
-    console = Console(width=140)
+    console = Console(width=180)
     console.print(table(counts, built.lm.shape.num_layers))
     console.print(reads_table(reads))
     if given.out is not None:

@@ -32,10 +32,10 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_402, 7, 1_120, 7),
-    "ragcache/kv": Room(2_412, 10, 1_870, 9),
+    "ragcache/kv": Room(2_416, 10, 1_870, 9),
     "ragcache/models": Room(5_540, 27, 4_300, 20),
     "ragcache/codecs": Room(1_299, 8, 2_321, 15),
-    "ragcache/fusion": Room(1_936, 12, 1_863, 15),
+    "ragcache/fusion": Room(1_975, 12, 1_863, 15),
     "ragcache/store": Room(5_540, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_054, 16, 3_348, 21),
@@ -57,7 +57,7 @@ ROOMS = {
     "integrations/postgres/ragcache_postgres": Room(279, 2, 270, 2),
     "integrations/ray/ragcache_ray": Room(546, 3, 529, 3),
     "integrations/remote/ragcache_remote": Room(360, 3, 348, 3),
-    "integrations/vllm/ragcache_vllm": Room(2_211, 14, 2_125, 13),
+    "integrations/vllm/ragcache_vllm": Room(2_422, 15, 2_125, 13),
 }
 ANNEXES = tuple(path for path in ROOMS if path.split("/")[0] != HOUSE)
 

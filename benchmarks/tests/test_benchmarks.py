@@ -256,6 +256,21 @@ def test_documents_have_the_tokens_asked_for() -> None:
     assert 4900 <= sum(counts) <= 5100
 
 
+@pytest.mark.parametrize(("passages", "loads"), [(2, 1), (10, 1), (10, 3)])
+def test_vllms_connector_launches_one_kernel_a_layer_and_copies_nothing(tmp_path: Path, passages, loads) -> None:
+    """Whatever the number of blocks, and of requests in a step. The plain way copies two tensors a layer to the pages'
+    device, and joins them before."""
+    pytest.importorskip("triton", reason="counts launches")
+    layers = 2
+    with Bench(build("toy"), passages, 20, 6, tmp_path, seed=0) as bench:
+        found = ops.count_connector(bench, loads, by_kernel=True)
+        plain = ops.count_connector(bench, loads)
+    assert found["kernel launch"] == layers
+    assert ops.working(found) == layers, found
+    assert plain["cat"] == 2 * layers
+    assert ops.working(plain) <= 14 * layers
+
+
 def test_placing_costs_two_copies_a_block_and_a_rotation(tmp_path: Path) -> None:
     """Counts do not depend on the machine's load: needless work on the hot path fails here first."""
     with Bench(build("toy"), 5, 20, 6, tmp_path, seed=0) as bench:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import gpu
@@ -69,3 +70,27 @@ def test_every_stage_names_a_program_that_takes_its_options(tmp_path: Path) -> N
             with pytest.raises(SystemExit) as ended:
                 gpu.main([*arguments, "--help"])
             assert ended.value.code == 0
+
+
+def test_stages_inside_vllm_are_skipped_with_a_reason(tmp_path: Path) -> None:
+    """Where vLLM is not there; without --vllm there are none."""
+    import pytest
+
+    from benchmarks import vllm_placing
+
+    def inside(*options: str) -> list[Stage]:
+        given = gpu.parser().parse_args([*options, "--out", str(tmp_path)])
+        return [one for one in gpu.stages(given) if one.name.startswith("vllm")]
+
+    assert not inside()
+    absent = inside("--vllm", str(tmp_path / "none"))
+    found = run(absent, tmp_path, minutes=1)
+    assert {one.status for one in found.values()} == {"skipped"}
+    written = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert f"vllm: `{tmp_path / 'none'} does not run" in written
+    assert "| inside vLLM, disk, warm / vLLM's full prefill | not measured | not measured | none |" in written
+    if find_spec("vllm") is None:
+        assert inside("--vllm", sys.executable)[0].skipped == f"{sys.executable} has no vLLM"
+    with pytest.raises(SystemExit) as ended:
+        vllm_placing.main([*absent[0].command[3:], "--help"])
+    assert ended.value.code == 0

@@ -16,7 +16,10 @@ from ragcache.kv.block import KVBlock, empty_block
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ragcache.fusion.place_kernel import PlaceKernel
+    from ragcache.kv.cache_shape import CacheShape
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.kv.rope import Angles
     from ragcache.models.language_model import LanguageModel
@@ -27,6 +30,7 @@ SWITCH = "RAGCACHE_PLACE"
 INTERPRET = "TRITON_INTERPRET"  # Triton's own: kernels run on a CPU, slowly, for tests
 TOKENS = (40, 8)  # of the probe's two passages: a tile and a part, and less than one
 AT = 3
+CODECS = ("raw", "int8", "fp8")
 
 _checked: WeakKeyDictionary[LanguageModel, bool] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -45,8 +49,13 @@ def place_kernel(lm: LanguageModel, blocks: Sequence[KVBlock]) -> PlaceKernel | 
     return PlaceKernel.of(blocks, lm.device)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel may run there: it is not switched off, and there is CUDA, or Triton's interpreter."""
+    return os.environ.get(SWITCH) != "plain" and (device.type == "cuda" or os.environ.get(INTERPRET) == "1")
+
+
 def _is_right(lm: LanguageModel) -> bool:
-    if os.environ.get(SWITCH) == "plain" or (lm.device.type != "cuda" and os.environ.get(INTERPRET) != "1"):
+    if not runs_on(lm.device):
         return False
     angles = [lm.rope.angles(layer, AT, sum(TOKENS)) for layer in range(lm.shape.num_layers)]
     if any(one is not None and one.half is None for one in angles):
@@ -56,7 +65,7 @@ def _is_right(lm: LanguageModel) -> bool:
             from ragcache.kv.buffers import Lane
 
             lm.pool.lane = Lane(lm.device)
-        for codec in ("raw", "int8", "fp8"):
+        for codec in CODECS:
             _compare(lm, codec, angles)
     except Exception as error:
         lm.pool.lane = None
@@ -70,7 +79,7 @@ def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> 
     """Place random passages both ways. Raises ArithmeticError where the two differ by more than roundings."""
     from ragcache.fusion.place_kernel import PlaceKernel
 
-    blocks = [_random_block(lm, codec, count) for count in TOKENS]
+    blocks = [random_block(lm.shape, codec, count) for count in TOKENS]
     if (kernel := PlaceKernel.of(blocks, lm.device)) is None:
         raise ArithmeticError(f"{codec} blocks cannot be read by their addresses")
     positions = torch.arange(AT, AT + sum(TOKENS), device=lm.device)
@@ -85,19 +94,24 @@ def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> 
         keys, values = (torch.cat(part, dim=1).to(lm.device, lm.dtype) for part in zip(*parts, strict=True))
         keys = lm.rope.turn(keys[None], angles[layer], torch.empty_like(keys[None]))[0]
         for name, ours, plain in zip(("keys", "values"), cache.layer_state(layer), (keys, values), strict=False):
-            bound = 2 * torch.finfo(lm.dtype).eps * float(plain.float().abs().max())
-            far = float((ours[0].float() - plain.float()).abs().max())
-            if not far <= bound:
-                raise ArithmeticError(f"{name} of layer {layer} from {codec} are {far:.3g} off, more than {bound:.3g}")
+            check_close(f"{name} of layer {layer} from {codec}", ours[0], plain)
     cache.release()
 
 
-def _random_block(lm: LanguageModel, codec: str, num_tokens: int) -> KVBlock:
+def check_close(what: str, ours: Tensor, plain: Tensor) -> None:
+    """Raises ArithmeticError where the two differ by more than roundings."""
+    bound = 2 * torch.finfo(plain.dtype).eps * float(plain.float().abs().max())
+    far = float((ours.float() - plain.float()).abs().max())
+    if not far <= bound:
+        raise ArithmeticError(f"{what} are {far:.3g} off, more than {bound:.3g}")
+
+
+def random_block(shape: CacheShape, codec: str, num_tokens: int) -> KVBlock:
     """In the memory that blocks are placed from."""
-    block = empty_block(replace(lm.shape, device=torch.device("cpu")), num_tokens)
+    block = empty_block(replace(shape, device=torch.device("cpu")), num_tokens)
     generator = torch.Generator().manual_seed(num_tokens)
-    for layer in range(lm.shape.num_layers):
+    for layer in range(shape.num_layers):
         for part in (block.layer_keys(layer), block.layer_values(layer)):
             part.copy_(torch.randn(part.shape, generator=generator))
     held = get_codec(codec).decode(get_codec(codec).encode(block))
-    return held.map(lambda tensor: tensor.pin_memory() if lm.device.type == "cuda" else tensor)
+    return held.map(lambda tensor: tensor.pin_memory() if shape.device.type == "cuda" else tensor)

@@ -3,6 +3,7 @@
 A block in page-locked memory is read over the bus by the kernel itself: no copy in between, and no launch a block, of
 which a prompt of ten passages took 2,016. int8 blocks cross as they are, half the bytes. What the plain way of `Placer`
 does, this does within the rounding of one float32 operation; a model whose first use shows more goes the plain way.
+Tokens go one behind the other, or to slots of pages: vLLM's cache is filled by the same kernel.
 """
 
 from __future__ import annotations
@@ -51,28 +52,39 @@ def _read(table, offsets, scale_offsets, live, SOURCE: tl.constexpr, DTYPE: tl.c
     return numbers.to(DTYPE).to(OUT).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "first_head"])
 def _place(
-    table, spans, cos, sin, keys, values, layer, key_stride, value_stride, VALUE_SIZE: tl.constexpr,
+    table, spans, slots, cos, sin, keys, values, layer, first_head, key_head, key_page, key_row, key_column,
+    value_head, value_page, value_row, value_column, PAGE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, SOURCE: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (block, tile of its tokens, head).
 
     table:  int64 [num_layers, blocks, 6]: addresses of keys and of values, each with its scales' and zero points'
-    spans:  int64 [blocks, 5]: first row, tokens, rows from head to head, tokens in a group of the keys, their groups
+    spans:  int64 [blocks, 6]: first row, tokens, rows from head to head, tokens in a group of the keys, their groups,
+            and which token of the block is the first
+    slots:  int64 [num_tokens]: where a row goes, page by page of PAGE slots; PAGE 0: rows go one behind the other
     cos:    [num_tokens, HALF]; HALF 0: the layer does not rotate
-    keys, values: [num_kv_heads, num_tokens, dim], a head's numbers `key_stride`, `value_stride` apart
+    first_head: of the blocks that goes to head 0
+    keys, values: [num_kv_heads, num_pages, PAGE, dim] or [num_kv_heads, num_tokens, dim], with the strides given
     """
-    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    span, entry = spans + block * 5, table + (layer * tl.num_programs(0) + block) * 6
+    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    span, entry = spans + block * 6, table + (layer * tl.num_programs(0) + block) * 6
     first, count, stride = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-    group, groups = tl.load(span + 3), tl.load(span + 4)
+    group, groups, offset = tl.load(span + 3), tl.load(span + 4), tl.load(span + 5)
     if tile * ROWS >= count:
         return
     own = tile * ROWS + tl.arange(0, ROWS)[:, None]
     there = own < count
-    source, target, key_group = head * stride + own, first + own, (head * groups + own // group) * KEY_DIM
+    held, held_head, target = offset + own, first_head + head, first + own
+    source, key_group = held_head * stride + held, (held_head * groups + held // group) * KEY_DIM
+    page, row = 0, target
+    if PAGE > 0:
+        slot = tl.load(slots + target, mask=there, other=0)
+        page, row = slot // PAGE, slot % PAGE
+    key_place = keys + head * key_head + page * key_page + row * key_row
+    value_place = values + head * value_head + page * value_page + row * value_row
     out = keys.dtype.element_ty
     if HALF > 0:
         column = tl.arange(0, HALF_WIDTH)[None, :]
@@ -82,19 +94,18 @@ def _place(
         two = _read(entry, source * KEY_DIM + column_b, key_group + column_b, live, SOURCE, DTYPE, out)
         c = tl.load(cos + target * HALF + column, mask=live, other=0)
         s = tl.load(sin + target * HALF + column, mask=live, other=0)
-        place = keys + head * key_stride + target * KEY_DIM
-        tl.store(place + column, (one * c - two * s).to(out), mask=live)
-        tl.store(place + column_b, (two * c + one * s).to(out), mask=live)
+        tl.store(key_place + column * key_column, (one * c - two * s).to(out), mask=live)
+        tl.store(key_place + column_b * key_column, (two * c + one * s).to(out), mask=live)
     if KEY_DIM > 2 * HALF:
         column = 2 * HALF + tl.arange(0, REST_WIDTH)[None, :]
         live = there & (column < KEY_DIM)
         rest = _read(entry, source * KEY_DIM + column, key_group + column, live, SOURCE, DTYPE, out)
-        tl.store(keys + head * key_stride + target * KEY_DIM + column, rest.to(out), mask=live)
+        tl.store(key_place + column * key_column, rest.to(out), mask=live)
     column = tl.arange(0, VALUE_WIDTH)[None, :]
     live = there & (column < VALUE_DIM)
     scale = source * ((VALUE_DIM + VALUE_SIZE - 1) // VALUE_SIZE) + column // VALUE_SIZE
     value = _read(entry + 3, source * VALUE_DIM + column, scale, live, SOURCE, DTYPE, out)
-    tl.store(values + head * value_stride + target * VALUE_DIM + column, value.to(out), mask=live)
+    tl.store(value_place + column * value_column, value.to(out), mask=live)
 
 
 class _Launch(NamedTuple):
@@ -118,31 +129,37 @@ class PlaceKernel:
     _launches: Sequence[_Launch]
 
     @classmethod
-    def of(cls, blocks: Sequence[KVBlock], device: torch.device) -> PlaceKernel | None:
-        """None where the device cannot read one of the blocks by its address."""
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, KVBlock, Parts]]] = {}
+    def of(
+        cls, blocks: Sequence[KVBlock], device: torch.device, parts_of: Sequence[tuple[int, int]] | None = None
+    ) -> PlaceKernel | None:
+        """None where the device cannot read one of the blocks by its address.
+
+        parts_of: of each block, its first token that is placed and how many are; None: all
+        """
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[Sequence[int], KVBlock, Parts]]] = {}
         first = 0
-        for block in blocks:
+        for block, (offset, count) in zip(blocks, parts_of or [(0, block.num_tokens) for block in blocks], strict=True):
             parts = block.stored
             if parts is None or not _readable([stored for stored, _ in parts], device):
                 return None
-            kinds.setdefault((parts[0][0].keys[0].dtype, block.dtype), []).append((first, block, parts))
-            first += block.num_tokens
+            alike = kinds.setdefault((parts[0][0].keys[0].dtype, block.dtype), [])
+            alike.append(((first, count, offset), block, parts))
+            first += count
         launches = []
         for (source, dtype), alike in kinds.items():
             table = np.zeros((alike[0][1].num_layers, len(alike), 6), np.int64)
             spans, sizes = [], [1] * len(table)
-            for number, (row, block, parts) in enumerate(alike):
+            for number, ((row, count, offset), _, parts) in enumerate(alike):
                 for stored, layers in parts:
                     for column, tensors in ((0, stored.keys), (3, stored.values)):
-                        for offset, tensor in enumerate(tensors):
+                        for rank, tensor in enumerate(tensors):
                             steps = np.arange(len(layers)) * (tensor.stride(0) * tensor.itemsize)
-                            table[layers, number, column + offset] = tensor.data_ptr() + steps
+                            table[layers, number, column + rank] = tensor.data_ptr() + steps
                     for layer in layers:
                         sizes[layer] = stored.value_size
                 keys, group = parts[0][0].keys, parts[0][0].key_size
                 groups = keys[1].shape[2] if len(keys) > 1 else 1
-                spans.append([row, block.num_tokens, keys[0].stride(1) // keys[0].shape[3], group, groups])
+                spans.append([row, count, keys[0].stride(1) // keys[0].shape[3], group, groups, offset])
             if (table[:, :, [0, 3]] % ALIGNED).any():
                 return None
             longest = max(span[1] for span in spans)
@@ -150,12 +167,19 @@ class PlaceKernel:
             launches.append(_Launch(*on_device, longest, source, dtype, sizes))
         return cls(launches)
 
-    def place(self, layer: int, angles: Angles | None, keys: Tensor, values: Tensor) -> None:
-        """Write a layer's rotated keys, and its values, to [num_kv_heads, num_tokens, dim] each.
+    def place(
+        self, layer: int, angles: Angles | None, keys: Tensor, values: Tensor, slots: Tensor | None = None, own: int = 0
+    ) -> None:
+        """Write a layer's rotated keys, and its values, to [num_kv_heads, num_tokens, dim] each, or to these slots
+        (int64 [num_tokens]) of [num_kv_heads, num_pages, page_tokens, dim] each; of any strides.
 
         angles: at the tokens' positions, of a family that pairs halves; None: the layer does not rotate
+        own:    head of the blocks that goes to the first one here
         """
-        key_dim, value_dim = keys.shape[2], values.shape[2]
+        page = 0 if slots is None else keys.shape[2]
+        if slots is None:
+            keys, values, slots = keys[:, None], values[:, None], keys  # slots are not read
+        key_dim, value_dim = keys.shape[3], values.shape[3]
         half = 0 if angles is None else angles.half or 0
         cos, sin = (keys, keys) if angles is None else angles[:2]
         widths = (max(1, width) for width in (half, key_dim - 2 * half, value_dim))
@@ -163,8 +187,9 @@ class PlaceKernel:
         for one in self._launches:
             grid = (one.table.shape[1], triton.cdiv(one.longest, TILE), keys.shape[0])
             _place[grid](
-                one.table, one.spans, cos, sin, keys, values, layer, keys.stride(0), values.stride(0),
-                one.value_sizes[layer], key_dim, value_dim, half, _TYPES[one.source], _TYPES[one.dtype], TILE, *rounded,
+                one.table, one.spans, slots, cos, sin, keys, values, layer, own,
+                *keys.stride(), *values.stride(), page, one.value_sizes[layer], key_dim, value_dim, half,
+                _TYPES[one.source], _TYPES[one.dtype], TILE, *rounded,
                 enable_fp_fusion=False,  # a code is scaled and moved in two roundings, as everywhere
             )  # fmt: skip
 

@@ -163,6 +163,10 @@ class Lane:
         """Let the current stream use what a piece of work made."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
+    def finish(self) -> None:
+        """Wait here until all that it was told is done."""
+        self._stream.synchronize()
+
     def drop_done(self) -> None:
         """Let go of what finished work held."""
         with self._lock:

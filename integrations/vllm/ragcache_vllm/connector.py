@@ -25,10 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError
+from ragcache.kv.buffers import Lane
 from ragcache_vllm import VLLM_VERSION
 from ragcache_vllm.blocks import StoredBlocks
 from ragcache_vllm.merged_adapter import refuse_other_checkpoint
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
+from ragcache_vllm.probe import is_kernel_right
 from ragcache_vllm.rope import rope_of
 from ragcache_vllm.scheduling import Loads, SchedulerSide
 
@@ -111,14 +113,13 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         static = config.compilation_config.static_forward_context
         layers = {name: PagedLayer(extract_layer_index(name), static[name]) for name in kv_caches}
         device = next(iter(layers.values())).device
-        model = config.model_config
-        self._worker = WorkerSide(
-            self._blocks.get,
-            rope_of(model.hf_config, str(model.model), device),
-            Shard(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
-            config.cache_config.block_size,
-        )
-        self._worker.register(layers, model.dtype)
+        model, page_tokens = config.model_config, config.cache_config.block_size
+        rope = rope_of(model.hf_config, str(model.model), device)
+        shard = Shard(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size)
+        lane = Lane(device) if device.type == "cuda" else None
+        by_kernel = is_kernel_right(list(layers.values()), rope, shard, page_tokens, model.dtype)
+        self._worker = WorkerSide(self._blocks.get, rope, shard, page_tokens, lane, by_kernel=by_kernel)
+        self._worker.register(layers, model.dtype, model.max_model_len)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._begin()

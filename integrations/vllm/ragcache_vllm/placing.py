@@ -1,30 +1,35 @@
 """The connector in a vLLM worker: stored blocks read, rotated and written to the pages of vLLM's cache.
 
 A worker places the KV heads of its own tensor-parallel rank and the layers of its own pipeline stage. Keys are rotated
-in float32 from their stored, unrotated form; vLLM's own attention backend writes the pages, so that their layout and
-their number format stay its affair.
+in float32 from their stored, unrotated form. On CUDA one kernel a layer, the embedded engine's, places all blocks of a
+step (`ragcache/fusion/place_kernel.py`): it reads them in page-locked memory and writes vLLM's pages, on a stream of
+its own. Elsewhere, and where the kernel was not seen to be right (`probe.py`), vLLM's own attention backend writes the
+pages, so that their layout and their number format stay its affair.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ragcache.errors import RagCacheError
+from ragcache.errors import RagCacheError, first_line
 from ragcache.kv.block import KVBlock
+from ragcache.kv.buffers import Lane, Wait
 from ragcache.kv.rope import AnglesAt, Rope
-from ragcache_vllm.plan import Stretch
-from ragcache_vllm.scheduling import Load
+from ragcache.store.tiers.memory import private_copy
+from ragcache_vllm.plan import Load, Stretch
 
 log = logging.getLogger("vllm.ragcache")
 READERS = 4
+WITHOUT = "stored blocks are placed without the kernel, which takes longer on a GPU"
 
 Fetch = Callable[[str], KVBlock | None]
 """The block of a key; None where there is none. Raises RagCacheError where it cannot be served."""
@@ -46,9 +51,29 @@ class PagedLayer:
         device: torch.device = self.layer.kv_cache.device
         return device
 
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Views of the keys and of the values, [num_kv_heads, num_pages, page_tokens, head_dim]."""
+        return page_views(self.layer.kv_cache, by_channel=self.device.type == "cpu")
+
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write rotated keys and values, [num_tokens, num_kv_heads, head_dim], to these slots (int64 [num_tokens])."""
         self.layer.impl.do_kv_cache_update(self.layer, keys, values, self.layer.kv_cache, slots)
+
+
+def page_views(cache: Tensor, *, by_channel: bool) -> tuple[Tensor, Tensor]:
+    """Views of the keys and values of vLLM 0.32's pages, [num_kv_heads, num_pages, page_tokens, head_dim].
+
+    cache: [num_pages, num_kv_heads, page_tokens, 2 * head_dim], of any strides: a token's key, then its value
+    by_channel: as on a CPU: in a page all keys of a head stand before its values, channel by channel
+    """
+    num_pages, heads, tokens, width = cache.shape
+    if by_channel:
+        keys, values = cache.view(num_pages, heads, 2 * tokens, width // 2).chunk(2, dim=2)
+        keys = keys.view(num_pages, heads, width // 2, tokens).transpose(2, 3)
+    else:
+        keys, values = cache.split(width // 2, dim=3)
+    return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -66,30 +91,62 @@ class Shard:
         return slice(head, head + 1)
 
 
-class _Placing:
-    """One request's load: its blocks and where their tokens go. `place` is called once a layer."""
+class Opened(NamedTuple):
+    """A load and its blocks, by key."""
 
-    def __init__(self, load: Load, blocks: Mapping[str, KVBlock], rope: Rope, shard: Shard, page_tokens: int) -> None:
-        self._stretches = [(blocks[stretch.key], stretch) for stretch in load.stretches]
+    load: Load
+    blocks: Mapping[str, KVBlock]
+
+
+class Placing:
+    """Blocks of some loads, and where their tokens go. `place` is called once a layer.
+
+    by_kernel: one kernel places them all, where it can read them
+    """
+
+    def __init__(
+        self, opened: Sequence[Opened], rope: Rope, shard: Shard, page_tokens: int, *, by_kernel: bool
+    ) -> None:
+        self._stretches = [(blocks[stretch.key], stretch) for load, blocks in opened for stretch in load.stretches]
         self._rope = rope
         self._shard = shard
-        spans = [stretch.tokens for _, stretch in self._stretches]
-        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        pages = torch.tensor(load.page_ids)[positions // page_tokens]
-        device = rope.device
-        self._slots = (pages * page_tokens + positions % page_tokens).to(device)
-        self._angles = AnglesAt(rope, positions.to(device))
+        placed = [_positions(load) for load, _ in opened]
+        pages = [torch.tensor(load.page_ids)[one // page_tokens] for (load, _), one in zip(opened, placed, strict=True)]
+        positions = torch.cat(placed)
+        self.slots = (torch.cat(pages) * page_tokens + positions % page_tokens).to(rope.device)
+        self._angles = AnglesAt(rope, positions)
+        self._kernel = None
+        if by_kernel:
+            from ragcache.fusion.place_kernel import PlaceKernel
+
+            blocks = [block for block, _ in self._stretches]
+            parts_of = [(stretch.offset, stretch.tokens.num_tokens) for _, stretch in self._stretches]
+            self._kernel = PlaceKernel.of(blocks, rope.device, parts_of)
+
+    @property
+    def is_by_kernel(self) -> bool:
+        return self._kernel is not None
+
+    def look_up(self, layers: Iterable[PagedLayer]) -> None:
+        """Look up the angles of all layers, on the current stream."""
+        for paged in layers:
+            self._angles.of(paged.index)
 
     @torch.inference_mode()
     def place(self, paged: PagedLayer, dtype: torch.dtype) -> None:
+        angles = self._angles.of(paged.index)
+        if self._kernel is not None:
+            head = self._shard.heads(self._stretches[0][0].layers[paged.index].num_kv_heads).start
+            self._kernel.place(paged.index, angles, *paged.pages, self.slots, head)
+            return
         keys = torch.cat(self._parts([block.layer_keys(paged.index) for block, _ in self._stretches]), dim=1)
         keys = keys.to(paged.device, non_blocking=True)
         # The rotation runs head by head over rows that lie one behind the other: half as long as across the heads.
         rotated = torch.empty(keys.shape[1], keys.shape[0], keys.shape[2], dtype=dtype, device=paged.device)
-        self._rope.turn(keys, self._angles.of(paged.index), rotated.transpose(0, 1))
+        self._rope.turn(keys, angles, rotated.transpose(0, 1))
         values = self._parts([block.layer_values(paged.index) for block, _ in self._stretches])
         by_token = torch.cat([part.transpose(0, 1) for part in values])
-        paged.write(rotated, by_token.to(paged.device, non_blocking=True).to(dtype), self._slots)
+        paged.write(rotated, by_token.to(paged.device, non_blocking=True).to(dtype), self.slots)
 
     def _parts(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """This rank's heads of every stretch, [num_kv_heads, num_tokens, head_dim]."""
@@ -100,51 +157,82 @@ class _Placing:
         ]
 
 
+def _positions(load: Load) -> Tensor:
+    """Of the tokens that are placed, int64 [num_tokens]."""
+    return torch.cat([torch.arange(stretch.tokens.start, stretch.tokens.stop) for stretch in load.stretches])
+
+
 class WorkerSide:
     """Places what the scheduler side planned.
 
     fetch:       reads a block; called by several threads
     rope:        rotates keys as the model does, on the pages' device
     page_tokens: tokens of one page
+    lane:        a CUDA device's stream to place on; None: on the model's own
+    by_kernel:   whether blocks that it can read are placed by the kernel
 
-    An asynchronous load runs in a thread, between steps; of the others a layer is placed when the step reaches it.
+    An asynchronous load is begun by a thread, between steps. Of the others the kernel's are begun with the step, all
+    layers on the lane, and the step's own stream waits for each where it reaches it. The plain way, whose copies the
+    host waits for, goes layer by layer, where the step reaches it.
     """
 
-    def __init__(self, fetch: Fetch, rope: Rope, shard: Shard, page_tokens: int) -> None:
+    def __init__(
+        self, fetch: Fetch, rope: Rope, shard: Shard, page_tokens: int, lane: Lane | None, *, by_kernel: bool
+    ) -> None:
         self._fetch = fetch
         self._rope = rope
         self._shard = shard
         self._page_tokens = page_tokens
+        self._lane = lane
+        self._by_kernel = by_kernel
         self._layers: dict[str, PagedLayer] = {}
         self._dtype = torch.float32
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ragcache-read")
         self._placer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-place")
-        self._current: list[_Placing] = []
+        self._current: Placing | None = None
+        self._waits: dict[str, Wait] = {}
         self._running: dict[str, Future[None]] = {}
         self._failed_pages: set[int] = set()
         self._lock = threading.Lock()
 
-    def register(self, layers: Mapping[str, PagedLayer], dtype: torch.dtype) -> None:
-        """Take the layers by vLLM's names. dtype: of keys and values as vLLM's backend takes them."""
-        self._layers, self._dtype = dict(layers), dtype
+    def register(self, layers: Mapping[str, PagedLayer], dtype: torch.dtype, max_tokens: int) -> None:
+        """Take the layers by vLLM's names. dtype: of keys and values as vLLM's backend takes them; max_tokens: of a
+        sequence."""
+        self._layers, self._dtype = dict(sorted(layers.items(), key=lambda item: item[1].index)), dtype
+        for paged in self._layers.values():
+            last = min(max_tokens, self._rope.longest) - 1
+            self._rope.angles(paged.index, last, 1)  # makes the tables, before several streams read them
 
     def begin(self, loads: Sequence[Load]) -> None:
         """Begin the loads of a step."""
-        self._current = []
+        self.end()
+        if self._lane is not None and loads:
+            self._lane.follow()  # pages may be read until then by requests that had them before
         for load in loads:
             if load.is_async:
                 self._running[load.request_id] = self._placer.submit(self._place_all, load)
-            elif (placing := self._opened(load)) is not None:
-                self._current.append(placing)
+        found = [self._opened(load) for load in loads if not load.is_async]
+        if opened := [one for one in found if one is not None]:
+            placing = self._placing(opened, by_kernel=self._by_kernel)
+            if self._lane is not None and placing.is_by_kernel:
+                self._waits = self._begin_all(self._lane, placing)
+            else:
+                self._current = placing
 
     def place(self, layer_name: str) -> None:
-        """Place one layer of all loads of this step, before its attention."""
-        for placing in self._current:
-            placing.place(self._layers[layer_name], self._dtype)
+        """Have one layer of all loads of this step placed, before its attention."""
+        if self._current is not None:
+            self._current.place(self._layers[layer_name], self._dtype)
+        elif (wait := self._waits.pop(layer_name, None)) is not None:
+            wait()
 
     def end(self) -> None:
         """End the step: its blocks may go."""
-        self._current = []
+        for wait in self._waits.values():
+            wait()
+        self._current, self._waits = None, {}
+        if self._lane is not None:
+            self._lane.drop_done()
 
     def finished(self) -> set[str]:
         """Requests whose asynchronous load has ended since the last call."""
@@ -165,19 +253,36 @@ class WorkerSide:
 
     def _place_all(self, load: Load) -> None:
         try:
-            if (placing := self._opened(load)) is None:
+            if (opened := self._opened(load)) is None:
                 return
+            if self._lane is not None:
+                self._begin_all(self._lane, self._placing([opened], by_kernel=self._by_kernel))
+                self._lane.finish()
+                return
+            placing = self._placing([opened], by_kernel=False)  # Triton's interpreter is of one thread
             for paged in self._layers.values():
                 placing.place(paged, self._dtype)
         except Exception:  # a thread's error would stop every later step
             log.exception("request %s: its blocks could not be placed", load.request_id)
             self._fail(load)
 
-    def _opened(self, load: Load) -> _Placing | None:
+    def _placing(self, opened: Sequence[Opened], *, by_kernel: bool) -> Placing:
+        placing = Placing(opened, self._rope, self._shard, self._page_tokens, by_kernel=by_kernel)
+        placing.look_up(self._layers.values())
+        return placing
+
+    def _begin_all(self, lane: Lane, placing: Placing) -> dict[str, Wait]:
+        """Begin every layer; returns what makes the current stream wait for it, by vLLM's name."""
+        lane.follow()
+        return {
+            name: lane.run(partial(placing.place, paged, self._dtype), placing) for name, paged in self._layers.items()
+        }
+
+    def _opened(self, load: Load) -> Opened | None:
         """A load with its blocks; None where one of them cannot be read any more."""
         keys = list(dict.fromkeys(stretch.key for stretch in load.stretches))
         try:
-            found = dict(zip(keys, self._readers.map(self._fetch, keys), strict=True))
+            found = dict(zip(keys, self._readers.map(self._read, keys), strict=True))
         except RagCacheError as error:
             log.warning("request %s: %s", load.request_id, error)
             found = dict.fromkeys(keys)
@@ -185,7 +290,24 @@ class WorkerSide:
         if len(blocks) < len(keys) or not all(self._fits(blocks[one.key], one) for one in load.stretches):
             self._fail(load)
             return None
-        return _Placing(load, blocks, self._rope, self._shard, self._page_tokens)
+        return Opened(load, blocks)
+
+    def _read(self, key: str) -> KVBlock | None:
+        """A block, where the kernel can read it."""
+        block = self._fetch(key)
+        if block is None or not self._by_kernel:
+            return block
+        try:
+            return block.map(self._locked)
+        except RuntimeError as error:  # the system's limit, above all
+            with self._lock:
+                first, self._by_kernel = self._by_kernel, False
+            if first:
+                log.warning("%s: memory could not be page-locked: %s", WITHOUT, first_line(error))
+            return block
+
+    def _locked(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_pinned() else private_copy(tensor, pin_memory=self._rope.device.type == "cuda")
 
     def _fits(self, block: KVBlock, stretch: Stretch) -> bool:
         long_enough = block.num_tokens >= stretch.offset + stretch.tokens.num_tokens

@@ -62,6 +62,25 @@ class Plan:
         return [part for part in parts if part.tokens.num_tokens > 0]
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a worker places for one request.
+
+    stretches:  of stored blocks, in order
+    page_ids:   the request's pages in vLLM's cache, in order
+    computed:   what the model runs, in order; empty where that is the sequence's end, as vLLM expects it
+    num_tokens: of the sequence
+    is_async:   whether the request waits for it while other requests go on; False: the step waits for it
+    """
+
+    request_id: str
+    stretches: list[Stretch]
+    page_ids: list[int]
+    computed: list[Span]
+    num_tokens: int
+    is_async: bool
+
+
 def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Plan:
     """Name the blocks that a request loads. ids: its prompt. Raises LayoutError."""
     layout.check(len(ids))

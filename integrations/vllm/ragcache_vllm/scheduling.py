@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from ragcache.errors import LayoutError, MissingBlockError
-from ragcache.fusion.layout import Span
-from ragcache_vllm.plan import Plan, Stretch, make_plan
+from ragcache_vllm.plan import Load, Plan, make_plan
 from ragcache_vllm.request_layout import PARAMS, RequestLayout
 
 if TYPE_CHECKING:
@@ -29,25 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.ragcache")
 VERIFIERS = 4
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a worker places for one request.
-
-    stretches:  of stored blocks, in order
-    page_ids:   the request's pages in vLLM's cache, in order
-    computed:   what the model runs, in order; empty where that is the sequence's end, as vLLM expects it
-    num_tokens: of the sequence
-    is_async:   whether the request waits for it while other requests go on; False: the step waits for it
-    """
-
-    request_id: str
-    stretches: list[Stretch]
-    page_ids: list[int]
-    computed: list[Span]
-    num_tokens: int
-    is_async: bool
 
 
 @dataclass

@@ -21,7 +21,8 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import Span
-from ragcache_vllm.scheduling import Load, Loads
+from ragcache_vllm.plan import Load
+from ragcache_vllm.scheduling import Loads
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

@@ -1,4 +1,4 @@
-"""The connector's tests with vLLM's V2 model runner, a GPU's default, its kernels in Triton's interpreter."""
+"""The connector's tests with vLLM's V2 model runner, a GPU's default, its kernels and ours in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def test_the_v2_runner_answers_alike() -> None:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    tests = ["-c", HERE / "pytest.ini", "--confcutdir", HERE, HERE / "test_connector.py"]
+    tests = ["-c", HERE / "vllm.ini", "--confcutdir", HERE, HERE / "test_connector.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-s", *tests]
     ran = subprocess.run(command, env={**os.environ, **v2}, capture_output=True, text=True, check=False)
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said
     assert "Using V2 Model Runner" in said
+    assert "stored blocks are placed by one kernel a layer" in said

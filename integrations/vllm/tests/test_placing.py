@@ -1,0 +1,387 @@
+"""Blocks on vLLM's pages: by the kernel, in Triton's interpreter, against what vLLM's own writer is given. No vLLM is
+needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from families import load_tiny
+from torch import Tensor
+
+from benchmarks.ops import PagedAttention
+from ragcache.fusion.layout import Span
+from ragcache.fusion.place_check import random_block
+from ragcache.kv.block import KVBlock
+from ragcache.models.language_model import LanguageModel
+from ragcache_vllm import placing
+from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide, page_views
+from ragcache_vllm.plan import Load, Stretch
+from ragcache_vllm.probe import is_kernel_right
+
+pytest.importorskip("triton", reason="the kernel's tests need Triton")
+PAGES, PAGE_TOKENS = 24, 16
+# Two requests of one step: parts of blocks, pages in no order.
+LOADS = [
+    Load("one", [Stretch("a", Span(3, 43), 0), Stretch("b", Span(50, 80), 9)], [7, 2, 9, 4, 1], [], 90, False),
+    Load("two", [Stretch("b", Span(0, 20), 0)], [12, 3], [], 30, False),
+]
+NUM_LAYERS = 3
+WHOLE = Shard(0, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load_tiny("llama", tmp_path_factory.mktemp("llama"))[0]
+
+
+@pytest.fixture(params=["raw", "int8", "fp8"])
+def blocks(lm: LanguageModel, request: pytest.FixtureRequest) -> dict[str, KVBlock]:
+    return {key: random_block(lm.shape, request.param, count) for key, count in (("a", 40), ("b", 64))}
+
+
+@pytest.fixture
+def raw(lm: LanguageModel) -> dict[str, KVBlock]:
+    return {key: random_block(lm.shape, "raw", count) for key, count in (("a", 40), ("b", 64))}
+
+
+class CardAttention(PagedAttention):
+    """A layer of vLLM 0.32's on CUDA: a token's key stands before its value, tokens before heads."""
+
+    def __init__(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__(num_pages, num_kv_heads, page_tokens, head_dim, dtype)
+        self.kv_cache = torch.zeros(num_pages, page_tokens, num_kv_heads, 2 * head_dim, dtype=dtype).transpose(1, 2)
+
+    def do_kv_cache_update(self, layer: object, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        for rank, slot in enumerate(slots.tolist()):
+            cache[slot // PAGE_TOKENS, :, slot % PAGE_TOKENS] = torch.cat([keys[rank], values[rank]], -1)
+
+
+class CardLayer(PagedLayer):
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        return page_views(self.layer.kv_cache, by_channel=False)
+
+
+def paged_layers(lm: LanguageModel, ranks: int = 1, *, card: bool = False, pages: int = PAGES) -> dict[str, PagedLayer]:
+    """Pages full of numbers; layers in no order."""
+    layer_of, attention = (CardLayer, CardAttention) if card else (PagedLayer, PagedAttention)
+    found = {}
+    for index in (1, 0, 2):
+        shape = lm.shape.layers[index]
+        made = attention(pages, shape.num_kv_heads // ranks, PAGE_TOKENS, shape.key_dim, lm.dtype)
+        made.kv_cache.copy_(torch.randn(made.kv_cache.shape, generator=torch.Generator().manual_seed(index)))
+        found[f"layers.{index}"] = layer_of(index, made)
+    return found
+
+
+def worker(
+    lm: LanguageModel,
+    blocks: dict[str, KVBlock],
+    layers: dict[str, PagedLayer],
+    shard: Shard = WHOLE,
+    lane: object = None,
+    *,
+    by_kernel: bool = True,
+) -> WorkerSide:
+    side = WorkerSide(blocks.get, lm.rope, shard, PAGE_TOKENS, lane, by_kernel=by_kernel)  # type: ignore[arg-type]
+    side.register(layers, lm.dtype, 128)
+    return side
+
+
+def step(side: WorkerSide, loads: Sequence[Load] = LOADS) -> None:
+    side.begin(loads)
+    for index in range(NUM_LAYERS):
+        side.place(f"layers.{index}")
+    side.end()
+
+
+def assert_alike(ours: dict[str, PagedLayer], plain: dict[str, PagedLayer]) -> None:
+    """All pages: values bit for bit, keys within roundings of one rotation."""
+    for name, paged in ours.items():
+        keys, values = paged.pages
+        torch.testing.assert_close(keys, plain[name].pages[0], rtol=1e-6, atol=1e-6)
+        assert torch.equal(values, plain[name].pages[1])
+
+
+@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
+def test_the_kernel_fills_pages_as_vllms_own_writer_does(lm, blocks, shard, card):
+    """Two requests, parts of their blocks, a rank's own heads; whatever else is on the pages stays."""
+    found = []
+    for by_kernel in (True, False):
+        layers = paged_layers(lm, shard.num_ranks, card=card)
+        side = worker(lm, blocks, layers, shard, by_kernel=by_kernel)
+        step(side)
+        side.close()
+        found.append(layers)
+    assert_alike(*found)
+    before, after = (one["layers.1"].pages[1] for one in (paged_layers(lm, shard.num_ranks, card=card), found[0]))
+    assert int((before != after).any(3).any(0).sum()) == 90
+    assert torch.equal(before[:, 20], after[:, 20])
+
+
+def test_pages_lie_as_vllm_says(lm):
+    """[num_pages, num_kv_heads, page_tokens, 2 * head_dim], whatever its strides."""
+    cache = torch.randn(5, PAGE_TOKENS, 2, 24).transpose(1, 2)
+    keys, values = page_views(cache, by_channel=False)
+    assert torch.equal(keys[1, 4, 7], cache[4, 1, 7, :12])
+    assert torch.equal(values[1, 4, 7], cache[4, 1, 7, 12:])
+
+
+# On a stream of its own.
+
+
+class LateLane:
+    """A lane whose work is on the pages only for who waits for it: until then what it wrote is NaN."""
+
+    def __init__(self, layers: dict[str, PagedLayer], gate: threading.Event | None = None) -> None:
+        self.tensors = [paged.layer.kv_cache for paged in layers.values()]
+        self.gate = gate
+        self.log: list[str] = []
+        self.arrivals: list[Callable[[], None]] = []
+
+    def follow(self) -> None:
+        self.log.append("follow")
+
+    def drop_done(self) -> None:
+        self.log.append("drop")
+
+    def run(self, work: Callable[[], None], held: object) -> Callable[[], None]:
+        before = [tensor.clone() for tensor in self.tensors]
+        work()
+        after = [tensor.clone() for tensor in self.tensors]
+        written = [one != two for one, two in zip(before, after, strict=True)]
+        for tensor, mask in zip(self.tensors, written, strict=True):
+            tensor[mask & ~tensor.isnan()] = torch.nan
+
+        def wait() -> None:
+            self.log.append("wait")
+            for tensor, mask, then in zip(self.tensors, written, after, strict=True):
+                here = mask & ~then.isnan()
+                tensor[here] = then[here]
+
+        self.arrivals.append(wait)
+        self.log.append("run")
+        return wait
+
+    def finish(self) -> None:
+        if self.gate is not None:
+            self.gate.wait(60)
+        for arrive in self.arrivals:
+            arrive()
+
+
+def arrived(layers: dict[str, PagedLayer]) -> list[bool]:
+    return [not layers[f"layers.{index}"].layer.kv_cache.isnan().any() for index in range(NUM_LAYERS)]
+
+
+def test_a_step_waits_for_each_layer_where_it_reaches_it(lm, raw):
+    plain, layers = paged_layers(lm), paged_layers(lm)
+    step(worker(lm, raw, plain, by_kernel=False))
+    lane = LateLane(layers)
+    side = worker(lm, raw, layers, lane=lane)
+    side.begin(LOADS)
+    assert arrived(layers) == [False, False, False]
+    for index in range(NUM_LAYERS):
+        side.place(f"layers.{index}")
+        assert arrived(layers) == [number <= index for number in range(NUM_LAYERS)], "its own layer, and no other"
+        side.place(f"layers.{index}")  # nothing more to wait for
+    assert lane.log.count("wait") == NUM_LAYERS
+    side.end()
+    assert_alike(layers, plain)
+    side.close()
+
+
+def test_the_plain_way_goes_layer_by_layer_in_the_step(lm, raw):
+    """The host waits for its copies: begun all at once, they would keep the model's first layer from starting."""
+    plain, layers = paged_layers(lm), paged_layers(lm)
+    step(worker(lm, raw, plain, by_kernel=False))
+    before = layers["layers.1"].layer.kv_cache.clone()
+    lane = LateLane(layers)
+    side = worker(lm, raw, layers, lane=lane, by_kernel=False)
+    side.begin(LOADS)
+    side.place("layers.0")
+    assert torch.equal(layers["layers.1"].layer.kv_cache, before)
+    for index in (1, 2):
+        side.place(f"layers.{index}")
+    assert "run" not in lane.log
+    assert_alike(layers, plain)
+    side.close()
+
+
+def test_the_stream_begins_behind_what_it_reads_and_overwrites(lm, raw, monkeypatch):
+    """Pages may be read by the step before, and angles are looked up by the model's own stream."""
+    layers = paged_layers(lm)
+    lane = LateLane(layers)
+    side = worker(lm, raw, layers, lane=lane)
+    look_up = lm.rope.angles
+    monkeypatch.setattr(lm.rope, "angles", lambda *where: (lane.log.append("angles"), look_up(*where))[1])
+    side.begin(LOADS)
+    assert lane.log[-NUM_LAYERS:] == ["run"] * NUM_LAYERS
+    prepared = lane.log[:-NUM_LAYERS]
+    assert prepared[-1] == "follow"
+    assert "angles" in prepared
+    side.end()
+    assert arrived(layers) == [True, True, True], "a step that ends leaves no page behind that is not there"
+    assert lane.log[-1] == "drop"
+    side.close()
+
+
+def test_a_load_ahead_has_ended_when_its_pages_are_there(lm, raw):
+    plain, layers, gate = paged_layers(lm), paged_layers(lm), threading.Event()
+    ahead = Load("one", LOADS[0].stretches, LOADS[0].page_ids, [], 90, True)
+    step(worker(lm, raw, plain, by_kernel=False), LOADS[:1])
+    lane = LateLane(layers, gate)
+    side = worker(lm, raw, layers, lane=lane)
+    side.begin([ahead])
+    until = time.monotonic() + 60
+    while lane.log.count("run") < NUM_LAYERS and time.monotonic() < until:
+        time.sleep(0.01)
+    assert side.finished() == set()
+    assert not any(arrived(layers))
+    gate.set()
+    while not (done := side.finished()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert done == {"one"}
+    assert_alike(layers, plain)
+    assert lane.log[:2] == ["drop", "follow"], "the model's stream, before the thread begins"
+    side.close()
+
+
+# Where the kernel cannot.
+
+
+def test_a_refused_page_lock_is_named_once_and_costs_time_alone(lm, raw, monkeypatch, caplog):
+    def refuse(tensor: Tensor, **where: object) -> Tensor:
+        raise RuntimeError("CUDA error: OS call failed\nmore of it")
+
+    monkeypatch.setattr(placing, "private_copy", refuse)
+    plain, layers = paged_layers(lm), paged_layers(lm)
+    step(worker(lm, raw, plain, by_kernel=False))
+    side = worker(lm, raw, layers)
+    with caplog.at_level(logging.WARNING):
+        step(side)
+        step(side)
+    [record] = caplog.records
+    assert record.getMessage().endswith("memory could not be page-locked: CUDA error: OS call failed")
+    for name, paged in layers.items():
+        assert torch.equal(paged.layer.kv_cache, plain[name].layer.kv_cache)
+    side.close()
+
+
+def test_blocks_that_it_cannot_read_go_the_plain_way(lm):
+    coded = {key: random_block(lm.shape, "int4", count) for key, count in (("a", 40), ("b", 64))}
+    plain, layers = paged_layers(lm), paged_layers(lm)
+    for by_kernel, there in ((True, layers), (False, plain)):
+        side = worker(lm, coded, there, by_kernel=by_kernel)
+        step(side)
+        side.close()
+    for name, paged in layers.items():
+        assert torch.equal(paged.layer.kv_cache, plain[name].layer.kv_cache)
+
+
+# Its first use.
+
+
+def is_right(lm: LanguageModel, layers: dict[str, PagedLayer], shard: Shard = WHOLE) -> bool:
+    return is_kernel_right(list(layers.values()), lm.rope, shard, PAGE_TOKENS, lm.dtype)
+
+
+@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(1, 2)])
+def test_it_is_used_once_it_was_seen_to_be_right_and_pages_stay(lm, shard, card, caplog):
+    layers = paged_layers(lm, shard.num_ranks, card=card)
+    before = {name: paged.layer.kv_cache.clone() for name, paged in layers.items()}
+    assert is_right(lm, layers, shard)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    for name, paged in layers.items():
+        assert torch.equal(paged.layer.kv_cache, before[name])
+
+
+class Misread(PagedLayer):
+    """A layer whose pages are taken for what they are not."""
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        return super().pages[::-1]
+
+
+def half_layers(lm: LanguageModel) -> dict[str, PagedLayer]:
+    layers = paged_layers(lm)
+    for paged in layers.values():
+        paged.layer.kv_cache = paged.layer.kv_cache.half()
+    return layers
+
+
+def test_what_is_wrong_is_named_once_and_it_is_not_used(lm, caplog, monkeypatch):
+    from ragcache.fusion.place_kernel import PlaceKernel
+
+    def said(layers: dict[str, PagedLayer]) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert not is_right(lm, layers)
+        [record] = caplog.records
+        return record.getMessage()
+
+    misread = {name: Misread(paged.index, paged.layer) for name, paged in paged_layers(lm).items()}
+    assert "keys of layer 1 from raw are" in said(misread)
+    assert "pages hold torch.float16, not torch.float32" in said(half_layers(lm))
+    assert "3 pages are too few" in said(paged_layers(lm, pages=3))
+    right = PlaceKernel.place
+
+    def late(self, layer, angles, keys, values, slots=None, own=0):
+        right(self, layer, angles, keys, values, slots, own)
+        if layer == 2:
+            values[:, slots[-1] // PAGE_TOKENS, slots[-1] % PAGE_TOKENS] += 0.01
+
+    monkeypatch.setattr(PlaceKernel, "place", late)
+    assert "values of layer 2 from raw are 0.01 off" in said(paged_layers(lm))
+
+    def idle(self, *args: object) -> None:
+        return
+
+    monkeypatch.setattr(PlaceKernel, "place", idle)
+    assert "are nan off" in said(paged_layers(lm))
+
+    def broken(self, *args: object) -> None:
+        raise RuntimeError("no ptxas here\nand more")
+
+    monkeypatch.setattr(PlaceKernel, "place", broken)
+    assert said(paged_layers(lm)).endswith("takes longer on a GPU: RuntimeError: no ptxas here")
+
+
+def test_it_is_switched_off_by_name(lm, monkeypatch, caplog):
+    monkeypatch.setenv("RAGCACHE_PLACE", "plain")
+    assert not is_right(lm, paged_layers(lm))
+    assert not caplog.records
+
+
+def test_other_pairings_go_the_plain_way(tmp_path: Path, caplog):
+    other = load_tiny("cohere", tmp_path)[0]  # pairs dimensions side by side
+    assert other.rope.angles(0, 0, 1).half is None
+    assert not is_right(other, paged_layers(other))
+    assert "does not pair the halves" in caplog.text
+
+
+def test_positions_of_a_long_sequence_need_no_new_tables(lm, raw):
+    """Tables that grow in the middle of a load would be written by one stream and read by another."""
+    side = worker(lm, raw, paged_layers(lm))
+    tables = {id(table.cos) for table in lm.rope._tables.values()}
+    step(side)
+    side.close()
+    assert {id(table.cos) for table in lm.rope._tables.values()} == tables
+    assert all(a.tokens.stop <= b.tokens.start for load in LOADS for a, b in pairwise(load.stretches))
