@@ -31,14 +31,14 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_377, 7, 1_120, 7),
-    "ragcache/kv": Room(2_410, 10, 1_870, 9),
-    "ragcache/models": Room(5_540, 27, 4_300, 20),
+    "ragcache/kv": Room(2_468, 10, 1_870, 9),
+    "ragcache/models": Room(5_837, 28, 4_300, 20),
     "ragcache/codecs": Room(1_285, 8, 2_321, 15),
     "ragcache/fusion": Room(1_934, 12, 1_863, 15),
-    "ragcache/store": Room(5_719, 27, 5_559, 30),
+    "ragcache/store": Room(5_683, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_420, 6, 1_776, 9),
     "ragcache/ingest": Room(3_144, 17, 3_348, 21),
-    "ragcache/engine": Room(8_003, 32, 5_518, 26),
+    "ragcache/engine": Room(8_012, 32, 5_518, 26),
     "ragcache/server": Room(3_565, 19, 3_620, 20),
     "ragcache/cli": Room(1_671, 9, 1_448, 8),
     # Annexes.
@@ -46,7 +46,7 @@ ROOMS = {
     "extras/documents/ragcache_documents": Room(560, 6, 347, 5),
     "extras/eval/ragcache_eval": Room(5_450, 50, 5_150, 23),
     "extras/train/ragcache_train": Room(2_901, 22, 2_390, 12),
-    "extras/plan/ragcache_plan": Room(1_629, 8, 1_540, 8),
+    "extras/plan/ragcache_plan": Room(1_666, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_485, 24, 1_280, 10),
     "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(391, 5, 320, 4),
