@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
+from benchmarks.shapes import GRAPH_MEMORY
 from ragcache.files import atomic_write, write_all
 
 ROOT = Path(__file__).parents[1]
@@ -35,13 +36,16 @@ TAIL = 2000  # characters of a stage's output that are kept
 SHAPE, DTYPE = "Llama-3.1-8B", "bfloat16"
 # File of a stage, ratio in it, name in the table, goal on an H100.
 ROWS = (
+    ("ttft", "floor / transformers: full prefill", "floor / full prefill", 0.076),
     ("ttft", "reposition: device memory / transformers: full prefill", "device memory / full prefill", 0.10),
     ("ttft", "reposition: pinned host memory / transformers: full prefill", "page-locked / full prefill", 0.13),
     ("ttft", "reposition: memory tier / transformers: full prefill", "memory tier / full prefill", 0.13),
     ("ttft", "reposition: disk, warm page cache / transformers: full prefill", "disk, warm / full prefill", 0.6),
     ("ttft", "reposition: disk, cold page cache / transformers: full prefill", "disk, cold / full prefill", 1.05),
     ("vllm", "in vLLM: reposition / full prefill", "inside vLLM, disk, warm / vLLM's full prefill", None),
+    ("decode", "ragcache / transformers: generate, tokens/s", "decode of one, tokens/s / transformers", 2.5),
 )
+NO_GRAPHS = {GRAPH_MEMORY: "0"}
 
 
 @dataclass
@@ -84,9 +88,12 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
     tests += ["-n", "8"] if find_spec("xdist") else []
     yield Stage("laws", tests, 60, {"HF_HUB_OFFLINE": "1"})
     yield Stage("ttft", bench("ttft", *first), 75)
-    yield Stage("plain", bench("ttft", *first, folder="plain"), 75, {"RAGCACHE_PLACE": "plain"})
+    yield Stage("no graphs", bench("ttft", *(first or few), folder="no-graphs"), 60, NO_GRAPHS)
+    yield Stage("plain", bench("ttft", *(first or few), folder="plain"), 60, {"RAGCACHE_PLACE": "plain", **NO_GRAPHS})
     yield Stage("methods", bench("methods", *few), 75)
-    yield Stage("decode", bench("decode", *(sizes(tokens=4, rounds=1) if small else ())), 60)
+    decoded = sizes(tokens=4, rounds=1) if small else ()
+    yield Stage("decode", bench("decode", *decoded), 45)
+    yield Stage("decode, no graphs", bench("decode", *decoded, folder="no-graphs"), 45, NO_GRAPHS)
     yield Stage("askers", bench("askers", *(sizes(rounds=1, passages=2, tokens=20) if small else sizes(rounds=3))), 75)
     yield Stage("ingest", bench("ingest", *(sizes(tokens=200, rounds=1) if small else ())), 45)
     yield Stage("ops", [*python, "benchmarks.ops"], 30)
@@ -178,10 +185,10 @@ def page(out: Path, outcomes: dict[str, Outcome], names: Sequence[str], hardware
     card = hardware["gpu"] or hardware["cpu"]
     versions = ", ".join(f"{name} {hardware[name]}" for name in ("torch", "transformers"))
     lines = [f"# {card}", "", f"{versions}; commit {hardware['commit']}; driver {_driver()}", ""]
-    lines += ["| what | measured | the plain way | goal on an H100 |", "|---|---|---|---|"]
+    lines += ["| what | measured | without graphs | the plain way | goal on an H100 |", "|---|---|---|---|---|"]
     for prefix, ratio, what, goal in ROWS:
-        kernel, plain = (_ratio(folder, prefix, ratio) for folder in (out, out / "plain"))
-        lines.append(f"| {what} | {kernel} | {plain} | {'none' if goal is None else f'{goal:g}'} |")
+        found = [_ratio(folder, prefix, ratio) for folder in (out, out / "no-graphs", out / "plain")]
+        lines.append(f"| {what} | {' | '.join(found)} | {'none' if goal is None else f'{goal:g}'} |")
     lines += ["", "| stage | outcome | seconds |", "|---|---|---|"]
     for name in names:
         one = outcomes.get(name)

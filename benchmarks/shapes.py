@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from transformers import (
 
 from ragcache.kv.block_key import digest
 from ragcache.models.attention import NAME, register
+from ragcache.models.graphs import use_graphs
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import DTYPES
 from ragcache.models.packed import pack
@@ -35,6 +37,7 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
 
 
 # From the config.json of each model's published directory. "toy" is for tests of the benchmarks themselves.
+GRAPH_MEMORY = "RAGCACHE_GRAPH_MEMORY"  # bytes, as the command line's option of that name; 0: no CUDA graphs
 SHAPES: dict[str, dict[str, Any]] = {
     "toy": {
         "hidden_size": 48,
@@ -173,7 +176,10 @@ def _build(
         plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     plain.eval().requires_grad_(False)
     fingerprint = digest({"shape": shape, "seed": seed, "dtype": dtype, "device": str(device)})
-    return Built(_wrap(_sharing_weights(plain), tokenizer, fingerprint, shape), plain)
+    lm = _wrap(_sharing_weights(plain), tokenizer, fingerprint, shape)
+    given = os.environ.get(GRAPH_MEMORY)
+    use_graphs(lm, int(given) if given else None)  # as a store does that is opened with it
+    return Built(lm, plain)
 
 
 def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -42,6 +42,7 @@ from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.card import ModelCard
+from ragcache.models.graphs import use_graphs
 from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
@@ -214,6 +215,7 @@ def _here(
     documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
     place_kernel(lm, ())  # compiled and compared now, not at the first question
+    use_graphs(lm, config.graph_bytes)
     rates = None
     if config.load != ALWAYS:  # where nothing is chosen, nothing is measured
         rates = open_rates(store.rates, kv.root, lm, kv.codec, config.measure_s, recipe)

@@ -108,6 +108,13 @@ class StoreConfig(Config):
             "KV that all answers in progress may hold together; more wait. Half of the device's memory if not given.",
         ),
     ] = None
+    graph_bytes: Annotated[
+        int | None,
+        Size(
+            "--graph-memory",
+            "Memory of CUDA graphs, for KV and scratch; 0: none are used. An eighth of what is free if not given.",
+        ),
+    ] = None
     load: Annotated[
         Load, Option("--load", "Blocks on disk: load or compute, whichever is faster (auto); always load; never.")
     ] = "auto"
@@ -158,8 +165,8 @@ class StoreConfig(Config):
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:
             raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
-        for name in ("foreign_cache", "speculative_bytes", "measure_s"):
-            check_least(name, getattr(self, name), 0)
+        for name in ("foreign_cache", "speculative_bytes", "measure_s", "graph_bytes"):
+            check_least(name, getattr(self, name) or 0, 0)
         check_type("approximate", self.approximate, bool, "give True or False")
         check_choice("load", self.load, get_args(Load))
         if self.neighbours is not None:

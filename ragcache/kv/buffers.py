@@ -24,11 +24,15 @@ _SMALL = 512
 
 @dataclass(frozen=True, eq=False)
 class KVBuffers:
-    """Buffers by layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity]."""
+    """Buffers by layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity].
+
+    start: their first token in the pool's arena, which they are a part of; None: they are not
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
+    start: int | None = None
 
     @classmethod
     def allocate(cls, shape: CacheShape, capacity: int) -> KVBuffers:
@@ -44,6 +48,10 @@ class KVBuffers:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for part in (self.keys, self.values, self.positions) for tensor in part)
+
+    def part(self, start: int, end: int) -> KVBuffers:
+        keys, values = ([one[:, :, start:end] for one in part] for part in (self.keys, self.values))
+        return KVBuffers(tuple(keys), tuple(values), tuple(one[start:end] for one in self.positions), start)
 
     def copy_from(self, other: KVBuffers, count: int) -> None:
         """Take over the first `count` tokens that `other` holds in every layer."""
@@ -64,19 +72,39 @@ class BufferPool:
 
     max_bytes: idle buffers beyond this are freed, the oldest first.
     lane:      places what is written to the buffers beside the passes; None: in them
+    arena:     one allocation that buffers are parts of while it has room, so that a CUDA graph can read any of them;
+               None: each is one of its own
     """
+
+    NOWHERE, SINK = 0, 1
+    """Places in the arena: of a token of zeros that nobody writes to, and of one that nobody reads."""
 
     def __init__(self, shape: CacheShape, max_bytes: int) -> None:
         self.shape = shape
         self.max_bytes = max_bytes
         self.lane: Lane | None = None
+        self.arena: KVBuffers | None = None
+        self._taken = bytearray()  # by _SMALL_STEP tokens of the arena
         self._idle: list[KVBuffers] = []
         # Re-entrant: the garbage collector may finalise a cache, and so call give(), inside take() or give().
         self._lock = threading.RLock()
 
-    def take(self, capacity: int) -> KVBuffers:
-        """The smallest idle buffers that hold `capacity` tokens, or new ones."""
+    def open_arena(self, num_tokens: int) -> KVBuffers:
+        """Have buffers cut from one allocation from now on."""
+        arena = KVBuffers.allocate(self.shape, num_tokens)
+        for tensor in (*arena.keys, *arena.values, *arena.positions):
+            tensor.zero_()
         with self._lock:
+            self.arena, self._taken = arena, bytearray([True, *bytes(num_tokens // _SMALL_STEP - 1)])
+        return arena
+
+    def take(self, capacity: int) -> KVBuffers:
+        """A part of the arena for `capacity` tokens, else the smallest idle buffers that hold them, or new ones."""
+        steps = -(-capacity // _SMALL_STEP)
+        with self._lock:
+            if self.arena is not None and (at := self._taken.find(bytes(steps))) >= 0:
+                self._taken[at : at + steps] = b"\1" * steps
+                return self.arena.part(at * _SMALL_STEP, (at + steps) * _SMALL_STEP)
             fitting = [b for b in self._idle if b.capacity >= capacity]
             if fitting:
                 best = min(fitting, key=lambda b: b.capacity)
@@ -86,6 +114,10 @@ class BufferPool:
 
     def give(self, buffers: KVBuffers) -> None:
         with self._lock:
+            if buffers.start is not None:
+                at, steps = buffers.start // _SMALL_STEP, buffers.capacity // _SMALL_STEP
+                self._taken[at : at + steps] = bytes(steps)
+                return
             self._idle.append(buffers)
             while self._idle and sum(b.num_bytes for b in self._idle) > self.max_bytes:
                 self._idle.pop(0)
@@ -110,6 +142,11 @@ class SharedContext:
         self._loan = loan
         self.num_tokens = num_tokens
         self.states = tuple(states)
+
+    @property
+    def start(self) -> int | None:
+        """Its first token's place in the pool's arena, as of KVBuffers."""
+        return self._loan.buffers.start
 
     @property
     def num_bytes(self) -> int:

@@ -176,6 +176,26 @@ class FusedCache(Cache):  # type: ignore[misc]
         self.lengths[layer] += count
         return buffers.keys[layer][:, :, start:end], buffers.values[layer][:, :, start:end]
 
+    def places(self, num_tokens: int) -> tuple[int, int, int, int] | None:
+        """Make room for so many more, and say where the tokens are in the pool's arena: the first of its base, how many
+        those are, the first of its own, and how many all are with the new ones. The context is placed, or told to be.
+
+        None where they are not in the arena, differ from layer to layer or head to head, or scores are changed.
+        """
+        for layer in range(len(self._filled) if self._pool.lane is None else 1):
+            self.ensure(layer)
+        self.make_room(num_tokens)
+        base, own = self._buffers.start if self.base is None else self.base.start, self._buffers.start
+        is_even = len(set(self.lengths)) == 1 and not self._head_positions
+        if base is None or own is None or not is_even or self.adjust is not None:
+            return None
+        return base, self._base_tokens, own, self.lengths[0] + num_tokens
+
+    def appended(self, num_tokens: int) -> None:
+        """Say that a graph has written so many tokens behind the others, in every layer."""
+        self.lengths = [length + num_tokens for length in self.lengths]
+        self._ran = [ran + num_tokens for ran in self._ran]
+
     def begin(self, positions: Tensor, slots: Tensor | Sequence[Tensor] | None = None) -> None:
         """Announce the tokens of the coming pass: their positions, int64 [num_tokens].
 
@@ -204,11 +224,11 @@ class FusedCache(Cache):  # type: ignore[misc]
     def place(self) -> None:
         """Place every layer's context now. Without this, each is placed just before its layer runs."""
         for layer in range(len(self._filled)):
-            self._ensure(layer)
+            self.ensure(layer)
 
     def state(self, rank: int) -> State | None:
         """The state of a recurrent layer, its context placed."""
-        self._ensure(len(self.lengths) + rank)
+        self.ensure(len(self.lengths) + rank)
         return self.states[rank]
 
     def narrow(self, rows: Tensor | None) -> None:
@@ -283,7 +303,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         in_order = self._pool.shape.in_order
         key_states, value_states = in_order(layer_idx, (key_states, value_states))
         self._ran[layer_idx] += num_tokens
-        self._ensure(layer_idx)
+        self.ensure(layer_idx)
         slots = self._slots if self._slots is None or isinstance(self._slots, Tensor) else self._slots[layer_idx]
         if slots is None:
             if (positions := self._new_positions) is None:
@@ -311,11 +331,12 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     def own_state(self, layer: int) -> tuple[Tensor, Tensor]:
         """keys and values, [1, num_kv_heads, length, head_dim], of the tokens behind its `base`."""
-        self._ensure(layer)
+        self.ensure(layer)
         end = self.lengths[layer] - self._base_tokens
         return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
 
-    def _ensure(self, layer: int) -> None:
+    def ensure(self, layer: int) -> None:
+        """Place a layer's context, or have the current stream wait for it where it is placed beside the passes."""
         if self.fill is not None and not self._filled[layer]:
             started = time.perf_counter()
             if self._pool.lane is None or layer >= len(self.lengths):  # a state is made anew, and by the current stream

@@ -30,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from ragcache.kv.anchor_tokens import OPEN, sees_within
-from ragcache.kv.buffers import SharedContext
+from ragcache.kv.buffers import KVBuffers, SharedContext
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope, Source, as_angles
 from ragcache.kv.state import State, StateMap
@@ -48,6 +48,7 @@ from ragcache.models.attention_kernels import (
 from ragcache.models.latent import ABSORBED, LATENT, Expanded, absorbed_of, expand, form_of
 from ragcache.runtime import during
 
+Pair = tuple[Tensor, Tensor]
 NAME = "ragcache"
 RANK = "ragcache_rank"
 """Attribute of attention modules of models with recurrent layers: their place among those that keep keys and values."""
@@ -177,6 +178,56 @@ class BatchedPass:
     lengths: Sequence[int]
 
 
+@dataclass(eq=False)
+class ArenaPass:
+    """Tokens of several requests, a row each, over caches in one arena, as a CUDA graph runs them: from pass to pass
+    nothing differs but the numbers in its tensors.
+
+    positions: int64 [rows, num_tokens]
+    slots:  int64 [rows * num_tokens]: where in the arena the tokens' keys and values go
+    places: int64 [rows, length]: where each row's keys are
+    order:  bool [rows, num_tokens, length]: keys that stand at or before each token
+    before_layer: called before anything of a layer is read
+    masks:  made so far, by window, layer where there is one, and repeats of the rows
+    """
+
+    arena: KVBuffers
+    positions: Tensor
+    slots: Tensor
+    places: Tensor
+    order: Tensor
+    before_layer: Callable[[int], None]
+    masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
+
+    def attend(self, module: nn.Module, query: Tensor, new: Pair, window: int | None, how: Scoring) -> Tensor:
+        """query, and what is returned: [1, num_heads, rows * num_tokens, head_dim]; new: what is kept of the tokens."""
+        (rows, num_tokens), layer = self.positions.shape, layer_of(module)
+        self.before_layer(layer)
+        self.arena.positions[layer].index_copy_(0, self.slots, self.positions.flatten())
+        held = []
+        for buffer, tokens in zip((self.arena.keys[layer], self.arena.values[layer]), new, strict=True):
+            buffer.index_copy_(2, self.slots, tokens.to(buffer.dtype))
+            held.append(buffer[0][:, self.places].transpose(0, 1))
+        form = form_of(module, num_tokens)
+        query = form.query(query.reshape(-1, rows, num_tokens, query.shape[3]).transpose(0, 1))
+        keys, values = form.held((held[0], held[1]))
+        # Where nothing is scored by head, the queries of a KV head are rows of it: no key is repeated for them.
+        repeats = query.shape[1] // keys.shape[1] if how.plain else 1
+        folded = query.reshape(rows, -1, repeats * num_tokens, query.shape[3])
+        out = attend(folded, keys, values, self._mask(layer, window, repeats), False, how)
+        out = form.output(out.reshape(rows, -1, num_tokens, out.shape[3]))
+        return out.transpose(0, 1).flatten(1, 2)[None]
+
+    def _mask(self, layer: int, window: int | None, repeats: int) -> Tensor:
+        """Additive, [rows, 1, repeats * num_tokens, length]."""
+        key, mask = (window, layer if window else 0, repeats), self.order
+        if key not in self.masks:
+            if window is not None:
+                mask = mask & (self.positions[..., None] - self.arena.positions[layer][self.places][:, None] < window)
+            self.masks[key] = additive(mask[:, None].repeat(1, 1, repeats, 1), self.arena.keys[0].dtype)
+        return self.masks[key]
+
+
 @dataclass(frozen=True, eq=False)
 class Attended:
     """One layer's attention in a fused pass, as it happens.
@@ -192,7 +243,7 @@ class Attended:
     weights: Callable[[int], Tensor]
 
 
-CURRENT: ContextVar[EncodePass | FusedPass | BatchedPass | None] = ContextVar("ragcache_pass", default=None)
+CURRENT: ContextVar[EncodePass | FusedPass | BatchedPass | ArenaPass | None] = ContextVar("ragcache_pass", default=None)
 OBSERVER: ContextVar[Callable[[Attended], None] | None] = ContextVar("ragcache_observer", default=None)
 
 
@@ -231,7 +282,8 @@ def hook_latent(module: nn.Module, rotary: int, rank: int) -> None:
 
 def _expand_later(module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     current = CURRENT.get()
-    is_later = isinstance(current, BatchedPass) or (isinstance(current, FusedPass) and not current.cache.probing)
+    is_probe = isinstance(current, FusedPass) and current.cache.probing
+    is_later = isinstance(current, FusedPass | BatchedPass | ArenaPass) and not is_probe
     return (rotary, latent) if is_later else expand(module, (rotary, latent))
 
 
@@ -267,6 +319,8 @@ def attention(
     elif isinstance(current, BatchedPass):
         rows = torch.split(query, list(current.lengths), dim=2)
         out = _attend_members(current.members, module, rows, sliding_window, scoring)
+    elif isinstance(current, ArenaPass):
+        out = current.attend(module, query, (key, value), sliding_window, scoring)
     elif isinstance(current, EncodePass):
         query, key, value = _encode_inputs(current, module, query, key, value, sliding_window)
         out = _attend_encoded(current.numbers, query, key, value, sliding_window, scoring)

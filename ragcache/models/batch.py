@@ -59,12 +59,15 @@ class ScheduledTokens(NamedTuple):
     def ids(self) -> Tensor:
         return self.run.ids[self.start : self.start + self.num_tokens]
 
+    @property
+    def positions(self) -> Tensor:
+        return self.run.positions[self.start : self.start + self.num_tokens]
+
     def begin(self) -> FusedPass:
         """Announce the tokens to the cache."""
-        run = self.run
-        positions = run.positions[self.start : self.start + self.num_tokens]
-        run.cache.begin(positions)
-        return FusedPass(run.cache, positions, run.ordered)
+        positions = self.positions
+        self.run.cache.begin(positions)
+        return FusedPass(self.run.cache, positions, self.run.ordered)
 
     def end(self) -> None:
         self.run.done = self.start + self.num_tokens

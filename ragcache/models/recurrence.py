@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ragcache.kv.cache_shape import StateShape
 from ragcache.kv.state import State, StateMap
-from ragcache.models.attention import CURRENT, RANK, BatchedPass, EncodePass
+from ragcache.models.attention import CURRENT, RANK, ArenaPass, BatchedPass, EncodePass
 
 _LEAST = 1e-3  # of a state's size: a basis as large as the state keeps the digits of P
 
@@ -85,7 +85,7 @@ class Mixer:
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mixer's own output; states are those of the current pass."""
         current, given = CURRENT.get(), {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if current is None:
+        if current is None or isinstance(current, ArenaPass):  # no graph is used of a model with such layers
             return self._plain(**given)  # type: ignore[no-any-return]
         hidden: Tensor = given.pop("hidden_states")
         if isinstance(current, EncodePass):

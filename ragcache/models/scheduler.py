@@ -61,14 +61,14 @@ class PassStats:
 class Scheduler:
     """The queue of one model and the thread that works it off. Thread-safe.
 
-    _forward:     runs pieces in one pass and returns each one's last logits
+    forward:      runs pieces in one pass and returns each one's last logits
     pass_tokens:  most tokens of a pass while others wait, next tokens of decoded sequences aside; a run that cannot be
                   cut may exceed it
     alone_tokens: most tokens of a pass while nobody else is there
     sharing:      False gives every run a pass of its own
     """
 
-    _forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]]
+    forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]]
     pass_tokens: int
     alone_tokens: int
     sharing: bool = True
@@ -217,7 +217,7 @@ class Scheduler:
             if members and (alone := members[0].request.alone) is not None:
                 self._finish(members[0].request, alone())
             elif members:
-                rows = self._forward([member.piece for member in members])
+                rows = self.forward([member.piece for member in members])
                 for member, logits in zip(members, rows, strict=True):
                     self._advance(member, logits)
         except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
@@ -297,7 +297,7 @@ class Scheduler:
             member.piece.undo()
         for member in members:
             try:
-                self._advance(member, self._forward([member.piece])[0])
+                self._advance(member, self.forward([member.piece])[0])
             except BaseException as error:
                 self._finish(member.request, error=error)
 

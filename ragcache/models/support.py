@@ -322,11 +322,11 @@ def _verify_recipe(
     for row, block in enumerate(blocks):
         places, own = slice(start, start + block.num_tokens), slice(0, block.num_tokens)
         for layer, (keys, values) in plain.seen.items():
-            if not _same(rope.rotate(block.layer_keys(layer), layer, start), keys[0, :, places]):
+            if not same(rope.rotate(block.layer_keys(layer), layer, start), keys[0, :, places]):
                 reason = f"rotating layer {layer}'s keys does not give the model's own keys back"
-            elif not _same(block.layer_values(layer), values[0, :, places]):
+            elif not same(block.layer_values(layer), values[0, :, places]):
                 reason = f"layer {layer}'s values are not the model's own"
-            elif not _same(watch.attended[layer][row, None, own], plain.watch.attended[layer][:, places]):
+            elif not same(watch.attended[layer][row, None, own], plain.watch.attended[layer][:, places]):
                 reason = f"layer {layer}'s attention does not give the model's own output"
             else:
                 continue
@@ -363,11 +363,11 @@ def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) 
         raise UnsupportedModelError(f"its layers cannot run some of the tokens alone ({error})") from error
     for layer, (keys, values) in plain.seen.items():
         own, left = cache.layer_state(layer), plain.watch.left[layer][..., held:, :]
-        if not (_same(own[0][0], keys[0]) and _same(own[1][0], values[0]) and _same_mostly(watch.left[layer], left)):
+        if not (same(own[0][0], keys[0]) and same(own[1][0], values[0]) and _same_mostly(watch.left[layer], left)):
             raise UnsupportedModelError(f"layer {layer} runs some of the tokens alone to something else")
 
 
-def _same(ours: Tensor, theirs: Tensor) -> bool:
+def same(ours: Tensor, theirs: Tensor) -> bool:
     """[any, num_tokens, width], computed from the same input: a few roundings apart at most."""
     return bool(_distances(ours, theirs).max() < _tolerance(ours))
 

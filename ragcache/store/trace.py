@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from ragcache.errors import TraceError
 
 log = logging.getLogger(__name__)
 COMPUTED = "computed"
-LARGEST = 1 << 40  # bytes or tokens of one block: beyond it a line is no measurement, and sums would overflow
 MOST_AWAITED = 1 << 16  # of blocks that were asked for and not made yet; some never are
 
 
@@ -107,38 +106,3 @@ class TraceWriter:
             log.warning("%s: the trace ends here, since it cannot be written (%s)", self.path, error.strerror)
             os.close(self._file)
             self._file = None
-
-
-def read_trace(path: Path) -> Iterator[Access]:
-    """The accesses of a file, in its order. Raises TraceError naming the line that is none, and why."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _access(path, number, line)
-    except OSError as error:
-        raise TraceError(path, f"cannot be read ({error})") from error
-
-
-def _access(path: Path, number: int, line: bytes) -> Access:
-    try:
-        fields = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise TraceError(path, f"not UTF-8 ({error.reason})", number) from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(path, f"not JSON ({error})", number) from error
-    if not isinstance(fields, dict):
-        raise TraceError(path, "not a JSON object", number)
-    try:
-        texts = [fields[name] for name in ("request", "handle", "tier")]
-        sizes = [fields[name] for name in ("bytes", "tokens")]
-        at = fields["at"]
-    except KeyError as error:
-        raise TraceError(path, f"it has no {error.args[0]!r}", number) from error
-    if not all(isinstance(text, str) and text for text in texts):
-        raise TraceError(path, "'request', 'handle' and 'tier' are texts that are not empty", number)
-    if not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
-        raise TraceError(path, f"'bytes' and 'tokens' are whole numbers from 0 to {LARGEST:,}", number)
-    if type(at) not in (int, float) or not abs(at) < float("inf"):
-        raise TraceError(path, "'at' is a number of seconds", number)
-    return Access(texts[0], texts[1], sizes[0], sizes[1], texts[2], float(at))

@@ -7,7 +7,7 @@ import json
 import pytest
 from terminal import invoke
 
-from ragcache.store.trace import read_trace
+from ragcache_plan.accesses import read_trace
 
 
 @pytest.mark.parametrize("eviction", ["lfu", "gdsf", "pgdsf"])

@@ -27,7 +27,7 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import PrefillRate
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument
-from ragcache.store.trace import read_trace
+from ragcache_plan.accesses import read_trace
 
 IDS = [[10 * n + i for i in range(5 + n)] for n in range(6)]
 FAST, HOPELESS = 1e12, 1.0  # bytes/s

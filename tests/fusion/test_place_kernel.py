@@ -6,13 +6,14 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from families import assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from late_lane import LateLane
 from torch import Tensor
 
 import ragcache as rc
@@ -255,36 +256,6 @@ def test_a_kernel_that_does_not_compile_is_named_once(kernel, tiny, caplog, monk
 def test_it_is_switched_off_by_name(kernel, tiny, monkeypatch):
     monkeypatch.setenv("RAGCACHE_PLACE", "plain")
     assert place_check.place_kernel(tiny, [random_block(3, 2, 40, 12, 12, torch.float32)]) is None
-
-
-class LateLane:
-    """A lane whose work is there only for who waits for it: until then what it wrote is NaN."""
-
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def follow(self) -> None: ...
-
-    def drop_done(self) -> None: ...
-
-    def share(self, tensor: Tensor) -> None: ...
-
-    def run(self, work: Callable[[], None], held: tuple[object, object]) -> Callable[[], None]:
-        buffers = held[1].buffers
-        tensors = (*buffers.keys, *buffers.values)
-        before = [tensor.clone() for tensor in tensors]
-        work()
-        after = [tensor.clone() for tensor in tensors]
-        written = [(one != two) & ~(one.isnan() & two.isnan()) for one, two in zip(before, after, strict=True)]
-        for tensor, mask in zip(tensors, written, strict=True):
-            tensor[mask] = torch.nan
-
-        def wait() -> None:
-            self.waited += 1
-            for tensor, mask, then in zip(tensors, written, after, strict=True):
-                tensor[mask] = then[mask]
-
-        return wait
 
 
 @pytest.mark.parametrize("method", ["reposition", "cacheblend"])

@@ -15,7 +15,8 @@ from ragcache.errors import TraceError
 from ragcache.store import trace as trace_module
 from ragcache.store.counters import Loaded
 from ragcache.store.kv_store import KVStore
-from ragcache.store.trace import Access, read_trace
+from ragcache.store.trace import Access
+from ragcache_plan.accesses import read_trace
 
 GOOD = {"at": 1.5, "request": "a.0", "handle": "h", "bytes": 8, "tokens": 2, "tier": "disk"}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError, TraceError, check_least
-from ragcache.store.trace import Access, read_trace
+from ragcache.store.trace import Access
 
 Ints = NDArray[np.int64]
+LARGEST = 1 << 40  # bytes or tokens of one block: beyond it a line is no measurement, and sums would overflow
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,41 @@ def recorded(path: Path) -> Accesses:
     if not len(found):
         raise TraceError(path, "there is no access in it")
     return found
+
+
+def read_trace(path: Path) -> Iterator[Access]:
+    """The accesses of a file, in its order. Raises TraceError naming the line that is none, and why."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _access(path, number, line)
+    except OSError as error:
+        raise TraceError(path, f"cannot be read ({error})") from error
+
+
+def _access(path: Path, number: int, line: bytes) -> Access:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise TraceError(path, f"not UTF-8 ({error.reason})", number) from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(path, f"not JSON ({error})", number) from error
+    if not isinstance(fields, dict):
+        raise TraceError(path, "not a JSON object", number)
+    try:
+        texts = [fields[name] for name in ("request", "handle", "tier")]
+        sizes = [fields[name] for name in ("bytes", "tokens")]
+        at = fields["at"]
+    except KeyError as error:
+        raise TraceError(path, f"it has no {error.args[0]!r}", number) from error
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TraceError(path, "'request', 'handle' and 'tier' are texts that are not empty", number)
+    if not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
+        raise TraceError(path, f"'bytes' and 'tokens' are whole numbers from 0 to {LARGEST:,}", number)
+    if type(at) not in (int, float) or not abs(at) < float("inf"):
+        raise TraceError(path, "'at' is a number of seconds", number)
+    return Access(texts[0], texts[1], sizes[0], sizes[1], texts[2], float(at))
 
 
 def from_accesses(accesses: Iterable[Access]) -> Accesses:

@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 from served import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 LINES = (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()
 QUESTIONS = [json.loads(line)["question"] for line in LINES[::40]]
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="runs in vLLM's own environment")
 from served import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 QUESTIONS = [
     json.loads(line)["question"]
     for line in (EXAMPLES / "corpus_questions.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,241 @@
+"""Short passes as CUDA graphs: a question's tokens, and every decoding step, without the cost of their launches.
+
+Such a pass is a thousand kernels, whose launches from Python take longer than they do. A graph launches them at once:
+always the same ones, over the same memory. So passes are recorded in a few sizes (`Bucket`), and from pass to pass
+nothing differs but numbers in one tensor: ids, positions, and where in the pool's arena each row's KV is and goes. Rows
+and tokens that a pass lacks are padding, which reads zeros and writes where nobody reads.
+
+A graph is used once it has read random prompts as a plain pass does. Where none fits, `run_pieces` runs the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, product
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigError, UnsupportedModelError, first_line
+from ragcache.kv.buffers import BufferPool
+from ragcache.models.attention import CURRENT, ArenaPass
+from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.support import same
+from ragcache.runtime import during
+
+log = logging.getLogger(__name__)
+ARENA_SHARE, DEFAULT_SHARE = 0.75, 0.125
+WARM_S = 10.0
+PART_LAYERS = 4  # later layers' KV may be on its way while these run
+
+
+class Bucket(NamedTuple):
+    """Room of a recorded pass: requests, new tokens of each, and tokens of each in all."""
+
+    rows: int
+    tokens: int
+    context: int
+
+
+CONTEXTS = (1024, 3072, 6144, 12288)  # attention takes as long as what there is room for
+SIZES = (*product((1, 2, 4, 8), (1,), CONTEXTS), *product((1, 8), (32, 64), CONTEXTS))
+BUCKETS = sorted((Bucket(*sizes) for sizes in SIZES), key=lambda one: one.rows * (one.tokens + 64) * one.context)
+MOST_ROWS, MOST_TOKENS = 8, 64
+BeforeLayer = Callable[[int], None]
+
+
+class Recorded(NamedTuple):
+    """parts: run the pass again, one after the other; each with the layer before which it ends. out: its logits"""
+
+    parts: list[tuple[int, Callable[[], None]]]
+    out: Tensor
+
+
+class CudaRecorder:
+    """Records passes as CUDA graphs. They share their scratch memory, as they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def record(self, run: Callable[[BeforeLayer], Tensor], num_layers: int) -> Recorded:
+        """run: is told what to call before each layer"""
+        ends: list[int] = []
+        graphs = [torch.cuda.CUDAGraph()]
+
+        def before_layer(layer: int) -> None:
+            if layer and layer % PART_LAYERS == 0:
+                graphs[-1].capture_end()
+                ends.append(layer)
+                graphs.append(torch.cuda.CUDAGraph())
+                graphs[-1].capture_begin(self._pool, "thread_local")
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            run(lambda layer: None)  # libraries take memory when they are first used, which a capture does not allow
+            torch.cuda.synchronize(self._device)
+            graphs[0].capture_begin(self._pool, "thread_local")
+            try:
+                out = run(before_layer)
+            finally:
+                graphs[-1].capture_end()
+        return Recorded(list(zip([*ends, num_layers], (graph.replay for graph in graphs), strict=True)), out)
+
+
+class GraphedPasses:
+    """Recorded passes of a model, and `forward`, which takes the place of `run_pieces`.
+
+    recorded: by bucket, with the tensor of numbers that a pass is given
+    """
+
+    def __init__(self, lm: LanguageModel, num_bytes: int, recorder: CudaRecorder) -> None:
+        self._model = lm.model
+        self._arena = lm.pool.open_arena(int(num_bytes * ARENA_SHARE) // lm.kv_bytes_per_token)
+        self._is_named = False
+        self.recorded: dict[Bucket, tuple[Tensor, Recorded]] = {}
+        self._warm(lm, recorder, recorder.free_bytes() - int(num_bytes * (1 - ARENA_SHARE)))
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[ScheduledTokens]) -> list[Tensor]:
+        """The same as `run_pieces`."""
+        tokens = max(piece.num_tokens for piece in pieces)
+        if not self.recorded or tokens > MOST_TOKENS:
+            return run_pieces(self._model, pieces)
+        if len(pieces) > MOST_ROWS:
+            return [*self.forward(pieces[:MOST_ROWS]), *self.forward(pieces[MOST_ROWS:])]
+        places = self._places(pieces)
+        room = (len(pieces), tokens, max((place[-1] for place in places), default=sys.maxsize))
+        fitting = (bucket for bucket in BUCKETS if all(a >= b for a, b in zip(bucket, room, strict=True)))
+        bucket = next((bucket for bucket in fitting if bucket in self.recorded), None)
+        try:
+            if bucket is not None:
+                return self._replay(bucket, pieces, places)
+        except Exception as error:
+            self.recorded.clear()
+            _warn(error)
+        if bucket is None and not self._is_named:
+            self._is_named = True
+            log.info("passes over KV that is too long for a CUDA graph, or not where one can read it, run without")
+        return run_pieces(self._model, pieces)
+
+    def _places(self, pieces: Sequence[ScheduledTokens]) -> list[tuple[int, int, int, int]]:
+        """Where each one's KV is; nothing where a graph cannot read it."""
+        found = [piece.run.cache.places(piece.num_tokens) for piece in pieces if piece.run.ordered]
+        places = [place for place in found if place is not None]
+        return places if len(places) == len(pieces) else []
+
+    def _replay(
+        self, bucket: Bucket, pieces: Sequence[ScheduledTokens], places: Sequence[tuple[int, int, int, int]]
+    ) -> list[Tensor]:
+        given, (parts, out) = self.recorded[bucket]
+        count, padding = bucket.rows * bucket.tokens, given.new_zeros(bucket.rows * bucket.tokens)
+        slots, rows = [BufferPool.SINK] * count, [(0, 0, 0, 0)] * bucket.rows
+        ids, positions = [], []
+        for rank, (piece, place) in enumerate(zip(pieces, places, strict=True)):
+            rows[rank], end, behind = place, (rank + 1) * bucket.tokens, place[2] + place[3] - place[1]
+            slots[end - piece.num_tokens : end] = range(behind - piece.num_tokens, behind)
+            ids += [padding[: bucket.tokens - piece.num_tokens], piece.ids]
+            positions += [padding[: bucket.tokens - piece.num_tokens], piece.positions]
+        rest = padding[len(pieces) * bucket.tokens :]
+        torch.cat([*ids, rest, *positions, rest], out=given[: 2 * count])
+        given[2 * count :].copy_(torch.tensor([*slots, *chain(*rows)]), non_blocking=True)
+        done = 0
+        for end, run in parts:
+            for layer, piece in product(range(done, end), pieces):
+                piece.run.cache.ensure(layer)
+            run()
+            done = end
+        for piece in pieces:
+            piece.run.cache.appended(piece.num_tokens)
+        return list(out[: len(pieces)].clone().unbind(0))
+
+    def _run(self, bucket: Bucket, given: Tensor, before_layer: BeforeLayer) -> Tensor:
+        """What is recorded. A row's new tokens are its last ones, behind its padding."""
+        rows, tokens, context = bucket
+        count = rows * tokens
+        ids, positions, slots = given[: 3 * count].view(3, count)
+        base, shared, own, length = given[3 * count :].view(rows, 4, 1).unbind(1)
+        number = torch.arange(context, device=given.device)
+        places = torch.where(number < shared, base + number, own - shared + number)
+        places = torch.where(number < length, places, BufferPool.NOWHERE)
+        order = number <= (length - tokens + number[:tokens])[..., None]
+        current = ArenaPass(self._arena, positions.view(rows, tokens), slots, places, order, before_layer)
+        last = torch.arange(tokens - 1, count, tokens, device=given.device)
+        with during(CURRENT, current):
+            out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last)
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def _warm(self, lm: LanguageModel, recorder: CudaRecorder, least_free: int) -> None:
+        """Record and compare what memory and WARM_S allow, the smallest first."""
+        until = time.monotonic() + WARM_S
+        for bucket in (one for one in BUCKETS if one.context < 2 * min(lm.max_positions, self._arena.capacity)):
+            if recorder.free_bytes() < least_free or time.monotonic() > until:
+                log.info("CUDA graphs of %d sizes, for want of memory or time for more", len(self.recorded))
+                return
+            given = torch.zeros(bucket.rows * (3 * bucket.tokens + 4), dtype=torch.int64, device=lm.device)
+            given[2 * bucket.rows * bucket.tokens : 3 * bucket.rows * bucket.tokens] = BufferPool.SINK
+            recorded = recorder.record(partial(self._run, bucket, given), lm.shape.num_layers)
+            self.recorded[bucket] = given, recorded
+            self._compare(lm, bucket)
+
+    def _compare(self, lm: LanguageModel, bucket: Bucket) -> None:
+        """Read the last tokens of random prompts both ways. Raises ArithmeticError where more than roundings differ."""
+        ids = torch.randint(lm.vocab_size, (bucket.rows, 2 * MOST_TOKENS), generator=torch.Generator().manual_seed(0))
+        positions = torch.arange(2 * MOST_TOKENS, device=lm.device)
+        runs = [ForwardRequest(row, positions, lm.new_cache(len(row)), ordered=True) for row in ids.to(lm.device)]
+        pieces = [ScheduledTokens.next(run, MOST_TOKENS - rank) for rank, run in enumerate(runs)]
+        run_pieces(self._model, pieces)
+        for piece in pieces:
+            piece.end()
+        pieces = [ScheduledTokens.next(run, max(1, bucket.tokens - rank)) for rank, run in enumerate(runs)]
+        plain = run_pieces(self._model, pieces)
+        for piece in pieces:
+            piece.undo()
+        if not (places := self._places(pieces)):
+            raise ConfigError("graph_bytes is too small for the prompts to compare; give more, or 0 for no graphs")
+        ours = self._replay(bucket, pieces, places)
+        if not same(*(torch.stack(logits)[None].to(lm.dtype) for logits in (ours, plain))):
+            raise ArithmeticError(f"a pass of {bucket} gives something else than a plain one")
+
+
+_tried: WeakSet[LanguageModel] = WeakSet()
+_lock = threading.Lock()
+
+
+def use_graphs(lm: LanguageModel, num_bytes: int | None = None, recorder: CudaRecorder | None = None) -> None:
+    """Let a model on CUDA run its short passes as graphs. Once: what it was first opened with counts.
+
+    num_bytes: of the device's memory, for KV and graphs' scratch; None: an eighth of what is free; 0: no graphs
+    """
+    with _lock:
+        if num_bytes == 0 or lm in _tried or (recorder is None and lm.device.type != "cuda"):
+            return
+        _tried.add(lm)
+    try:
+        if lm.shape.states:
+            raise UnsupportedModelError(f"{lm.name} has recurrent layers")
+        recorder = recorder or CudaRecorder(lm.device)
+        num_bytes = num_bytes or int(recorder.free_bytes() * DEFAULT_SHARE)
+        lm.scheduler.forward = GraphedPasses(lm, num_bytes, recorder).forward
+    except Exception as error:
+        lm.pool.arena = None
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    why = f"{type(error).__name__}: {first_line(error)}"
+    log.warning("passes run without CUDA graphs, which takes longer on a GPU: %s", why)
