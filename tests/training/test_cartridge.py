@@ -148,7 +148,7 @@ def trained(tmp_path_factory):
         reuse="cartridge",
         corpus=place / "corpus.txt",
         cartridge_tokens=24,
-        chunk_tokens=200,
+        study_tokens=200,
         rows=1,
         steps=40,
         log_every=10,
@@ -188,7 +188,7 @@ def test_training_brings_answers_nearer_to_full_prefill_over_the_corpus(trained)
     first = [tuple(one[0] for one in context.layer_state(layer)[:2]) for layer in range(lm.shape.num_layers)]
     layers = saved_layers(report.out / "cartridge.safetensors")
     after, before, without = (divergence(options, one) for one in (layers, first, None))
-    assert after < 0.8 * min(before, without), (after, before, without)
+    assert after < 0.85 * min(before, without), (after, before, without)
     for ours, begun_as in zip(layers, first, strict=True):
         for one, other in zip(ours, begun_as, strict=True):
             assert torch.equal(one[:, 0], other[:, 0]), "the sink is frozen"
@@ -202,7 +202,7 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY, str(report.out))
     sampling = rc.Sampling(max_tokens=8)
     with rc.RagCache.open(tmp_path / "kb", model=options.model, method="cartridge") as kb:
-        kb.ingest([rc.Document("Something else.", id="a")])
+        kb.ingest([rc.Document("a", "Something else.")])
         answer = kb.ask("Who has boats?", k=1, sampling=sampling)
         exact = kb.ask("Who has boats?", k=1, sampling=sampling, approximate=False)
         tokenizer = kb.lm.tokenizer
@@ -217,21 +217,30 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     assert answer.usage.prompt_tokens == 24 + len(ids)
     assert exact.method == "full", "a cartridge is none of what approximate=False allows"
     with pytest.raises(ConfigError, match="'cartridge' is approximate"):
-        rc.RagCache.open(tmp_path / "kb", model=options.model, method="cartridge", approximate=False)
+        rc.RagCache.open(
+            tmp_path / "kb", model=options.model, method=Cartridge(), store=rc.StoreConfig(approximate=False)
+        )
 
 
-def test_a_conversation_goes_on_behind_it(trained, tmp_path, monkeypatch):
-    options, report, _ = trained
+def test_a_conversation_goes_on_behind_it_and_its_passages(trained, tmp_path, monkeypatch):
+    run, report, _ = trained
     monkeypatch.setenv(DIRECTORY, str(report.out))
-    with rc.RagCache.open(tmp_path / "kb", model=options.model, method="cartridge") as kb:
-        kb.ingest([rc.Document("Something else.", id="a")])
-        turns = [rc.Message("user", "Who has boats?")]
-        sampling = rc.Sampling(max_tokens=4)
-        first = kb.chat(turns, context="keep", conversation="c", sampling=sampling)
-        turns += [rc.Message("assistant", first.text), rc.Message("user", "And kites?")]
-        again = kb.chat(turns, context="keep", conversation="c", sampling=sampling)
+    options = {"k": 1, "context": "keep", "sampling": rc.Sampling(max_tokens=4)}
+    turns = [{"role": "user", "content": "Who has boats?"}]
+    behind = Cartridge(passages=True)
+    with rc.RagCache.open(tmp_path / "kb", model=run.model, method=behind) as kb:
+        kb.ingest([rc.Document("a", "Something else.")])
+        first = kb.chat(turns, **options)
+        turns += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And kites?"}]
+        again = kb.chat(turns, **options)
+        with pytest.raises(ConfigError, match="'cartridge' cannot keep the context"):
+            kb.chat(turns, method="cartridge", **options)
+        alone = kb.chat(turns[:1], method="cartridge", sampling=options["sampling"])
     assert (first.method, again.method) == ("cartridge", "cartridge")
-    assert first.usage.prompt_tokens < again.usage.prompt_tokens < 2 * first.usage.prompt_tokens + 24
+    assert first.usage.prompt_tokens < again.usage.prompt_tokens < 2 * first.usage.prompt_tokens
+    suffix = prompt_format(kb.lm.tokenizer).suffix_ids(kb.lm.tokenizer, "Who has boats?")
+    assert alone.usage.prompt_tokens == 24 + len(suffix)
+    assert first.usage.prompt_tokens == alone.usage.prompt_tokens + len("Something else.\n")
 
 
 # Bad input
@@ -310,7 +319,7 @@ def test_a_cartridge_is_named_and_no_path(shelf, monkeypatch):
         ({"header_tokens": 3}, "on its corpus alone"),
         ({"lora_rank": 2}, "the weights are frozen"),
         ({"cartridge_tokens": 1}, "cartridge_tokens"),
-        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"study_tokens": 0}, "study_tokens"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(changes, words):
@@ -337,8 +346,9 @@ def test_a_corpus_that_cannot_be_used_is_named(trained, content, words, tmp_path
         train(replace(options, corpus=tmp_path / "c.txt", out=tmp_path / "out"))
 
 
-def test_layers_that_share_their_kv_take_no_cartridge(tmp_path):
-    lm = rc.load_lm(save_tiny("gemma3n", str(tmp_path)))
-    (tmp_path / "c.txt").write_text("Some text.")
+def test_a_model_without_keys_and_values_in_every_layer_takes_none(tmp_path):
+    lm, corpus = rc.load_lm(save_tiny("llama", str(tmp_path))), tmp_path / "c.txt"
+    corpus.write_text("Some text.", encoding="utf-8")
+    lm.config.num_hidden_layers += 1  # as where layers share those of others
     with pytest.raises(UnsupportedModelError, match="layers without keys and values of their own"):
-        begin_cartridge(lm, ROW, tmp_path / "c.txt", 3)
+        begin_cartridge(lm, ROW, corpus, 3)

@@ -112,13 +112,16 @@ class Cartridge(FusionMethod):
     summary: ClassVar[str] = "reads a trained KV cache of few tokens in place of a whole corpus"
     needs_training: ClassVar[bool] = True
     reuses_blocks: ClassVar[bool] = False
-    keeps_context: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.file, str) or not re.fullmatch(r"\w[\w.-]*", self.file):
             raise ConfigError(f"file is {self.file!r}; give the name of a cartridge in {DIRECTORY}, no path")
         if not isinstance(self.passages, bool):
             raise ConfigError(f"passages is {self.passages!r}; give true or false")
+
+    @property
+    def keeps_context(self) -> bool:  # type: ignore[override]
+        return self.passages
 
     @cached_property
     def kv(self) -> CartridgeKV:
@@ -139,6 +142,11 @@ class Cartridge(FusionMethod):
                 "train a cartridge for this one"
             )
         return NO_ADDITIONS
+
+    def check(self, lm: ModelCard, prompt: Prompt) -> None:
+        self.additions(lm)
+        if self.passages:
+            super().check(lm, prompt)
 
     def layout(self, lm: ModelCard, parts: Sequence[Part], recipe: Recipe) -> Layout:
         first, *rest = parts

@@ -55,12 +55,12 @@ def read_corpus(path: str | Path) -> str:
     return text
 
 
-def study_rows(lm: LanguageModel, corpus: str | Path, *, rows: int, chunk_tokens: int, seed: int) -> list[DataRow]:
+def study_rows(lm: LanguageModel, corpus: str | Path, *, rows: int, study_tokens: int, seed: int) -> list[DataRow]:
     """So many chunks of the corpus, each beginning at another token; fewer where it has fewer."""
     ids = encode_text(lm.tokenizer, read_corpus(corpus))
-    places = range(max(1, len(ids) - chunk_tokens + 1))
+    places = range(max(1, len(ids) - study_tokens + 1))
     starts = random.Random(f"corpus/{seed}").sample(places, min(rows, len(places)))
-    texts = [lm.tokenizer.decode(ids[start : start + chunk_tokens]) for start in starts]
+    texts = [lm.tokenizer.decode(ids[start : start + study_tokens]) for start in starts]
     return [
         DataRow("qa", f"{corpus}: token {start + 1}", passages=(text,), shuffle=False)
         for start, text in zip(starts, texts, strict=True)
@@ -146,5 +146,7 @@ def _learned(ask: Ask) -> Ask:
 
 
 def save_cartridge(model: CartridgeModel, begun: CartridgeKV, dtype: torch.dtype, out: Path) -> None:
-    layers = [tuple(one[0].detach().to("cpu", dtype).contiguous() for one in pair) for pair in model.layers()]
+    layers = [
+        (keys[0].detach().to("cpu", dtype), values[0].detach().to("cpu", dtype)) for keys, values in model.layers()
+    ]
     replace(begun, layers=layers).write(out / FILE)

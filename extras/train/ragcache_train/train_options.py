@@ -36,7 +36,7 @@ class TrainOptions:
                      frozen weights always), "cartridge" (Cartridges, likewise) or "none" (ordinary fine-tuning in
                      standard encoding)
     corpus:          file of text that a cartridge stands for: the model asks itself about `rows` chunks of it, of
-                     `chunk_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
+                     `study_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
     freeze:          leave the weights as they are and train the embeddings of the added ids alone, by the divergence
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
     header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
@@ -75,7 +75,7 @@ class TrainOptions:
     reuse: str = "link"
     corpus: str | Path | None = None
     cartridge_tokens: int = 256
-    chunk_tokens: int = 512
+    study_tokens: int = 512
     freeze: bool = False
     header_tokens: int | None = None
     trailer_tokens: int | None = None
@@ -148,7 +148,7 @@ class TrainOptions:
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
         counts = ("accumulate", "save_every", "keep_checkpoints", "log_every", "rows", "passages")
-        for name in (*counts, "segment_tokens", "chunk_tokens"):
+        for name in (*counts, "segment_tokens", "study_tokens"):
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
 

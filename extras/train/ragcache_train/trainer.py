@@ -222,7 +222,7 @@ def _encode(
     asking = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed)
     if options.corpus is not None:
         asking.instructions = tuple(SEEDS.values())
-        size = {"rows": options.rows, "chunk_tokens": options.chunk_tokens}
+        size = {"rows": options.rows, "study_tokens": options.study_tokens}
         rows = study_rows(lm, options.corpus, **size, seed=options.seed)
     if options.is_frozen:
         filled = asking.fill(rows)
