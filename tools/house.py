@@ -45,7 +45,7 @@ ROOMS = {
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),
     "extras/documents/ragcache_documents": Room(560, 6, 347, 5),
     "extras/eval/ragcache_eval": Room(5_450, 50, 5_150, 23),
-    "extras/train/ragcache_train": Room(2_800, 13, 2_390, 12),
+    "extras/train/ragcache_train": Room(3_213, 15, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_629, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_485, 24, 1_280, 10),
     "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.kv.block_key import Recipe
 from ragcache.models.card import ModelCard
-from ragcache.prompt import Part, Passages, Prompt, Text
+from ragcache.prompt import Part, Prompt, Text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,18 +150,17 @@ class Cartridge(FusionMethod):
             super().check(lm, prompt)
 
     def layout(self, lm: ModelCard, parts: Sequence[Part], recipe: Recipe) -> Layout:
-        first, *rest = parts
-        if not self.passages:
-            rest = [part for part in rest if not isinstance(part, Passages)]
-        return super().layout(lm, (Text(self._standing_in(lm, first)), *rest), recipe)
+        read = [part for part in parts if isinstance(part, Text) or (self.passages and part.chunk_ids)]
+        texts = list(takewhile(lambda part: isinstance(part, Text), read))
+        first = tuple(id for part in texts if isinstance(part, Text) for id in part.ids)
+        return super().layout(lm, (Text(self._standing_in(lm, first)), *read[len(texts) :]), recipe)
 
     def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
-        return list(self._standing_in(lm, prompt.parts[0]))
+        return list(self._standing_in(lm, tuple(prompt.prefix_ids) or self.kv.ids))
 
-    def _standing_in(self, lm: ModelCard, first: Part) -> tuple[int, ...]:
-        """The first text with the cartridge's tokens in place of its beginning. Raises ConfigError for another one."""
+    def _standing_in(self, lm: ModelCard, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Text with the cartridge's tokens in place of its beginning. Raises ConfigError for another beginning."""
         self.additions(lm)
-        ids = first.ids if isinstance(first, Text) else ()
         for begun in (self.kv.ids, self.kv.ids[: self.kv.prefix_tokens]):  # a conversation may hold it already
             if ids[: len(begun)] == begun:
                 return self.kv.ids + ids[len(begun) :]

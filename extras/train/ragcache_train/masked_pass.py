@@ -200,7 +200,8 @@ def training_attention(
         out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
         return out, None
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    queries, keys, values = (list(one.split(list(visibility.lengths), dim=2)) for one in (query, key, value))
+    sizes = list(visibility.lengths)
+    queries, keys, values = (list(torch.split(one, sizes, dim=2)) for one in (query, key, value))
     if visibility.memory:
         held_keys, held_values = expand(module, visibility.memory[int(module.layer_idx)])  # type: ignore[arg-type]
         keys = [torch.cat([held_keys.to(own.dtype), own], dim=2) for own in keys]
