@@ -90,7 +90,10 @@ def test_stages_inside_vllm_are_skipped_with_a_reason(tmp_path: Path) -> None:
     assert {one.status for one in found.values()} == {"skipped"}
     written = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert f"vllm: `{tmp_path / 'none'} does not run" in written
-    assert "| inside vLLM, disk, warm / vLLM's full prefill | not measured | not measured | none |" in written
+    assert (
+        "| inside vLLM, disk, warm / vLLM's full prefill | not measured | not measured | not measured | none |"
+        in written
+    )
     if find_spec("vllm") is None:
         assert inside("--vllm", sys.executable)[0].skipped == f"{sys.executable} has no vLLM"
     with pytest.raises(SystemExit) as ended:

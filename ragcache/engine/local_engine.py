@@ -180,8 +180,7 @@ class LocalEngine:
 
     def _num_tokens(self, prompt: Prompt, reading: RequestOptions) -> int:
         """Of the prompt, with what the method adds."""
-        chunks = [len(chunk) for chunk in prompt.chunk_ids]
-        return prompt.num_tokens + (reading.method.additions(self.lm).num_tokens(chunks) if chunks else 0)
+        return reading.method.layout(self.lm, prompt.parts, self.lookup.encoder.recipe).num_tokens
 
     def _most(self, read: int, reading: RequestOptions) -> int:
         """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if

@@ -51,11 +51,12 @@ class Prompts:
 
     def check(self, method: FusionMethod) -> None:
         """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
+        added = method.additions(self.lm)
         if not method.reuses_blocks:
             return
         own = self.names
         recipe = block_recipe(self.lm, method, own.recipe)
-        prefix_ids = [*self.format.prefix_ids, *method.additions(self.lm).behind_prefix] if recipe.sees_prefix else []
+        prefix_ids = [*self.format.prefix_ids, *added.behind_prefix] if recipe.sees_prefix else []
         if recipe != own.recipe or prefix_ids != own.prefix_ids:
             other = f"{own.recipe}" if recipe != own.recipe else "blocks behind another prefix"
             raise ConfigError(

@@ -206,7 +206,7 @@ class Questions:
     def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any], *, exact: bool) -> Choice:
         own = self._parts.choice
         if not options and (name is None or (exact and name == AUTO)):
-            return own if not exact or not own.method.reuses_blocks else own.exactly(EXACTLY)
+            return own if not exact or own.method.name == FULL else own.exactly(EXACTLY)
         chosen = choose_method(self._parts.card, name or own.method.name, options, self._parts.stored)
         same = chosen.method == own.method
         return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts

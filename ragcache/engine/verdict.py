@@ -200,7 +200,7 @@ def choose_method(
 def refuse_approximate(method: str | FusionMethod | None, evict: SnapKV | None) -> None:
     """Raises ConfigError for what contradicts approximate=False."""
     lossy = "evict" if evict is not None else ""
-    if isinstance(method, FusionMethod) and method.reuses_blocks:
+    if isinstance(method, FusionMethod) and (method.reuses_blocks or method.needs_training):
         lossy = f"method {method.name!r}"
     if lossy:
         raise ConfigError(

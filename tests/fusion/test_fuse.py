@@ -186,7 +186,7 @@ def test_a_prompt_without_chunks_or_prefix(llama):
     prompt = rc.Prompt([], [], [5, 6, 7])
     with torch.no_grad():
         expected = oracle(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1]
-    for method in rc.METHODS:
+    for method in set(rc.METHODS) - {"cartridge"}:  # which needs a trained one
         torch.testing.assert_close(rc.fuse(lm, prompt, method=method).next_logits, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -25,7 +25,7 @@ TOKENS = [
     *((id, 2) for id in CHUNKS[2]),
     *((id, None) for id in SUFFIX),
 ]
-READ = [name for name, method in METHODS.items() if name != "link" and get_method(name).keeps_context]
+READ = [name for name in METHODS if name != "link" and get_method(name).keeps_context]
 
 
 @pytest.fixture(scope="module", params=METHOD_FAMILIES)

@@ -278,7 +278,7 @@ SMALL_OPTIONS = {
     ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2"))],
     indirect=True,
 )
-@pytest.mark.parametrize("method", sorted(rc.METHODS))
+@pytest.mark.parametrize("method", sorted(set(rc.METHODS) - {"cartridge"}))
 def test_room_for_all_changes_nothing_and_little_room_only_what_is_decoded(family, method):
     prompt = random_prompt(67, prefix=4, chunks=CHUNKS, suffix=5)
     options = SMALL_OPTIONS.get(method, {})

@@ -393,7 +393,7 @@ def test_a_cache_that_is_released_amid_a_pass_is_let_go_behind_it(decoder, count
             assert not shared._idle, "the pass goes on with these buffers"
         return counting(pieces)
 
-    decoder._forward = abandon
+    decoder.forward = abandon
     assert next(steps) == 3
     until(lambda: bool(shared._idle))
     assert len(counting.passes) == 1

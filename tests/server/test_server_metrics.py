@@ -211,7 +211,7 @@ def test_the_log_holds_no_text_and_no_key(serve, lines, kb, monkeypatch):
 
 
 def test_a_failure_in_mid_stream_is_told_in_the_stream(served: Served, kb, lines, monkeypatch):
-    whole, passes = kb.lm.scheduler._forward, []
+    whole, passes = kb.lm.scheduler.forward, []
 
     def forward(pieces):
         passes.append(1)

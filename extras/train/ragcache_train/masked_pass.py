@@ -41,7 +41,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.anchor_tokens import OPEN, PASSAGE, gives_way, sees_within
-from ragcache.models.attention_kernels import Scoring, additive, attend
+from ragcache.models.attention_kernels import Scoring, additive, attend, visible
+from ragcache.models.latent import expand
 
 BLOCK = 128
 """Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
@@ -71,23 +72,28 @@ class Visibility:
 
     segments, positions, rows: int64 [length]; rows: the number of each token's row, ascending
     lengths: of the rows, what fills up included
+    memory:  keys and values of each layer that stand in front of every row, at positions 0, 1, ...; (): none
     """
 
     segments: Tensor
     positions: Tensor
     rows: Tensor
     lengths: Sequence[int]
+    memory: Sequence[tuple[Tensor, Tensor]] = ()
     _dense: dict[int | None, list[Tensor]] = field(default_factory=dict)
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)
 
     def masks(self, window: int | None = None) -> list[Tensor]:
-        """bool [tokens, tokens] of each row: the rule for every pair."""
+        """bool [tokens, memory + tokens] of each row: the rule for every pair. Memory is seen but for what a window
+        hides."""
         found = []
+        held = torch.arange(self.memory[0][0].shape[2] if self.memory else 0, device=self.segments.device)
         split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions))
         for segments, positions in zip(*split, strict=True):
             index = torch.arange(len(segments), device=segments.device)
             distance = positions[:, None] - positions
-            found.append(sees(segments[:, None], segments, index[:, None], index, distance, window))
+            own = sees(segments[:, None], segments, index[:, None], index, distance, window)
+            found.append(torch.cat([visible(positions, held, window), own], dim=1))
         return found
 
     def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
@@ -134,7 +140,7 @@ class Visibility:
 
     def for_attention(self, window: int | None, dtype: torch.dtype) -> list[Tensor] | BlockMask:
         """The masks in the form that the device's attention takes."""
-        return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
+        return self.blocks(window) if self.segments.is_cuda and not self.memory else self.dense(window, dtype)
 
     def rule(self, window: int | None) -> Any:
         """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
@@ -176,7 +182,7 @@ def training_attention(
     visibility: Visibility | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Row by row under dense masks on a CPU, FlexAttention on a GPU.
+    """Row by row under dense masks on a CPU, or behind a memory; FlexAttention on a GPU.
 
     query: [1, num_heads, length, head_dim]; key, value: [1, num_kv_heads, length, head_dim]. Returns [1, length,
     num_heads, head_dim], as transformers' own attention functions do.
@@ -194,7 +200,12 @@ def training_attention(
         out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
         return out, None
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    queries, keys, values = (torch.split(one, list(visibility.lengths), dim=2) for one in (query, key, value))
+    sizes = list(visibility.lengths)
+    queries, keys, values = (list(torch.split(one, sizes, dim=2)) for one in (query, key, value))
+    if visibility.memory:
+        held_keys, held_values = expand(module, visibility.memory[int(module.layer_idx)])  # type: ignore[arg-type]
+        keys = [torch.cat([held_keys.to(own.dtype), own], dim=2) for own in keys]
+        values = [torch.cat([held_values.to(own.dtype), own], dim=2) for own in values]
     rows = zip(queries, keys, values, mask, strict=True)
     out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)
     return out.transpose(1, 2).contiguous(), None

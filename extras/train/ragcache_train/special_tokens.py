@@ -19,7 +19,7 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
 from ragcache.prompt import list_controls
 
-REUSES = ("link", "markers", "none", "packet")
+REUSES = ("cartridge", "link", "markers", "none", "packet")
 RESERVED = re.compile(
     r"<\|?(reserved_special_token|reserved_token|reserved|unused|SPECIAL|extra|extra_id|dummy|placeholder)_?\d+\|?>"
     r"|\[unused\d+\]|\[control_\d+\]"
@@ -42,8 +42,8 @@ def choose_spec(
 ) -> TrainedTokens | None:
     """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
 
-    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet" or "none"
-           (None then)
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet", or "none"
+           or "cartridge" (None then)
     header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
     anchor_tokens, anchor_segment: behind so many tokens of every passage ("link"); text_sees_anchors: AnLLM's mask
 
@@ -51,7 +51,7 @@ def choose_spec(
     """
     if reuse not in REUSES:
         raise ConfigError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSES)}")
-    if reuse == "none":
+    if reuse in ("none", "cartridge"):
         return None
     if reuse == "markers":
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])

@@ -27,8 +27,11 @@ class ReuseOptions:
         option("--data", "JSON lines (docs/training.md); may be repeated. May be left out with --store."),
     ] = None
     reuse: Annotated[
-        Literal["link", "markers", "packet", "none"],
-        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet or ordinary training."),
+        Literal["link", "markers", "packet", "cartridge", "none"],
+        option(
+            "--reuse",
+            "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet, a cartridge, or ordinary training.",
+        ),
     ] = "link"
     link_tokens: Annotated[int, option("--link-tokens", "K: link tokens after each passage.")] = 5
     link_slots: Annotated[int, option("--link-slots", "Passages that have link tokens of their own.")] = 16
@@ -65,8 +68,11 @@ class FrozenOptions:
         str | None,
         typer.Option("--database", envvar="RAGCACHE_TRAIN_DATABASE", help="SQLAlchemy URL of that store's documents."),
     ] = None
-    rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
+    rows: Annotated[int, option("--rows", "Rows drawn from the store, or chunks of the corpus.")] = 200
     passages: Annotated[int, option("--passages", "Neighbouring passages of such a row.")] = 8
+    corpus: Annotated[Path | None, option("--corpus", "Text that a cartridge stands for: a file in UTF-8.")] = None
+    cartridge_tokens: Annotated[int, option("--cartridge-tokens", "p: tokens of the cartridge.")] = 256
+    study_tokens: Annotated[int, option("--study-tokens", "Tokens of the corpus that a conversation is about.")] = 512
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ def train(
     """Train a model for reuse: passages read apart, joined by link tokens, markers, packets or nothing.
 
     The result is a Hugging Face directory, or with --freeze or --lora-rank an adapter, that every command takes as
-    --model.
+    --model; of a cartridge, the file that --method cartridge reads.
     """
     try:
         from ragcache_train.train_options import TrainOptions

@@ -11,6 +11,7 @@ from typing import Any
 
 from ragcache.errors import ConfigError, check_least
 from ragcache.models.load import DTYPES
+from ragcache_train.cartridge import corpus_digest
 from ragcache_train.row_encoder import EncodingOptions
 from ragcache_train.train_batches import BatchOptions
 
@@ -20,6 +21,7 @@ LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
 FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
 FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
 PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens in front of a passage and behind it, on frozen weights
+CARTRIDGE = "cartridge"
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
 
@@ -31,7 +33,10 @@ class TrainOptions:
     data:            files of JSON lines (ragcache_train.train_rows); may be empty where a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
-                     frozen weights always) or "none" (ordinary fine-tuning in standard encoding)
+                     frozen weights always), "cartridge" (Cartridges, likewise) or "none" (ordinary fine-tuning in
+                     standard encoding)
+    corpus:          file of text that a cartridge stands for: the model asks itself about `rows` chunks of it, of
+                     `study_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
     freeze:          leave the weights as they are and train the embeddings of the added ids alone, by the divergence
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
     header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
@@ -69,6 +74,9 @@ class TrainOptions:
     data: tuple[str | Path, ...]
     out: str | Path
     reuse: str = "link"
+    corpus: str | Path | None = None
+    cartridge_tokens: int = 256
+    study_tokens: int = 512
     freeze: bool = False
     header_tokens: int | None = None
     trailer_tokens: int | None = None
@@ -119,6 +127,7 @@ class TrainOptions:
         """Raises ConfigError naming the option that is out of range."""
         self.batches()
         self._check_anchors()
+        self._check_cartridge()
         self._check_frozen()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
@@ -140,7 +149,8 @@ class TrainOptions:
             raise ConfigError(f"warmup is {self.warmup}; it is a share of the steps and must lie in 0..1")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
-        for name in ("accumulate", "save_every", "keep_checkpoints", "log_every", "segment_tokens", "rows", "passages"):
+        counts = ("accumulate", "save_every", "keep_checkpoints", "log_every", "rows", "passages")
+        for name in (*counts, "segment_tokens", "study_tokens"):
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
 
@@ -158,6 +168,13 @@ class TrainOptions:
                 "text tokens as anchors, or more"
             )
 
+    def _check_cartridge(self) -> None:
+        if (self.reuse == CARTRIDGE) != (self.corpus is not None):
+            raise ConfigError("reuse='cartridge' and corpus, the text that it stands for, go together; give both")
+        if self.reuse == CARTRIDGE and (self.data or self.store or self.anchor_tokens or any(self.packet)):
+            raise ConfigError("a cartridge is trained on its corpus alone, without data, store or added tokens")
+        check_least("cartridge_tokens", self.cartridge_tokens, 2)
+
     def _check_frozen(self) -> None:
         if not self.is_frozen:
             if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
@@ -165,8 +182,9 @@ class TrainOptions:
             return
         if self.database is not None and self.store is None:
             raise ConfigError("database is that of a store; add store")
-        if self.reuse not in PACKETS:
-            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
+        if self.reuse not in (*PACKETS, CARTRIDGE):
+            known = " or ".join((*PACKETS, CARTRIDGE))
+            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {known}")
         if self.lora_rank:
             raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
         if self.reuse == "link" and not (self.link_tokens or self.anchor_tokens):
@@ -178,7 +196,7 @@ class TrainOptions:
 
     @property
     def is_frozen(self) -> bool:
-        return self.freeze or self.reuse == "packet"
+        return self.freeze or self.reuse in ("packet", CARTRIDGE)
 
     @property
     def makes_lora_adapter(self) -> bool:
@@ -187,7 +205,7 @@ class TrainOptions:
     @property
     def packet(self) -> tuple[int, int]:
         """Tokens of a passage's header and trailer."""
-        header, trailer = PACKETS[self.reuse] if self.is_frozen and not self.anchor_tokens else (0, 0)
+        header, trailer = PACKETS.get(self.reuse, (0, 0)) if self.is_frozen and not self.anchor_tokens else (0, 0)
         return (
             header if self.header_tokens is None else self.header_tokens,
             trailer if self.trailer_tokens is None else self.trailer_tokens,
@@ -241,4 +259,7 @@ class TrainOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON, for the file beside the checkpoints."""
-        return json.loads(json.dumps(asdict(replace(self, database=None)), default=str))  # type: ignore[no-any-return]
+        own = json.loads(json.dumps(asdict(replace(self, database=None)), default=str))
+        if self.corpus is not None and Path(self.corpus).is_file():  # another text is another run
+            own["corpus"] = f"{self.corpus}, SHA-256 {corpus_digest(Path(self.corpus))[:12]}"
+        return dict(own)

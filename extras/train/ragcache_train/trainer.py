@@ -1,6 +1,6 @@
 """Train a model for reuse: data, ids and masks handed to transformers' Trainer.
 
-A run trains all weights, LoRA's matrices, or the rows of added ids on frozen weights: a `Way`.
+A run trains all weights, LoRA's matrices, or on frozen weights the rows of added ids or a cartridge: a `Way`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,18 @@ from ragcache_train.masked_pass import BLOCK, NAME, answer_loss, register
 from ragcache_train.own_answers import FILE, OwnAnswers
 from ragcache_train.row_encoder import RowEncoder
 from ragcache_train.run_files import CHECKPOINTS, ProgressLog, Show, find_checkpoint, write_options
+from ragcache_train.self_study import (
+    SEEDS,
+    CartridgeModel,
+    DrawnConversations,
+    begin_cartridge,
+    read_corpus,
+    save_cartridge,
+    study_rows,
+)
 from ragcache_train.special_tokens import choose_spec, prepare_model, take_rows
 from ragcache_train.train_batches import BatchPlan, DrawnPairs, DrawnRows, EncodedRow, collate, collate_pairs
-from ragcache_train.train_options import TrainOptions
+from ragcache_train.train_options import CARTRIDGE, TrainOptions
 from ragcache_train.train_rows import BadLine, DataRow, read_rows, store_rows
 
 logger = logging.getLogger(__name__)
@@ -148,7 +157,9 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     encoded, spec, unfit = _encode(options, lm, rows)
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    if options.is_frozen:
+    if options.reuse == CARTRIDGE:
+        way = on_cartridge(lm, encoded, options, out)
+    elif options.is_frozen:
         way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
     else:
         way = on_weights(lm, spec, encoded, options, out, earlier)
@@ -167,7 +178,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
 def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | None]:
     """The model to start from, and an adapter beside it that goes on: its rows, and LoRA's matrices where these are
     trained."""
-    goes_on = options.is_frozen or options.lora_rank
+    goes_on = (options.is_frozen and options.reuse != CARTRIDGE) or options.lora_rank
     earlier = Adapter.find(resolve(options.model)) if goes_on else None
     if earlier is not None and earlier.has_lora and options.is_frozen:
         raise ConfigError(
@@ -190,6 +201,9 @@ def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | 
 def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
     """All usable rows, and the lines that are not."""
     drawn: list[DataRow] = []
+    if options.corpus is not None:
+        read_corpus(options.corpus)  # its chunks are cut by the model's tokens
+        return [], []
     if options.store is not None:
         form = {"rows": options.rows, "passages": options.passages, "seed": options.seed}
         drawn = store_rows(options.store, **form, database=options.database)
@@ -205,8 +219,13 @@ def _encode(
     """Rows as ids, the way of reuse with its ids, and lines that cannot be used."""
     form = options.encoding(lm.max_positions)
     filled: Sequence[DataRow | BadLine] = rows
+    asking = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed)
+    if options.corpus is not None:
+        asking.instructions = tuple(SEEDS.values())
+        size = {"rows": options.rows, "study_tokens": options.study_tokens}
+        rows = study_rows(lm, options.corpus, **size, seed=options.seed)
     if options.is_frozen:
-        filled = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed).fill(rows)
+        filled = asking.fill(rows)
     stored = *options.packet, options.anchor_tokens, options.anchor_segment, options.text_sees_anchors
     spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *stored)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
@@ -360,6 +379,17 @@ def on_frozen_weights(
     model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
     save = partial(save_frozen, model, lm, _base(lm), spec, out)
     return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
+
+
+def on_cartridge(lm: LanguageModel, rows: Sequence[EncodedRow], options: TrainOptions, out: Path) -> Way:
+    """Train a cartridge on frozen weights; its file comes out. Raises what `begin_cartridge` does."""
+    begun = begin_cartridge(lm, rows[0], str(options.corpus), options.cartridge_tokens)
+    _prepare(lm, options)
+    lm.model.train(options.checkpointing)
+    model = CartridgeModel(lm.model, begun.layers)
+    dtype = lm.dtype if options.save_dtype is None else DTYPES[options.save_dtype]
+    save = partial(save_cartridge, model, begun, dtype, out)
+    return Way(model, lm.model, DrawnConversations(rows, begun.num_tokens), collate_pairs, divergence_loss, save)
 
 
 def _prepare(lm: LanguageModel, options: TrainOptions) -> None:

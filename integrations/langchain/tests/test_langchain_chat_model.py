@@ -190,7 +190,7 @@ async def _collected(chat, question) -> str:
 
 async def test_an_event_loop_goes_on_while_the_model_runs(babbler, monkeypatch):
     watch, scheduler = LoopWatch(), babbler.kb.lm.scheduler
-    forward = scheduler._forward
+    forward = scheduler.forward
     monkeypatch.setattr(scheduler, "_forward", lambda pieces: (watch.ask(), forward(pieces))[1])
     await babbler.ainvoke("Hi", max_tokens=6)
     [chunk async for chunk in babbler.astream("Hi", max_tokens=6)]
@@ -454,7 +454,7 @@ async def test_a_timeout_ends_an_answer(babbler, monkeypatch):
 
 def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
     """When the model ran, from now on."""
-    steps, forward = [], lm.scheduler._forward
+    steps, forward = [], lm.scheduler.forward
 
     def count(pieces):
         steps.append(time.perf_counter())
