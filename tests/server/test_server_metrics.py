@@ -219,7 +219,7 @@ def test_a_failure_in_mid_stream_is_told_in_the_stream(served: Served, kb, lines
             raise ValueError("no more xylophone")
         return whole(pieces)
 
-    monkeypatch.setattr(kb.lm.scheduler, "_forward", forward)
+    monkeypatch.setattr(kb.lm.scheduler, "forward", forward)
     answer = served.chat(QUESTION, max_tokens=9, stream=True)
     assert answer.status_code == 200
     last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))

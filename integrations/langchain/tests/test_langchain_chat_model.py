@@ -191,7 +191,7 @@ async def _collected(chat, question) -> str:
 async def test_an_event_loop_goes_on_while_the_model_runs(babbler, monkeypatch):
     watch, scheduler = LoopWatch(), babbler.kb.lm.scheduler
     forward = scheduler.forward
-    monkeypatch.setattr(scheduler, "_forward", lambda pieces: (watch.ask(), forward(pieces))[1])
+    monkeypatch.setattr(scheduler, "forward", lambda pieces: (watch.ask(), forward(pieces))[1])
     await babbler.ainvoke("Hi", max_tokens=6)
     [chunk async for chunk in babbler.astream("Hi", max_tokens=6)]
     assert len(watch.answers) >= 12
@@ -461,7 +461,7 @@ def counted(lm, monkeypatch, pause_s: float = 0.0) -> list[float]:
         time.sleep(pause_s)
         return forward(pieces)
 
-    monkeypatch.setattr(lm.scheduler, "_forward", count)
+    monkeypatch.setattr(lm.scheduler, "forward", count)
     return steps
 
 
