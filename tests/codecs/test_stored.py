@@ -129,7 +129,9 @@ def test_fusing_encoded_blocks_is_fusing_the_decoded(lm: rc.LanguageModel, codec
     assert one.kept_tokens == other.kept_tokens
 
 
-@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize(
+    "codec", [name if name in ("int8", "kvtc") else pytest.param(name, marks=pytest.mark.slow) for name in LOSSY]
+)
 def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageModel, tmp_path: Path) -> None:
     """Blocks are computed at first use: the first answer has the logits of those from memory and from disk."""
     with open_kb(tmp_path / "kb", lm, codec) as kb:
