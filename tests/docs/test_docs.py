@@ -42,7 +42,9 @@ def python_blocks() -> list:
 def test_python_blocks_run(name, line, code, tmp_path, monkeypatch, models_once):
     if ("RagCache.open" in code or '"mini"' in code) and not MINI.is_file():
         pytest.skip("the bundled mini model is not here (ragcache/mini)")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    corpus = tmp_path / "examples" / "corpus"
+    corpus.mkdir(parents=True)
+    (corpus / "rivers").symlink_to(ROOT / "examples" / "corpus" / "rivers")  # all of it takes a minute to ingest
     monkeypatch.chdir(tmp_path)
     run("\n" * (line - 1) + code, name)
 
