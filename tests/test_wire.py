@@ -169,7 +169,8 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def environment() -> set[str]:
     """Variables that the code names."""
-    files = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py"))
+    everything = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py"))
+    files = (file for file in everything if "tests" not in file.relative_to(ROOT).parts)
     found = {
         name for file in files for name in re.findall(r'"(RAGCACHE_[A-Z0-9_]+)"', file.read_text(encoding="utf-8"))
     }

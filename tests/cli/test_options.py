@@ -153,7 +153,8 @@ def test_writers_wait_as_long_as_they_are_told(store):
 
 
 def test_a_real_process_keeps_json_clean_and_dies_quietly(store):
-    question = ("ask", "Cat?", "--store", store, "--max-tokens", 2, "--json")
+    # By full prefill: on a slow machine the model's own default says that nobody has checked it.
+    question = ("ask", "Cat?", "--store", store, "--method", "full", "--max-tokens", 2, "--json")
     done = forked.run(forked.COMMAND, *question, env=_environment())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["hits"]
@@ -165,7 +166,7 @@ INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_
 
 
 def test_an_interrupt_ends_with_status_130(store):
-    chat = ("chat", "--store", store, "--max-tokens", 1)
+    chat = ("chat", "--store", store, "--method", "full", "--max-tokens", 1)
     with forked.Forked(INTERRUPTIBLE, *chat, env=_environment()) as process:
         process.stdin.write("Dogs?\n")
         while "read by" not in (line := process.stdout.readline()):
