@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from blend_oracle import Held, blended_logits, recorded_kv
-from families import FAMILIES, assert_same, block_diagonal, causal, causal_logits, masks_of, random_prompt
+from covering import covering
+from families import METHOD_FAMILIES, assert_same, block_diagonal, causal, causal_logits, masks_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -55,8 +56,7 @@ def brute_force(oracle, prompt, counts, always=()):
     return chosen
 
 
-@pytest.mark.parametrize("family", CHOSEN_ON)
-@pytest.mark.parametrize("ratio", [0.15, 0.5])
+@pytest.mark.parametrize(("family", "ratio"), covering(CHOSEN_ON, [0.15, 0.5]))
 def test_the_most_deviating_tokens_run(load, family, ratio):
     lm, oracle = load(family)
     prompt = random_prompt(31, prefix=6, chunks=CHUNKS)
@@ -96,8 +96,7 @@ def test_gradual_filtering_runs_the_ratio_on_average_and_never_more_than_all():
         assert counts == sorted(counts, reverse=True)
 
 
-@pytest.mark.parametrize("gradual", [False, True])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("family", "gradual"), covering(METHOD_FAMILIES, [False, True]))
 def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family, gradual):
     """Law 3. With none, it is the very same computation."""
     lm, oracle = load(family)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import covering
 from families import METHOD_FAMILIES, block_diagonal, layout, masks_of, random_prompt, saved_tiny, tiny
 from formula_oracle import Plan, formula_model, merged, planned_logits, step_by_step, with_answer
 
@@ -103,7 +104,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize(("family", "choice"), covering(METHOD_FAMILIES, CHOICES), indirect=["family"], ids=str)
 def test_decoding_is_one_forward_with_a_mask_for_each_head(family, choice):
     prompt = random_prompt(61, prefix=6, chunks=CHUNKS, suffix=5)
 
@@ -242,11 +243,8 @@ SMALL_OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2"))],
-    indirect=True,
+    ("family", "method"), covering(["llama", "gpt_oss", "phi3", "gemma2"], sorted(rc.METHODS)), indirect=["family"]
 )
-@pytest.mark.parametrize("method", sorted(rc.METHODS))
 def test_room_for_all_changes_nothing_and_little_room_only_what_is_decoded(family, method):
     prompt = random_prompt(67, prefix=4, chunks=CHUNKS, suffix=5)
     options = SMALL_OPTIONS.get(method, {})
