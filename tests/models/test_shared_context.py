@@ -63,6 +63,7 @@ def test_half_precision_stays_near_float32(dtype):
     assert (over - exact).abs().max() <= 1.5 * error, "no further from float32 than one cache is"
 
 
+@torch.inference_mode()  # as passes write: the pool lends buffers that were made in one
 def test_a_context_is_never_written_to():
     """Whatever the caches on it do: grow, replace entries, drop some, and the one that it came from likewise."""
     lm, oracle = tiny("llama")
@@ -90,6 +91,7 @@ def test_a_context_is_never_written_to():
     assert_same(lm.run([3], CONTEXT, lm.new_cache(4, base=context)), causal_logits(oracle, [*shared, 3]))
 
 
+@torch.inference_mode()
 def test_methods_that_replace_run_over_a_copy():
     """Slots over a base equal slots over one cache."""
     lm, _ = tiny("llama")
