@@ -15,6 +15,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.ingest.report import bytes_text
+from ragcache.store.trace import read_trace
 
 
 def json_of(result):
@@ -420,3 +421,57 @@ def test_precompute_cuts_documents_as_ingest_does(model, folder, tmp_path):
     assert len(chunks) > len(NAMES)
     assert max(len(chunk.text.encode()) for chunk in chunks) <= 20  # the model's tokens are bytes
     assert set(made["handles"]) == {chunk.handle for chunk in chunks}
+
+
+def test_pull_says_where_a_model_is_and_how_large(tmp_path):
+    directory = save_tiny_llama(tmp_path / "tiny")
+    num_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    result = invoke("pull", directory)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{directory} is in {directory}, ")
+    found = json.loads(invoke("pull", directory, "--json").stdout)
+    assert found == {"model": str(directory), "path": str(directory), "bytes": num_bytes}
+
+
+def test_pull_of_a_name_that_names_nothing_is_one_line():
+    result = invoke("pull", "nobody/nothing")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "'nobody/nothing'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# --eviction, --admission and --trace, from the command line to the tier
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "gdsf", "pgdsf"])
+def test_answers_are_the_same_under_every_policy(store, eviction, tmp_path):
+    arguments = ["ask", "Where is the cat?", "--store", store, "--method", "reposition", "--max-tokens", 4, "--json"]
+    plain = json.loads(invoke(*arguments).stdout)
+    trace = tmp_path / "trace.jsonl"
+    result = invoke(*arguments, "--eviction", eviction, "--admission", "tinylfu", "--memory", "64KiB", "--trace", trace)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["text"], found["hits"]) == (plain["text"], plain["hits"])
+    accesses = list(read_trace(trace))
+    assert [(a.handle, a.num_tokens, a.tier) for a in accesses] == [
+        (hit["handle"], hit["tokens"], hit["kv"]) for hit in found["hits"]
+    ]
+    assert len({access.request for access in accesses}) == 1
+    assert "cat" not in trace.read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--eviction", "random", "lfu, lru, pgdsf"), ("--admission", "bouncer", "all, tinylfu")],
+)
+def test_unknown_names_are_refused(store, option, value, message):
+    result = invoke("info", "--store", store, option, value)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_refused(store, tmp_path):
+    result = invoke("info", "--store", store, "--trace", tmp_path / "no" / "where")
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr
