@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 from itertools import product
 
-import httpx
 import pytest
 from openai import AuthenticationError, OpenAI
 from serving import Served
@@ -157,7 +156,7 @@ def test_names_that_are_rebound_to_this_machine(serve):
 
 def test_the_key_is_declared(serve):
     with_keys, without = serve(api_keys=KEYS), serve()
-    document = httpx.get(f"{with_keys.url}/openapi.json", trust_env=False).json()
+    document = with_keys.http.get("/openapi.json").json()
     assert document["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -165,5 +164,5 @@ def test_the_key_is_declared(serve):
                 path.startswith(("/v1", "/api/")) or path in ("/tokenize", "/metrics")
             ), path
             assert ("401" in operation["responses"]) == ("security" in operation)
-    document = httpx.get(f"{without.url}/openapi.json", trust_env=False).json()
+    document = without.http.get("/openapi.json").json()
     assert "securitySchemes" not in document["components"]
