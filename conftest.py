@@ -12,6 +12,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
+import covering
 import pytest
 from tiny_model import save_tiny_llama
 
@@ -21,6 +22,10 @@ from ragcache.retrieval import embedder
 from ragcache_demo.bag_of_words import BagOfWords
 
 LOADED_ONCE = cache(assemble.load_lm)
+
+
+def pytest_configure(config):
+    covering.LEFT_OUT = "not slow" in config.option.markexpr
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 Pair = tuple[int, Any, int, Any]
+LEFT_OUT = False
+"""Whether the run that is starting leaves slow cases out: then they are not made, which saves their collection."""
 
 
 def covering(
@@ -20,27 +22,30 @@ def covering(
     values of two axes that work `together` (axes by their places); the others are slow."""
     cases = [case for case in product(*map(list, axes)) if where(*case)]
     places = range(len(axes))
-    pairs = {(place, place) for place in places} | set(together)
-
-    def covered(case: tuple[Any, ...]) -> set[Pair]:
-        return {(one, repr(case[one]), two, repr(case[two])) for one, two in pairs}
-
-    def new(case: tuple[Any, ...]) -> tuple[int, int]:
-        """How much of what must be covered it adds, then how much that is as well, so that the others are mixed."""
-        return len(covered(case) - met), len(mixed(case) - met_by_chance)
-
-    def mixed(case: tuple[Any, ...]) -> set[Pair]:
-        return {(one, repr(case[one]), two, repr(case[two])) for one, two in combinations(places, 2)}
-
-    met: set[Pair] = set()
+    wanted = pairs_of(cases, {(place, place) for place in places} | set(together))
+    mixed = pairs_of(cases, set(combinations(places, 2)))
+    left: set[Pair] = set().union(*wanted)
     met_by_chance: set[Pair] = set()
-    wanted = set().union(*map(covered, cases))
     kept: set[int] = set()
-    while met != wanted:
-        best = max(range(len(cases)), key=lambda number: (new(cases[number]), -number))
+    while left:
+        # How much of what must be covered it adds, then how much that is as well, so that the others are mixed.
+        best = max(range(len(cases)), key=lambda n: (len(wanted[n] & left), len(mixed[n] - met_by_chance), -n))
         kept.add(best)
-        met |= covered(cases[best])
-        met_by_chance |= mixed(cases[best])
+        left -= wanted[best]
+        met_by_chance |= mixed[best]
+    if LEFT_OUT:
+        return [cases[number] for number in sorted(kept)]
     return [
         case if number in kept else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(cases)
     ]
+
+
+def few(kept: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Values for `parametrize`: those that the commit run keeps, and others, which are slow."""
+    return [*kept, *([] if LEFT_OUT else [pytest.param(one, marks=pytest.mark.slow) for one in others])]
+
+
+def pairs_of(cases: list[tuple[Any, ...]], pairs: set[tuple[int, int]]) -> list[set[Pair]]:
+    """By case, its values at these pairs of places."""
+    names = [[repr(value) for value in case] for case in cases]
+    return [{(one, name[one], two, name[two]) for one, two in pairs} for name in names]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ragcache as rc
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.trained_tokens import TrainedTokens
 
 VOCAB = 199
 SMALL: dict[str, Any] = {
@@ -188,11 +193,29 @@ def tiny_config(family: str) -> PreTrainedConfig:
     return CONFIG_MAPPING[kind](**{**SMALL, **extra})
 
 
-def save_tiny(family: str, directory: str) -> str:
-    """Save random weights of `family` as a Hugging Face directory."""
+def own_directory(name: str) -> str:
+    """A new directory that is there as long as the process is."""
+    directory = tempfile.mkdtemp(prefix=f"ragcache-{name}-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+@cache
+def saved_tiny(family: str, spec: TrainedTokens | None = None) -> str:
+    """A Hugging Face directory with random weights of `family`, trained as `spec` says; made once a process, and not to
+    be changed."""
+    directory = own_directory(family)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family))
-    model.save_pretrained(directory)
+    config = tiny_config(family)
+    if spec is not None:
+        config.ragcache = spec.section()
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def save_tiny(family: str, directory: str) -> str:
+    """A copy of it for a test that changes the directory, or loads it in a way of its own."""
+    shutil.copytree(saved_tiny(family), directory, dirs_exist_ok=True)
     return directory
 
 
@@ -205,6 +228,22 @@ def load_tiny(family: str, directory: Path) -> tuple[LanguageModel, PreTrainedMo
     """Random weights of `family`, saved in `directory`, as ragcache and as the oracle load them."""
     saved = save_tiny(family, str(directory))
     return rc.load_lm(saved), oracle_model(saved)
+
+
+@cache
+def tiny(family: str, spec: TrainedTokens | None = None) -> tuple[LanguageModel, PreTrainedModel]:
+    """The same, loaded once a process: for tests that leave both models as they are."""
+    saved = saved_tiny(family, spec)
+    return rc.load_lm(saved), oracle_model(saved)
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def causal(count: int) -> Tensor:
+    """bool [count, count]: each token sees itself and all before it."""
+    return torch.ones(count, count, dtype=torch.bool).tril()
 
 
 def random_prompt(
@@ -295,6 +334,11 @@ def masks_of(model: PreTrainedModel, allowed: Tensor, positions: Sequence[int] |
 def oracle_logits(model: PreTrainedModel, prompt: rc.Prompt, allowed: Tensor) -> Tensor:
     """One plain forward of the same ids under an explicit mask; last token's logits."""
     return oracle_logits_of(model, prompt.ids, allowed)
+
+
+def causal_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """One plain forward of full prefill; last token's logits."""
+    return oracle_logits_of(model, ids, causal(len(ids)))
 
 
 def oracle_logits_of(

@@ -5,13 +5,17 @@ What each layer and head may see, and how scores become weights, is data here: n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+import ragcache as rc
+from ragcache.models.language_model import LanguageModel
 
 NAME = "formula"
 Weigh = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -84,9 +88,26 @@ def _attention(
     return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
 
+@cache
 def formula_model(directory: str) -> PreTrainedModel:
     AttentionInterface.register(NAME, _attention)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=NAME).eval()
+
+
+def with_answer(allowed: Tensor, count: int) -> Tensor:
+    """The mask with `count` tokens of an answer behind, which see everything before them."""
+    n = allowed.shape[0]
+    wider = torch.ones(n + count, n + count, dtype=torch.bool).tril()
+    wider[:n, :n] = allowed
+    return wider
+
+
+def step_by_step(lm: LanguageModel, fused: rc.FuseOutput, answer: Sequence[int]) -> Tensor:
+    """What ragcache decodes: logits of the prompt's last token and of each of the answer, which it is given."""
+    out = [fused.next_logits]
+    for step, token in enumerate(answer):
+        out.append(lm.run([token], fused.next_position + step, fused.cache))
+    return torch.stack(out)
 
 
 @torch.no_grad()

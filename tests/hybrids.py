@@ -95,6 +95,8 @@ HYBRIDS = {
     "falcon_h1": ("falcon_h1", {**MAMBA, "mamba_d_ssm": 64, "mamba_norm_before_gate": False, "num_hidden_layers": 3}),
     "lfm2": ("lfm2", {"conv_L_cache": 3, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
 }
+ONE_EACH = ("qwen3_next", "bamba", "lfm2", "kimi_linear", "falcon_h1")
+"""One of each kind of recurrent layer, and one with such a layer beside attention."""
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "jamba": (
         "jamba",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import httpx
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 from waiting import stacks
 
 import ragcache as rc
@@ -72,6 +75,31 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < until, "it did not come about"
         time.sleep(0.01)
+
+
+def send(
+    served: Served, path: str, body: object, kind: str = "application/json", length: int | None = None
+) -> socket.socket:
+    """A request on a socket of its own, whose answer nobody has read, and which can be shut as by a client that dies.
+
+    body: bytes as they are, all else as JSON. length: what its head says where that is another one
+    """
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {kind}\r\n"
+    client.sendall(f"{head}Content-Length: {length or len(data)}\r\n\r\n".encode() + data)
+    return client
+
+
+def figures(served: Served) -> dict[tuple[str, ...], float]:
+    """(name, label values in the order of their names) -> value, parsed by Prometheus's own parser."""
+    families = text_string_to_metric_families(served.http.get("/metrics").text)
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:

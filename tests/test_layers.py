@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import ragcache
@@ -34,18 +35,28 @@ def part(path: Path) -> str:
     return "" if first == "__init__" else first
 
 
-def imports(path: Path) -> set[str]:
-    """Parts that a file imports, wherever in the file."""
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def modules(path: Path) -> set[str]:
+    """What a file imports, wherever in the file; of the package's front, the names."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-            if node.module == "ragcache":
-                names = [f"ragcache.{alias.name}" for alias in node.names]
-        parts = [name.split(".")[1] for name in names if name.startswith("ragcache.")]
-        found |= {name if name in RANK else "" for name in parts}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "ragcache":
+            found |= {f"ragcache.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
     return found
+
+
+def imports(path: Path) -> set[str]:
+    """Parts of the package that a file imports."""
+    parts = {name.split(".")[1] for name in modules(path) if name.startswith("ragcache.")}
+    return {name if name in RANK else "" for name in parts}
 
 
 def test_every_part_has_a_layer():
@@ -70,13 +81,8 @@ ANNEXES = {
 
 
 def roots(path: Path) -> set[str]:
-    """Top-level packages that a file imports, wherever in the file."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        found |= {name.split(".")[0] for name in names}
-    return found
+    """Top-level packages that a file imports."""
+    return {name.split(".")[0] for name in modules(path)}
 
 
 def test_annexes_are_plug_ins():
@@ -91,8 +97,9 @@ def test_annexes_are_plug_ins():
 
 def test_the_engine_names_no_implementation():
     for path in (PACKAGE / "engine").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        imported = {
+            alias.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
         classes = {cls.__name__ for cls in (*METHODS.values(), *CODECS.values())} | {
             "MemoryTier",
             "DiskTier",
@@ -121,7 +128,7 @@ def test_integrations_apps_and_examples_see_public_names_only():
     assert len(OUTSIDE) > 20
     public = {"ragcache", "ragcache.errors"}
     for path in OUTSIDE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             seen = {name for name in names if name.split(".")[0] == "ragcache"}

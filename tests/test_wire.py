@@ -171,9 +171,10 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def environment() -> set[str]:
     """Variables that the code names."""
-    found_in = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py") if "tests" not in file.parts)
+    everything = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py"))
+    files = (file for file in everything if "tests" not in file.relative_to(ROOT).parts)
     found = {
-        name for file in found_in for name in re.findall(r'"(RAGCACHE_[A-Z0-9_]+)"', file.read_text(encoding="utf-8"))
+        name for file in files for name in re.findall(r'"(RAGCACHE_[A-Z0-9_]+)"', file.read_text(encoding="utf-8"))
     }
     return found | {word for _, said in commands() for word in said.split() if word.startswith("RAGCACHE_")}
 

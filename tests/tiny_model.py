@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+import ragcache as rc
 from ragcache.models.trained_tokens import TrainedTokens
 
 BOS, EOS = "<|bos|>", "<|eos|>"
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
+
+
+def last_logits(model: PreTrainedModel) -> Tensor:
+    """What plain transformers says behind the prompt."""
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0, -1]
 
 
 def byte_tokenizer(**more: Any) -> PreTrainedTokenizerFast:

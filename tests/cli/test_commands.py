@@ -15,6 +15,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.ingest.report import bytes_text
+from ragcache_plan.accesses import read_trace
 
 
 def json_of(result):
@@ -91,18 +92,10 @@ def test_lazy_ingestion_leaves_the_model_unused(model, folder, tmp_path):
     assert {hit["kv"] for hit in answer["hits"]} == {"computed"}
 
 
-def test_chunk_options_reach_the_chunker(model, folder, tmp_path):
-    kb = tmp_path / "kb"
-    json_of(invoke("ingest", folder, "--store", kb, "--model", model, "--chunk-max-tokens", 20, "--json"))
-    with rc.Store.open(kb) as opened:
-        texts = [chunk.text for one in opened.documents() for chunk in opened.chunks_of(one.id)]
-    assert len(texts) > len(NAMES)
-    assert max(len(text.encode()) for text in texts) <= 20  # the model's tokens are bytes
-
-
 def test_ask_equals_the_library(store):
-    got = json_of(invoke("ask", "Where is the cat?", "--store", store, "--k", 2, "--max-tokens", 9, "--json"))
-    with rc.RagCache.open(store) as kb:
+    asked = ("ask", "Where is the cat?", "--store", store, *MOVED, "--k", 2, "--max-tokens", 9, "--json")
+    got = json_of(invoke(*asked))
+    with rc.RagCache.open(store, method="reposition") as kb:
         expected = kb.ask("Where is the cat?", 2, sampling=rc.Sampling(max_tokens=9)).to_json()
     assert set(got) == set(expected)
     for name in ("text", "method", "finish_reason"):
@@ -115,34 +108,37 @@ def test_ask_equals_the_library(store):
     assert got["timings"]["total_s"] >= got["timings"]["ttft_s"] > 0
 
 
+WARM = rc.Sampling(max_tokens=12, temperature=0.9, top_p=0.8, top_k=50, seed=7)
+RECENT = {"year": {"$gte": 2022}}
+LINKS = [[65, 66], [67]]
+TOLD = [
+    (
+        ["--method", "full", "--temperature", 0.9, "--top-p", 0.8, "--top-k", 50, "--seed", 7],
+        {"method": "full", "sampling": WARM},
+    ),
+    (["--filter", json.dumps(RECENT), "--k", 1], {"filter": RECENT, "k": 1}),
+    (
+        ["--method", "link", "--option", f"link_ids={LINKS}", "--k", 2],
+        {"k": 2, "method": "link", "method_options": {"link_ids": LINKS}},
+    ),
+    (["--evict", 5], {"evict": 5}),
+    (["--stop", "e", "--stop", "\ufffd"], {"sampling": rc.Sampling(max_tokens=12, stop=("e", "\ufffd"))}),
+]
+
+
 def test_ask_passes_its_options_on(store):
-    options = ["--method", "full", "--temperature", 0.9, "--top-p", 0.8, "--top-k", 50, "--seed", 7, "--k", 1]
-    where = ["--max-tokens", 12, "--filter", '{"year": {"$gte": 2022}}', "--store", store, "--json"]
-    got = json_of(invoke("ask", "Which club?", *options, *where))
-    sampling = rc.Sampling(max_tokens=12, temperature=0.9, top_p=0.8, top_k=50, seed=7)
+    # By a method that is named: what the model's own default reads, and how, depends on the machine.
+    plain = {"sampling": rc.Sampling(max_tokens=12), "method": "reposition"}
+    asked = ("ask", "Which club?", "--store", store, *MOVED, "--max-tokens", 12, "--json")
+    got = [json_of(invoke(*asked, *flags)) for flags, _ in TOLD]
     with rc.RagCache.open(store) as kb:
-        expected = kb.ask("Which club?", 1, method="full", sampling=sampling, filter={"year": {"$gte": 2022}})
-    assert got["text"] == expected.text
-    assert got["method"] == "full"
-    assert [hit["document_id"] for hit in got["hits"]] == ["club"]
-
-
-def test_ask_passes_the_methods_options_on(store):
-    options = ["--method", "link", "--option", "link_ids=[[65, 66], [67]]", "--k", 2, "--max-tokens", 8, "--json"]
-    got = json_of(invoke("ask", "Which club?", "--store", store, *options))
-    with rc.RagCache.open(store, method="link", link_ids=[[65, 66], [67]]) as kb:
-        expected = kb.ask("Which club?", 2, sampling=rc.Sampling(max_tokens=8))
-        plain = kb.ask("Which club?", 2, method="reposition", sampling=rc.Sampling(max_tokens=8))
-    assert (got["text"], got["method"]) == (expected.text, "link")
-    assert got["usage"]["prompt_tokens"] == plain.usage.prompt_tokens + 3
-
-
-def test_ask_passes_eviction_on(store):
-    got = json_of(invoke("ask", "Which club?", "--store", store, "--max-tokens", 12, "--evict", 5, "--json"))
-    with rc.RagCache.open(store) as kb:
-        expected = kb.ask("Which club?", evict=5, sampling=rc.Sampling(max_tokens=12))
-        plain = kb.ask("Which club?", sampling=rc.Sampling(max_tokens=12))
-    assert got["text"] == expected.text != plain.text
+        expected = [kb.ask("Which club?", **{**plain, **options}) for _, options in TOLD]
+        usual = kb.ask("Which club?", **plain).text
+    for found, right, (flags, _) in zip(got, expected, TOLD, strict=True):
+        assert (found["text"], found["method"]) == (right.text, right.method), flags
+        assert [hit["chunk_id"] for hit in found["hits"]] == [hit.chunk.id for hit in right.hits]
+        assert found["usage"]["prompt_tokens"] == right.usage.prompt_tokens
+        assert found["text"] != usual, flags
 
 
 def test_ask_refuses_a_method_that_contradicts_exact(store):
@@ -160,13 +156,6 @@ def test_ask_reads_the_whole_store(store):
     assert (first["usage"]["created_tokens"] > 0, second["usage"]["created_tokens"]) == (True, 0)
     refused = invoke(*command, "--filter", '{"year": 2024}')
     assert (refused.exit_code, "leave out filter" in refused.stderr) == (2, True)
-
-
-def test_ask_stops_at_a_string(store):
-    whole = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--json"))["text"]
-    stop = whole[3]
-    cut = json_of(invoke("ask", "Where?", "--store", store, "--max-tokens", 12, "--stop", stop, "--json"))["text"]
-    assert cut == whole[: whole.index(stop)]
 
 
 def test_ask_in_words_names_its_sources(store):
@@ -220,13 +209,12 @@ def test_chat_that_keeps_its_context_is_one_conversation(store):
         assert f"{answer.usage.prompt_tokens} prompt tokens, " in cost
 
 
-def test_chat_forgets_a_turn_that_failed(store):
-    long = "x" * 900
-    result = invoke(
-        "chat", "--context", "keep", "--store", store, "--max-tokens", 2, "--k", 1, input=f"{long}\nDogs?\n"
-    )
+@pytest.mark.parametrize("context", [(), ("--context", "keep")])
+def test_chat_survives_a_question_that_is_too_long(store, context):
+    """Where the conversation is kept, the turn that failed is no part of it."""
+    result = invoke("chat", *context, "--store", store, "--max-tokens", 2, "--k", 1, input="x" * 900 + "\nDogs?\n")
     assert result.exit_code == 0, result.output
-    assert "error: " in result.stderr
+    assert "error: the question has" in result.stderr
     assert result.stdout.count("first token after") == 1
 
 
@@ -257,13 +245,6 @@ def test_pins_hold_until_they_are_taken_back(store):
     assert unknown.exit_code == 1
     assert "'nobody': neither a document nor a chunk" in unknown.stderr
     assert invoke("pin", "arno", "--store", store).stdout == "1 blocks pinned\n"
-
-
-def test_chat_survives_a_question_that_is_too_long(store):
-    result = invoke("chat", "--store", store, "--max-tokens", 2, input="x" * 900 + "\nDogs?\n")
-    assert result.exit_code == 0, result.output
-    assert "error: the question has" in result.stderr
-    assert result.stdout.count("first token after") == 1
 
 
 def test_list_gives_the_documents(store):
@@ -438,5 +419,61 @@ def test_precompute_cuts_documents_as_ingest_does(model, folder, tmp_path):
     json_of(invoke("ingest", folder, "--store", tmp_path / "one", *options, "--json"))
     made = json_of(invoke("precompute", folder, "--split", "--store", tmp_path / "two", *options, "--json"))
     with rc.Store.open(tmp_path / "one") as kb:
-        own = {chunk.handle for one in kb.documents() for chunk in kb.chunks_of(one.id)}
-    assert set(made["handles"]) == own
+        chunks = [chunk for one in kb.documents() for chunk in kb.chunks_of(one.id)]
+    assert len(chunks) > len(NAMES)
+    assert max(len(chunk.text.encode()) for chunk in chunks) <= 20  # the model's tokens are bytes
+    assert set(made["handles"]) == {chunk.handle for chunk in chunks}
+
+
+def test_pull_says_where_a_model_is_and_how_large(tmp_path):
+    directory = save_tiny_llama(tmp_path / "tiny")
+    num_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    result = invoke("pull", directory)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{directory} is in {directory}, ")
+    found = json.loads(invoke("pull", directory, "--json").stdout)
+    assert found == {"model": str(directory), "path": str(directory), "bytes": num_bytes}
+
+
+def test_pull_of_a_name_that_names_nothing_is_one_line():
+    result = invoke("pull", "nobody/nothing")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "'nobody/nothing'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# --eviction, --admission and --trace, from the command line to the tier
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "gdsf", "pgdsf"])
+def test_answers_are_the_same_under_every_policy(store, eviction, tmp_path):
+    arguments = ["ask", "Where is the cat?", "--store", store, "--method", "reposition", "--max-tokens", 4, "--json"]
+    plain = json.loads(invoke(*arguments).stdout)
+    trace = tmp_path / "trace.jsonl"
+    result = invoke(*arguments, "--eviction", eviction, "--admission", "tinylfu", "--memory", "64KiB", "--trace", trace)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["text"], found["hits"]) == (plain["text"], plain["hits"])
+    accesses = list(read_trace(trace))
+    assert [(a.handle, a.num_tokens, a.tier) for a in accesses] == [
+        (hit["handle"], hit["tokens"], hit["kv"]) for hit in found["hits"]
+    ]
+    assert len({access.request for access in accesses}) == 1
+    assert "cat" not in trace.read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--eviction", "random", "lfu, lru, pgdsf"), ("--admission", "bouncer", "all, tinylfu")],
+)
+def test_unknown_names_are_refused(store, option, value, message):
+    result = invoke("info", "--store", store, option, value)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_refused(store, tmp_path):
+    result = invoke("info", "--store", store, "--trace", tmp_path / "no" / "where")
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr

@@ -6,13 +6,15 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, FEW_FAMILIES, METHOD_FAMILIES, load_tiny
+from families import FAMILIES, FEW_FAMILIES, METHOD_FAMILIES, tiny
 
 HERE = Path(__file__).parent
 PAPERS = HERE.parents[1] / "extras" / "papers" / "tests"
 LAWS = HERE / "test_laws.py"
 MECHANISMS = {"test_link.py", "test_recompute.py", "test_cacheblend.py", "test_snapkv.py", "test_packet.py"}
-"""The ways of reuse that other methods share: own tokens, tokens that run again, what is dropped, rows in front."""
+MECHANISMS |= {"test_sixteen_bits.py"}
+"""The ways of reuse that other methods share: own tokens, tokens that run again, what is dropped, rows in front; and
+the rounding of each trait."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -35,23 +37,16 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    loaded = {}
-
-    def by_name(family):
-        if family not in loaded:
-            loaded[family] = load_tiny(family, tmp_path_factory.mktemp(family))
-        return loaded[family]
-
-    return by_name
+@pytest.fixture(scope="session")
+def load():
+    return tiny
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
+@pytest.fixture(scope="session")
+def llama():
+    return tiny("llama")
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
+def family(request):
+    return tiny(request.param)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from blend_oracle import Held, blended_logits, recorded_kv
-from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
+from covering import covering
+from families import METHOD_FAMILIES, assert_same, block_diagonal, causal, causal_logits, masks_of, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -15,10 +16,6 @@ from ragcache.fusion import get_method
 
 CHOSEN_ON = ["llama", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "smollm3", "gpt_oss"]
 CHUNKS = (17, 3, 20, 12)
-
-
-def causal(prompt):
-    return torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
 
 
 class Watched(Held):
@@ -46,7 +43,7 @@ def brute_force(oracle, prompt, counts, always=()):
     for layer in range(1, len(recorded)):
         blend = Watched(recorded, [*chosen, *[chosen[-1]] * (len(recorded) - layer)])
         ids = torch.tensor([prompt.ids])
-        oracle(input_ids=ids, attention_mask=masks_of(oracle, causal(prompt)), past_key_values=blend)
+        oracle(input_ids=ids, attention_mask=masks_of(oracle, causal(prompt.num_tokens)), past_key_values=blend)
         distance = {
             token: sum(
                 math.dist(own[0, :, token].flatten().tolist(), theirs[0, :, token].flatten().tolist()) ** 2
@@ -59,8 +56,7 @@ def brute_force(oracle, prompt, counts, always=()):
     return chosen
 
 
-@pytest.mark.parametrize("family", CHOSEN_ON)
-@pytest.mark.parametrize("ratio", [0.15, 0.5])
+@pytest.mark.parametrize(("family", "ratio"), covering(CHOSEN_ON, [0.15, 0.5]))
 def test_the_most_deviating_tokens_run(load, family, ratio):
     lm, oracle = load(family)
     prompt = random_prompt(31, prefix=6, chunks=CHUNKS)
@@ -100,14 +96,13 @@ def test_gradual_filtering_runs_the_ratio_on_average_and_never_more_than_all():
         assert counts == sorted(counts, reverse=True)
 
 
-@pytest.mark.parametrize("gradual", [False, True])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("family", "gradual"), covering(METHOD_FAMILIES, [False, True]))
 def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family, gradual):
     """Law 3. With none, it is the very same computation."""
     lm, oracle = load(family)
     prompt = random_prompt(33)
     every = rc.fuse(lm, prompt, "cacheblend", ratio=1, gradual=gradual)
-    assert_same(every.next_logits, oracle_logits(oracle, prompt, causal(prompt)))
+    assert_same(every.next_logits, causal_logits(oracle, prompt.ids))
     none = rc.fuse(lm, prompt, "cacheblend", ratio=0, gradual=gradual)
     assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
     assert set(none.computed_tokens) == {len(prompt.suffix_ids)}

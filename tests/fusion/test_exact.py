@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import assert_same, oracle_logits_of, random_prompt
+from families import assert_same, causal_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.kv.prefix_cache import PrefixCache, read_cache
-
-
-def plain(oracle, ids):
-    return oracle_logits_of(oracle, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
 
 
 def keep(tree, ids, fused, answer=()):
@@ -43,7 +39,7 @@ def test_an_answer_is_a_prefix_too(llama):
     longer = rc.Prompt([*first.ids, *answer], [[5, 6, 7]], [8, 9])
     with tree.match("full", longer.ids) as exact:
         assert exact.num_tokens == first.num_tokens + 4
-        assert_same(rc.fuse(lm, longer, "full", exact=exact).next_logits, plain(oracle, longer.ids))
+        assert_same(rc.fuse(lm, longer, "full", exact=exact).next_logits, causal_logits(oracle, longer.ids))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -60,7 +56,7 @@ def test_a_growing_tree_changes_no_answer(llama, seed):
             exact.cut(prompt.num_tokens - 1)
             matched += exact.num_tokens
             fused = rc.fuse(lm, prompt, "full", exact=exact)
-        assert_same(fused.next_logits, plain(oracle, prompt.ids))
+        assert_same(fused.next_logits, causal_logits(oracle, prompt.ids))
         tree.insert("full", prompt.ids, read_cache(fused.cache))
     assert matched > 12 * 2
     assert tree.stats().evicted_tokens

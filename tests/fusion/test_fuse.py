@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import block_diagonal, random_prompt, save_tiny
+from families import block_diagonal, random_prompt, saved_tiny, tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
@@ -72,23 +72,10 @@ def test_a_bos_recipe_drops_the_bos(llama):
     assert not torch.allclose(block.keys[-1], lm.encode([chunk])[0].keys[-1], atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llama-yarn", "qwen3", "glm4", "gemma2"])
-def test_low_precision_is_near_float32(family, dtype, tmp_path):
-    directory = save_tiny(family, str(tmp_path))
-    prompt = random_prompt(6)
-    low = rc.fuse(rc.load_lm(directory, dtype=dtype), prompt).next_logits
-    exact = rc.fuse(rc.load_lm(directory), prompt).next_logits
-    assert low.dtype == torch.float32
-    # Random weights this large amplify rounding layer by layer; a wrong position is off by its own size.
-    assert torch.cosine_similarity(low, exact, dim=0) > 0.98
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_decoding_goes_on_as_one_growing_forward(llama, seed):
+def test_decoding_goes_on_as_one_growing_forward(llama):
     """Each step's logits equal a plain forward over everything so far, in a cache that has to grow on the way."""
     lm, oracle = llama
-    prompt = random_prompt(seed)
+    prompt = random_prompt(0)
     fused = rc.fuse(lm, prompt, reserve_tokens=0)
     room = fused.cache.capacity
     ids, logits = prompt.ids, fused.next_logits
@@ -140,9 +127,9 @@ def test_what_ran_in_any_layer_is_not_cached(llama, method, most):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_token_of_a_suffix_sees_those_behind_it(tmp_path, dtype):
+def test_no_token_of_a_suffix_sees_those_behind_it(dtype):
     """In half precision too, where few rows over many keys go another way: what comes later changes not a bit."""
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)), dtype=dtype)
+    lm = rc.load_lm(saved_tiny("llama"), dtype=dtype)
     ids, rows = list(random_prompt(12, chunks=(40,), suffix=5).ids), 5
 
     def logits(ids):
@@ -190,7 +177,7 @@ def test_a_prompt_without_chunks_or_prefix(llama):
         torch.testing.assert_close(rc.fuse(lm, prompt, method=method).next_logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_bad_input_is_named(llama, tmp_path):
+def test_bad_input_is_named(llama):
     lm, _ = llama
     prompt = random_prompt(0)
     blocks = rc.encode(lm, prompt)
@@ -204,9 +191,8 @@ def test_bad_input_is_named(llama, tmp_path):
         rc.fuse(lm, prompt, blocks=blocks[:3])
     with pytest.raises(StaleBlockError, match="chunk 0"):
         rc.fuse(lm, prompt, blocks=blocks[::-1])
-    other = rc.load_lm(save_tiny("qwen3", str(tmp_path)))
     with pytest.raises(StaleBlockError, match="another model"):
-        rc.fuse(lm, prompt, blocks=rc.encode(other, prompt))
+        rc.fuse(lm, prompt, blocks=rc.encode(tiny("qwen3")[0], prompt))
     with pytest.raises(PromptError, match="suffix"):
         rc.Prompt([1], [[2]], [])
     with pytest.raises(PromptError, match="chunk 1"):

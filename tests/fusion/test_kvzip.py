@@ -12,13 +12,13 @@ from families import (
     assert_same,
     block_diagonal,
     layout,
-    load_tiny,
     masks_of,
     oracle_model,
     random_prompt,
-    save_tiny,
+    saved_tiny,
+    tiny,
 )
-from formula_oracle import Plan, formula_model, merged, planned_logits
+from formula_oracle import Plan, formula_model, merged, planned_logits, step_by_step, with_answer
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -31,21 +31,19 @@ CHUNKS = (17, 3, 20, 12)
 SINKS = 4
 
 
-class Loaded:
-    def __init__(self, name, directory):
-        self.name, self.directory = name, directory
-        self.lm = rc.load_lm(directory)
-        self.formula = formula_model(directory)
+class Family:
+    def __init__(self, name):
+        (self.lm, self.oracle), self.formula = tiny(name), formula_model(saved_tiny(name))
 
 
-@pytest.fixture(scope="module", params=METHOD_FAMILIES)
-def family(request, tmp_path_factory):
-    return Loaded(request.param, save_tiny(request.param, str(tmp_path_factory.mktemp(request.param))))
+@pytest.fixture(params=METHOD_FAMILIES)
+def family(request):
+    return Family(request.param)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return Loaded("llama", save_tiny("llama", str(tmp_path_factory.mktemp("llama"))))
+@pytest.fixture
+def llama():
+    return Family("llama")
 
 
 def ranked(scores, always):
@@ -105,12 +103,12 @@ def places_of(block):
 @pytest.mark.parametrize("kept", [0.3, 0.75])
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
 def test_what_is_kept_follows_the_eager_attention_of_plain_transformers(family, recipe, kept):
-    oracle, prompt = oracle_model(family.directory), random_prompt(71, prefix=6, chunks=(9, 20, 15), suffix=3)
+    prompt = random_prompt(71, prefix=6, chunks=(9, 20, 15), suffix=3)
     before = prompt.prefix_ids if recipe == "prefix" else []
     blocks = rc.encode(family.lm, prompt, Recipe(recipe, kept=kept))
     whole = rc.encode(family.lm, prompt, recipe)
     for chunk, block, plain in zip(prompt.chunk_ids, blocks, whole, strict=True):
-        wanted = expected_places(oracle, family.lm, before, chunk, chunk, kept, range(SINKS))
+        wanted = expected_places(family.oracle, family.lm, before, chunk, chunk, kept, range(SINKS))
         assert places_of(block) == wanted
         assert block.num_tokens == len(chunk)
         assert block.tokens_by_layer == tuple(len(heads[0]) for heads in wanted)
@@ -126,12 +124,12 @@ def test_what_is_kept_follows_the_eager_attention_of_plain_transformers(family, 
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(METHOD_FAMILIES)))
-def test_every_other_family_too(name, tmp_path):
-    lm, oracle = load_tiny(name, tmp_path)
+def test_every_other_family_too(name):
+    lm, oracle = tiny(name)
     prompt = random_prompt(72, prefix=3, chunks=(11, 16), suffix=3)
     for chunk, block in zip(prompt.chunk_ids, rc.encode(lm, prompt, Recipe(kept=0.5)), strict=True):
         assert places_of(block) == expected_places(oracle, lm, [], chunk, chunk, 0.5, range(SINKS))
-    theirs = plan_logits(lm, formula_model(str(tmp_path)), prompt, 0.5)[0]
+    theirs = plan_logits(lm, formula_model(saved_tiny(name)), prompt, 0.5)[0]
     assert_same(rc.fuse(lm, prompt, recipe=Recipe(kept=0.5)).next_logits, theirs)
 
 
@@ -153,25 +151,11 @@ def without_dropped(lm, allowed, blocks, prompt, behind):
     return masks
 
 
-def with_answer(allowed, count):
-    n = allowed.shape[0]
-    wider = torch.ones(n + count, n + count, dtype=torch.bool).tril()
-    wider[:n, :n] = allowed
-    return wider
-
-
 def plan_logits(lm, formula, prompt, kept, answer=()):
     blocks = rc.encode(lm, prompt, Recipe(kept=kept))
     allowed = with_answer(block_diagonal(prompt), len(answer))
     plan = Plan(without_dropped(lm, allowed, blocks, prompt, prompt.context_tokens), torch.arange(allowed.shape[0]))
     return planned_logits(formula, [*prompt.ids, *answer], plan)[prompt.num_tokens - 1 :]
-
-
-def step_by_step(lm, fused, answer):
-    out = [fused.next_logits]
-    for step, token in enumerate(answer):
-        out.append(lm.run([token], fused.next_position + step, fused.cache))
-    return torch.stack(out)
 
 
 @pytest.mark.parametrize("kept", [0.01, 0.3, 0.6])
@@ -324,27 +308,23 @@ def test_blocks_of_another_share_are_refused(llama):
         rc.fuse(llama.lm, prompt, "reposition", rc.encode(llama.lm, prompt), recipe="isolated", prefix_block=blocks[0])
 
 
-@pytest.mark.parametrize("kept", [0, -0.5, 1.5, float("nan"), True, "half", None])
-def test_a_share_that_is_none_is_refused(kept):
-    with pytest.raises(ConfigError, match="above 0"):
-        Recipe(kept=kept)
+SHARES = [0, -0.5, 1.5, float("nan"), True, "half", None]
+REFUSED = [
+    *((lambda _, kept=kept: Recipe(kept=kept), ConfigError, "above 0") for kept in SHARES),
+    (lambda _: Recipe(task="names"), ConfigError, "kept below 1"),
+    (lambda lm: lm.encode([[5] * 20], Recipe(kept=0.5, task="names")), ConfigError, "no tokenizer"),
+    (
+        lambda lm: lm.encode([[5] * 300], Recipe(kept=0.5)),  # which fits once and not twice
+        ContextTooLongError,
+        r"chunk 0, with what is read behind it.*600 tokens.*512.*shorter",
+    ),
+]
 
 
-def test_a_task_without_a_share_is_refused():
-    with pytest.raises(ConfigError, match="kept below 1"):
-        Recipe(task="names")
-
-
-def test_a_task_needs_a_tokenizer(llama):
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        llama.lm.encode([[5] * 20], Recipe(kept=0.5, task="names"))
-
-
-def test_a_chunk_that_fits_the_model_once_and_not_twice_is_refused(llama):
-    chunk = [5] * 300
-    llama.lm.encode([chunk])
-    with pytest.raises(ContextTooLongError, match=r"chunk 0, with what is read behind it.*600 tokens.*512.*shorter"):
-        llama.lm.encode([chunk], Recipe(kept=0.5))
+@pytest.mark.parametrize(("call", "error", "said"), REFUSED)
+def test_what_cannot_be_kept_is_refused(llama, call, error, said):
+    with pytest.raises(error, match=said):
+        call(llama.lm)
 
 
 def test_the_second_pass_is_given_up_when_nobody_wants_it(llama):

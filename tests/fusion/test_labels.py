@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from blend_oracle import forward as overridden
-from families import METHOD_FAMILIES, assert_same, load_tiny, oracle_logits_of
+from families import METHOD_FAMILIES, assert_same, causal, oracle_logits_of, tiny
 
 import ragcache as rc
 from ragcache.errors import PromptError
@@ -28,16 +28,16 @@ TOKENS = [
 READ = [name for name in METHODS if name != "link" and get_method(name).keeps_context]
 
 
-@pytest.fixture(scope="module", params=METHOD_FAMILIES)
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(params=METHOD_FAMILIES)
+def family(request):
+    return tiny(request.param)
 
 
 def mask(*, apart):
     """What sees what. apart: every passage's tokens see that passage alone"""
     owners = [owner for _, owner in TOKENS]
     n = len(TOKENS)
-    seen = torch.ones(n, n, dtype=torch.bool).tril()
+    seen = causal(n)
     if apart:
         alone = [[owners[row] in (None, owners[column]) for column in range(n)] for row in range(n)]
         seen &= torch.tensor(alone)
@@ -72,10 +72,9 @@ def test_recompute_methods_run_them_beside_the_tokens_that_they_choose(family):
     assert_same(rc.fuse(lm, PROMPT, "cacheblend", ratio=1.0).next_logits, forward(oracle, apart=False))
     owners, n = [owner for _, owner in TOKENS], len(TOKENS)
     runs = [owner is None or owners[row - 2 : row] != [owner] * 2 for row, owner in enumerate(owners)]
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
     _, apart, _ = overridden(oracle, PROMPT.ids, mask(apart=True))
     chosen = [torch.tensor(runs).nonzero()[:, 0]] * lm.shape.num_layers
-    expected = overridden(oracle, PROMPT.ids, causal, apart, chosen)[0]
+    expected = overridden(oracle, PROMPT.ids, causal(n), apart, chosen)[0]
     assert_same(rc.fuse(lm, PROMPT, "epic", first_tokens=2).next_logits, expected)
     assert (expected - forward(oracle, apart=True)).abs().max() > 1e-3 * expected.abs().max()
 
@@ -93,8 +92,8 @@ def test_a_labelled_context_is_shared(family):
     assert_same(over.next_logits, rc.fuse(lm, other, "reposition").next_logits)
 
 
-def test_methods_that_take_passages_side_by_side_refuse_them(tmp_path):
-    lm, _ = load_tiny("llama", tmp_path)
+def test_methods_that_take_passages_side_by_side_refuse_them(llama):
+    lm, _ = llama
     assert {"reposition", "full"} <= set(READ)
     for name in METHODS:
         if not get_method(name).keeps_context and not get_method(name).needs_training:

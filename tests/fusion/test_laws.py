@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from families import FAMILIES, assert_same, block_diagonal, oracle_logits, random_prompt
+from covering import covering
+from families import FAMILIES, assert_same, block_diagonal, causal_logits, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.kv.prefix_cache import PrefixCache, read_cache
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("family", "seed"), covering(sorted(FAMILIES), range(3)), indirect=["family"])
 def test_reposition_is_one_block_diagonal_forward(family, seed):
     lm, oracle = family
     prompt = random_prompt(seed, prefix=seed * 3, chunks=(7, 13, 4, 9)[: seed + 2])
@@ -22,9 +22,7 @@ def test_reposition_is_one_block_diagonal_forward(family, seed):
 def test_full_is_plain_transformers(family):
     lm, oracle = family
     prompt = random_prompt(5)
-    n = prompt.num_tokens
-    expected = oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril())
-    assert_same(rc.fuse(lm, prompt, method="full").next_logits, expected)
+    assert_same(rc.fuse(lm, prompt, method="full").next_logits, causal_logits(oracle, prompt.ids))
 
 
 def test_full_goes_on_from_an_exact_prefix(family):
@@ -40,7 +38,7 @@ def test_full_goes_on_from_an_exact_prefix(family):
             exact.cut(n - 1)
             fused = rc.fuse(lm, prompt, method="full", exact=exact)
         assert set(fused.computed_tokens) == {n - shared}
-        assert_same(fused.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
+        assert_same(fused.next_logits, causal_logits(oracle, prompt.ids))
         tree.insert("full", prompt.ids, read_cache(fused.cache))
 
 
@@ -66,7 +64,5 @@ UNLIKE = {"llama", "gemma4", "gpt_oss", "smollm3", "deepseek_v2"}
 def test_one_chunk_behind_the_prefix_is_full_prefill(family, method):
     lm, oracle = family
     prompt = random_prompt(7, prefix=6, chunks=(17,))
-    n = prompt.num_tokens
-    expected = oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril())
     fused = rc.fuse(lm, prompt, method=method, recipe="prefix")
-    assert_same(fused.next_logits, expected)
+    assert_same(fused.next_logits, causal_logits(oracle, prompt.ids))

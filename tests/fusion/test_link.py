@@ -8,15 +8,15 @@ from families import (
     SMALL,
     VOCAB,
     assert_same,
+    causal_logits,
     figure_2,
     linked,
     oracle_logits_of,
     oracle_model,
     random_prompt,
-    save_tiny,
-    tiny_config,
+    tiny,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
@@ -26,20 +26,10 @@ LINKS = [[101, 102], [], [7, 7, 9], [101]]
 TRAINED = TrainedTokens("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("plain"))))
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3", "phi3", "mixtral"])
-def trained(request, tmp_path_factory):
+@pytest.fixture(params=["llama", "qwen3", "phi3", "mixtral"])
+def trained(request):
     """A checkpoint whose configuration states its link tokens."""
-    directory = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    config = tiny_config(request.param)
-    config.ragcache = TRAINED.section()
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return rc.load_lm(directory), oracle_model(str(directory))
+    return tiny(request.param, TRAINED)
 
 
 def oracle_of(model, prompt, links, **more):
@@ -89,8 +79,8 @@ def test_one_chunk_behind_the_prefix_is_full_prefill(family):
     lm, model = family
     prompt = random_prompt(7, prefix=6, chunks=(17,))
     ids = [*prompt.prefix_ids, *prompt.chunk_ids[0], 50, 51, *prompt.suffix_ids]
-    expected = oracle_logits_of(model, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
-    assert_same(rc.fuse(lm, prompt, method="link", link_ids=[[50, 51]], recipe="prefix").next_logits, expected)
+    fused = rc.fuse(lm, prompt, method="link", link_ids=[[50, 51]], recipe="prefix")
+    assert_same(fused.next_logits, causal_logits(model, ids))
 
 
 def test_a_trained_checkpoint_needs_no_options(trained):
@@ -113,9 +103,7 @@ def test_kv_start_belongs_to_the_prefix(trained):
     lm, model = trained
     one = random_prompt(9, chunks=(11,))
     ids = [*one.prefix_ids, 160, *one.chunk_ids[0], 150, 151, 161, *one.suffix_ids]
-    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    expected = oracle_logits_of(model, ids, causal)
-    assert_same(rc.fuse(lm, one, method="link", recipe="prefix").next_logits, expected)
+    assert_same(rc.fuse(lm, one, method="link", recipe="prefix").next_logits, causal_logits(model, ids))
 
 
 def test_given_link_ids_replace_all_that_the_checkpoint_adds(trained):
@@ -197,7 +185,7 @@ def test_checkpoints_of_the_authors_code(tmp_path):
 )
 def test_what_cannot_be_is_named(llama, options, named):
     with pytest.raises(ConfigError, match=named):
-        rc.fuse(llama, random_prompt(0), method="link", **options)
+        rc.fuse(llama[0], random_prompt(0), method="link", **options)
 
 
 def test_a_checkpoint_is_held_to_its_training(trained):
@@ -212,17 +200,13 @@ def test_a_checkpoint_is_held_to_its_training(trained):
 
 def test_link_tokens_count_towards_the_longest_prompt(llama):
     prompt = random_prompt(0, prefix=0, chunks=(500,), suffix=6)
-    rc.fuse(llama, prompt, method="link", link_ids=[[5] * 6])
+    rc.fuse(llama[0], prompt, method="link", link_ids=[[5] * 6])
     with pytest.raises(ContextTooLongError, match="513"):
-        rc.fuse(llama, prompt, method="link", link_ids=[[5] * 7])
+        rc.fuse(llama[0], prompt, method="link", link_ids=[[5] * 7])
 
 
-def test_block_attention_is_link_without_link_tokens(tmp_path):
-    config = tiny_config("llama")
-    config.ragcache = TrainedTokens("reposition").section()
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    lm, prompt = rc.load_lm(tmp_path), random_prompt(0)
+def test_block_attention_is_link_without_link_tokens():
+    lm, prompt = tiny("llama", TrainedTokens("reposition"))[0], random_prompt(0)
     assert lm.default_method == "reposition"
     moved = rc.fuse(lm, prompt, method="reposition").next_logits
     assert torch.equal(rc.fuse(lm, prompt, method="link").next_logits, moved)

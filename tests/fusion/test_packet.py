@@ -9,13 +9,13 @@ from families import (
     VOCAB,
     assert_same,
     block_diagonal,
-    load_tiny,
+    causal,
+    causal_logits,
+    linked,
     oracle_logits_of,
-    oracle_model,
     random_prompt,
-    tiny_config,
+    tiny,
 )
-from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StaleBlockError
@@ -27,36 +27,19 @@ GIVEN = {"header_ids": HEADER, "trailer_ids": TRAILER}
 SPEC = TrainedTokens("packet", first_packet_id=170, header_tokens=3, trailer_tokens=2)
 
 
-@pytest.fixture(scope="module", params=METHOD_FAMILIES)
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(params=METHOD_FAMILIES)
+def family(request):
+    return tiny(request.param)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"))[0]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return trained_model(tmp_path_factory.mktemp("trained"), SPEC)
-
-
-def trained_model(directory, spec):
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.ragcache = spec.section()
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return rc.load_lm(directory), oracle_model(str(directory))
+@pytest.fixture
+def trained():
+    return tiny("llama", SPEC)
 
 
 def with_packets(prompt):
     chunks = [[*HEADER, *chunk, *TRAILER] for chunk in prompt.chunk_ids]
     return rc.Prompt(prompt.prefix_ids, chunks, prompt.suffix_ids)
-
-
-def causal(count):
-    return torch.ones(count, count, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -77,7 +60,7 @@ def test_one_chunk_behind_the_prefix_is_full_prefill(family):
     prompt = random_prompt(7, prefix=6, chunks=(17,))
     spelt = with_packets(prompt)
     fused = rc.fuse(lm, prompt, "packet", recipe="prefix", **GIVEN)
-    assert_same(fused.next_logits, oracle_logits_of(model, spelt.ids, causal(spelt.num_tokens)))
+    assert_same(fused.next_logits, causal_logits(model, spelt.ids))
 
 
 def test_none_at_all_is_reposition(family):
@@ -87,8 +70,8 @@ def test_none_at_all_is_reposition(family):
     assert torch.equal(ours, rc.fuse(lm, prompt, "reposition").next_logits)
 
 
-def test_a_model_that_was_trained_with_none_is_read_by_reposition(tmp_path):
-    lm, _ = trained_model(tmp_path, TrainedTokens("packet"))
+def test_a_model_that_was_trained_with_none_is_read_by_reposition():
+    lm, _ = tiny("llama", TrainedTokens("packet"))
     prompt = random_prompt(3)
     assert lm.default_method == "packet"
     ours = rc.fuse(lm, prompt, "packet", blocks=rc.encode(lm, prompt)).next_logits
@@ -103,7 +86,7 @@ def test_a_trained_checkpoint_needs_no_options(trained):
     assert_same(fused.next_logits, oracle_logits_of(model, spelt.ids, block_diagonal(spelt)))
     assert lm.suppress_tokens == {*HEADER, *TRAILER}
     plain = rc.fuse(lm, prompt, "full").next_logits  # full prefill reads the text alone
-    assert_same(plain, oracle_logits_of(model, prompt.ids, causal(prompt.num_tokens)))
+    assert_same(plain, causal_logits(model, prompt.ids))
 
 
 @pytest.mark.parametrize("method", ["cacheblend", "a3"])
@@ -113,7 +96,7 @@ def test_recompute_methods_read_its_blocks(trained, method):
     spelt = with_packets(prompt)
     blocks = rc.encode(lm, prompt, rc.Recipe(markers=(HEADER, TRAILER)))
     whole = rc.fuse(lm, prompt, method, blocks, ratio=1.0).next_logits
-    assert_same(whole, oracle_logits_of(model, spelt.ids, causal(spelt.num_tokens)))
+    assert_same(whole, causal_logits(model, spelt.ids))
     none = rc.fuse(lm, prompt, method, blocks, ratio=0.0).next_logits
     assert_same(none, oracle_logits_of(model, spelt.ids, block_diagonal(spelt)))
 
@@ -131,16 +114,6 @@ def test_so_do_epic_reposition_and_link(trained):
     links = [[20 + rank] for rank in range(len(prompt.chunk_ids))]
     ids, allowed = linked(spelt, links)
     assert_same(rc.fuse(lm, prompt, "link", blocks, link_ids=links).next_logits, oracle_logits_of(model, ids, allowed))
-
-
-def linked(prompt, links):
-    """A link token behind each chunk, which sees all before it."""
-    owners = [(id, -1) for id in prompt.prefix_ids]
-    for rank, chunk in enumerate(prompt.chunk_ids):
-        owners += [(id, rank) for id in chunk] + [(id, -1) for id in links[rank]]
-    owners += [(id, -1) for id in prompt.suffix_ids]
-    owner = torch.tensor([number for _, number in owners])
-    return [id for id, _ in owners], ((owner[:, None] == owner) | (owner[:, None] == -1)) & causal(len(owners))
 
 
 def test_every_method_that_reads_blocks_reads_the_models_own(trained):
@@ -183,4 +156,4 @@ def test_several_groups_of_passages(trained):
 )
 def test_what_cannot_be_is_named(llama, options, named):
     with pytest.raises(ConfigError, match=named):
-        rc.fuse(llama, random_prompt(0), "packet", **options)
+        rc.fuse(llama[0], random_prompt(0), "packet", **options)

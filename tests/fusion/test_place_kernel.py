@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from families import assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 from late_lane import LateLane
 from torch import Tensor
@@ -76,9 +77,12 @@ def placed(kernel: type, blocks: list[KVBlock], layer: int, half: int, dtype: to
     return keys, values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("key_dim", "half"), [(16, 8), (24, 8), (16, 0), (24, 12)])
-def test_blocks_stand_rotated_one_behind_the_other(kernel, dtype, key_dim, half):
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    covering([(16, 8), (24, 8), (16, 0), (24, 12)], [torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_blocks_stand_rotated_one_behind_the_other(kernel, widths, dtype):
+    key_dim, half = widths
     blocks = [random_block(3, 2, tokens, key_dim, 16, dtype) for tokens in (1, 70, 32)]
     for layer in range(3):
         keys, values = placed(kernel, blocks, layer, half, dtype)
@@ -88,18 +92,15 @@ def test_blocks_stand_rotated_one_behind_the_other(kernel, dtype, key_dim, half)
         assert torch.equal(values, torch.cat([block.values[layer] for block in blocks], 1))
 
 
+@pytest.mark.parametrize(
+    ("codec", "value_dim", "tokens"),
+    [("int8", 160, (600, 33)), ("fp8", 16, (40, 33))],  # int8: two groups of channels and of tokens, and one
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_int8_is_decoded_on_the_way_to_the_same_bits(kernel, dtype):
-    blocks = [coded(random_block(2, 2, tokens, 16, 160, dtype), "int8") for tokens in (600, 33)]  # two groups, and one
-    assert blocks[0].part("keys")["scales"].shape[2] == 2 == blocks[0].part("values")["scales"].shape[3]
-    keys, values = placed(kernel, blocks, 1, 0, dtype)
-    assert torch.equal(keys, torch.cat([block.layer_keys(1) for block in blocks], 1))
-    assert torch.equal(values, torch.cat([block.layer_values(1) for block in blocks], 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_fp8_is_decoded_on_the_way_to_the_same_bits(kernel, dtype):
-    blocks = [coded(random_block(2, 2, tokens, 16, 16, dtype), "fp8") for tokens in (40, 33)]
+def test_codes_are_decoded_on_the_way_to_the_same_bits(kernel, dtype, codec, value_dim, tokens):
+    blocks = [coded(random_block(2, 2, count, 16, value_dim, dtype), codec) for count in tokens]
+    if codec == "int8":
+        assert blocks[0].part("keys")["scales"].shape[2] == 2 == blocks[0].part("values")["scales"].shape[3]
     keys, values = placed(kernel, blocks, 1, 0, dtype)
     assert torch.equal(keys, torch.cat([block.layer_keys(1) for block in blocks], 1))
     assert torch.equal(values, torch.cat([block.layer_values(1) for block in blocks], 1))
@@ -258,8 +259,7 @@ def test_it_is_switched_off_by_name(kernel, tiny, monkeypatch):
     assert place_check.place_kernel(tiny, [random_block(3, 2, 40, 12, 12, torch.float32)]) is None
 
 
-@pytest.mark.parametrize("method", ["reposition", "cacheblend"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "smollm3"])
+@pytest.mark.parametrize(("method", "family"), covering(["reposition", "cacheblend"], ["llama", "gemma2", "smollm3"]))
 def test_a_pass_waits_for_each_layer_that_was_placed_ahead(tmp_path, family, method):
     lm, model = load_tiny(family, tmp_path)
     prompt = random_prompt()

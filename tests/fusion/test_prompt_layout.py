@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import reuse_oracle as oracle
-from families import tiny_config
-from transformers import AutoModelForCausalLM
+from families import tiny
 
 import ragcache as rc
 from ragcache.fusion import get_method
@@ -24,18 +23,6 @@ SPECS = {"link": LINK, "reposition": TrainedTokens("reposition"), **MARKERS}
 PROMPT = rc.Prompt(PREFIX, CHUNKS, SUFFIX)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    def load(spec):
-        directory = tmp_path_factory.mktemp("trained")
-        config = tiny_config("llama")
-        config.ragcache = spec.section()
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-        return rc.load_lm(directory)
-
-    return load
-
-
 def drawn(name):
     """The papers' tokens."""
     if name in MARKERS:
@@ -49,8 +36,9 @@ def tokens_of(layout):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_is_served_and_what_is_trained_is_what_the_papers_draw(trained, name):
-    lm, spec = trained(SPECS[name]), SPECS[name]
+def test_what_is_served_and_what_is_trained_is_what_the_papers_draw(name):
+    spec = SPECS[name]
+    lm, _ = tiny("llama", spec)
     method = get_method(spec.method)
     layout = method.layout(lm, PROMPT.parts, block_recipe(lm, method))
     tokens = drawn(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, oracle_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -67,8 +67,8 @@ def test_which_methods_share():
     assert not get_method("full", reuse=False).shares_context
 
 
-def test_a_context_of_something_else_is_refused(tmp_path):
-    lm, _ = load_tiny("llama", tmp_path)
+def test_a_context_of_something_else_is_refused(llama):
+    lm, _ = llama
     prompt = random_prompt(1)
     base = rc.fuse(lm, prompt).share()
     other = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids[:-1], prompt.suffix_ids)

@@ -11,13 +11,15 @@ states are composed, are away by more than that in every family.
 from __future__ import annotations
 
 import copy
-import itertools
 import statistics
+from functools import cache
+from itertools import cycle, product
 
 import pytest
 import torch
-from families import FAMILIES, block_diagonal, masks_of, oracle_logits, random_prompt, save_tiny
-from hybrids import HYBRIDS, STEPPED, hybrid, stepped_logits
+from covering import covering, few
+from families import FAMILIES, block_diagonal, masks_of, oracle_logits, random_prompt, saved_tiny
+from hybrids import HYBRIDS, ONE_EACH, STEPPED, hybrid, stepped_logits
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
@@ -35,11 +37,10 @@ def is_within(ours, plain):
     return any(middle(ours) < MOST * middle(plain) for middle in (statistics.mean, statistics.median))
 
 
-@pytest.fixture(scope="module", params=itertools.product(sorted(FAMILIES), DTYPES), ids="-".join)
-def noise(request, tmp_path_factory):
+@cache
+def noise(family, dtype):
     """The model, prompts with the truth, and how far plain transformers is away from it, by prompt."""
-    family, dtype = request.param
-    directory = save_tiny(family, str(tmp_path_factory.mktemp(family)))
+    directory = saved_tiny(family)
     lm, kind = rc.load_lm(directory, dtype=dtype), getattr(torch, dtype)
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=kind, attn_implementation="eager").eval()
     exact = copy.deepcopy(plain).float()
@@ -69,13 +70,18 @@ def repositioned(lm, prompts, truths):
     return [away(logits, truth) for logits, truth in zip(fused, truths, strict=True)]
 
 
-def test_reposition_is_within_the_rounding_of_its_dtype(noise):
-    lm, prompts, truths, own = noise
+EACH_FAMILY = pytest.mark.parametrize(("family", "dtype"), covering(sorted(FAMILIES), DTYPES))
+
+
+@EACH_FAMILY
+def test_reposition_is_within_the_rounding_of_its_dtype(family, dtype):
+    lm, prompts, truths, own = noise(family, dtype)
     assert is_within(repositioned(lm, prompts, truths), own)
 
 
-def test_a_key_one_position_off_is_beyond_the_bound(noise, monkeypatch):
-    lm, prompts, truths, own = noise
+@EACH_FAMILY
+def test_a_key_one_position_off_is_beyond_the_bound(family, dtype, monkeypatch):
+    lm, prompts, truths, own = noise(family, dtype)
     honest = lm.rope.angles
     monkeypatch.setattr(lm.rope, "angles", lambda layer, at, count=0: honest(layer, at + 1, count))
     assert not is_within(repositioned(lm, prompts, truths), own)
@@ -84,16 +90,16 @@ def test_a_key_one_position_off_is_beyond_the_bound(noise, monkeypatch):
 # Recurrent layers.
 
 
-def each(names):
-    return pytest.mark.parametrize(
-        "recurrent", list(itertools.product(sorted(names), DTYPES)), indirect=True, scope="module", ids="-".join
-    )
+def by_kind(names):
+    """Models in a dtype: one of each kind of recurrent layer, and all others."""
+    cases = list(product(sorted(names), DTYPES))
+    kept = [(name, dtype) for name, dtype in zip(ONE_EACH, cycle(DTYPES), strict=False) if name in names]
+    return kept, [case for case in cases if case not in kept]
 
 
-@pytest.fixture(scope="module")
-def recurrent(request):
+@cache
+def recurrent(name, dtype):
     """The model as ragcache has it, as transformers has it in its 16 bits, and that in float32."""
-    name, dtype = request.param
     plain = hybrid(name).to(getattr(torch, dtype))
     return rc.load_lm(copy.deepcopy(plain)), plain, copy.deepcopy(plain).float()
 
@@ -103,9 +109,9 @@ def whole(model, prompt):
         return model(input_ids=torch.tensor([prompt.ids])).logits[0, -1]
 
 
-@each(HYBRIDS)
-def test_a_passage_behind_the_prefix_is_full_prefill_within_the_rounding_of_its_dtype(recurrent):
-    lm, plain, exact = recurrent
+@pytest.mark.parametrize("case", few(*by_kind(HYBRIDS)), ids="-".join)
+def test_a_passage_behind_the_prefix_is_full_prefill_within_the_rounding_of_its_dtype(case):
+    lm, plain, exact = recurrent(*case)
     prompts = [rc.Prompt(one.prefix_ids, one.chunk_ids[:1], one.suffix_ids) for one in PROMPTS]
     truths = [whole(exact, prompt) for prompt in prompts]
     own = [away(whole(plain, prompt), truth) for prompt, truth in zip(prompts, truths, strict=True)]
@@ -114,9 +120,9 @@ def test_a_passage_behind_the_prefix_is_full_prefill_within_the_rounding_of_its_
         assert is_within(list(map(away, fused, truths)), own), method
 
 
-@each(STEPPED)
-def test_states_of_passages_compose_within_the_rounding_of_their_dtype(recurrent):
-    lm, plain, exact = recurrent
+@pytest.mark.parametrize("case", few(*by_kind(STEPPED)), ids="-".join)
+def test_states_of_passages_compose_within_the_rounding_of_their_dtype(case):
+    lm, plain, exact = recurrent(*case)
     own = [away(whole(plain, prompt), whole(exact, prompt)) for prompt in PROMPTS]
     fused = [rc.fuse(lm, prompt, "reposition").next_logits for prompt in PROMPTS]
     for turned in (False, True):

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from families import METHOD_FAMILIES, block_diagonal, layout, masks_of, oracle_model, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, merged, planned_logits
+from covering import covering
+from families import METHOD_FAMILIES, block_diagonal, layout, masks_of, random_prompt, saved_tiny, tiny
+from formula_oracle import Plan, formula_model, merged, planned_logits, step_by_step, with_answer
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -15,38 +16,22 @@ from ragcache.errors import ConfigError
 ANSWER = [5, 77, 31, 8]
 CHUNKS = (17, 3, 20, 12)
 LAYERS = 3
-
-
 SLIDING_ONLY = {"mistral-window", "gemma3"}
 
 
-class Loaded:
-    def __init__(self, name, directory):
-        self.name, self.directory = name, directory
-        self.lm = rc.load_lm(directory)
-        self.formula = formula_model(directory)
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    loaded = {}
-
-    def by_name(name):
-        if name not in loaded:
-            loaded[name] = Loaded(name, save_tiny(name, str(tmp_path_factory.mktemp(name))))
-        return loaded[name]
-
-    return by_name
+class Family:
+    def __init__(self, name):
+        self.name, (self.lm, self.oracle), self.formula = name, tiny(name), formula_model(saved_tiny(name))
 
 
 @pytest.fixture(params=METHOD_FAMILIES)
-def family(load, request):
-    return load(request.param)
+def family(request):
+    return Family(request.param)
 
 
 @pytest.fixture
-def llama(load):
-    return load("llama").lm
+def llama():
+    return tiny("llama")[0]
 
 
 def assert_same(ours, theirs):
@@ -97,21 +82,6 @@ def expected(formula, ids, plan_of, tokens, suffix_tokens, choice):
     return planned_logits(formula, [*ids, *ANSWER], plan)[first_answer - 1 :], kept
 
 
-def with_answer(allowed, count):
-    """Answer tokens behind, which see everything before them."""
-    n = allowed.shape[0]
-    wider = torch.ones(n + count, n + count, dtype=torch.bool).tril()
-    wider[:n, :n] = allowed
-    return wider
-
-
-def step_by_step(lm, fused):
-    out = [fused.next_logits]
-    for step, token in enumerate(ANSWER):
-        out.append(lm.run([token], fused.next_position + step, fused.cache))
-    return torch.stack(out)
-
-
 def held_tokens(fused, layer):
     """By KV head; a token's position is its place in the prompt."""
     keys, _, positions = fused.cache.layer_state(layer)
@@ -134,7 +104,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize(("family", "choice"), covering(METHOD_FAMILIES, CHOICES), indirect=["family"], ids=str)
 def test_decoding_is_one_forward_with_a_mask_for_each_head(family, choice):
     prompt = random_prompt(61, prefix=6, chunks=CHUNKS, suffix=5)
 
@@ -146,7 +116,7 @@ def test_decoding_is_one_forward_with_a_mask_for_each_head(family, choice):
     logits, kept = expected(family.formula, prompt.ids, plan_of, tokens, 5, choice)
     fused = rc.fuse(family.lm, prompt, "reposition", evict=choice)
     assert_kept(fused, kept, range(6), range(prompt.context_tokens, prompt.num_tokens))
-    assert_same(step_by_step(family.lm, fused), logits)
+    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
     if family.name not in SLIDING_ONLY:  # where few tokens are in the window, all of them are kept
         assert any(kept[layer][0] != kept[layer][-1] for layer in range(LAYERS)), "heads do not differ"
 
@@ -154,10 +124,9 @@ def test_decoding_is_one_forward_with_a_mask_for_each_head(family, choice):
 @pytest.mark.parametrize("choice", CHOICES[:4:3], ids=str)
 def test_what_is_kept_follows_the_eager_attention_of_plain_transformers(family, choice):
     prompt = random_prompt(62, prefix=0, chunks=CHUNKS, suffix=5)
-    oracle = oracle_model(family.directory)
-    mask = masks_of(oracle, block_diagonal(prompt))
+    mask = masks_of(family.oracle, block_diagonal(prompt))
     with torch.no_grad():
-        out = oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True)
+        out = family.oracle(input_ids=torch.tensor([prompt.ids]), attention_mask=mask, output_attentions=True)
     voters = range(prompt.num_tokens - (choice.window or 5), prompt.num_tokens)
     tokens = list(range(prompt.context_tokens))
     kept = [
@@ -188,7 +157,7 @@ def test_link_tokens_are_kept_whole(family):
     logits, kept = expected(family.formula, ids, plan_of, tokens, 5, rc.SnapKV(13))
     fused = rc.fuse(family.lm, prompt, "link", link_ids=links, evict=13)
     assert_kept(fused, kept, always[:4], always[4:])
-    assert_same(step_by_step(family.lm, fused), logits)
+    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
 
 
 def test_a3_votes_with_what_ran_again(family):
@@ -219,7 +188,7 @@ def test_a3_votes_with_what_ran_again(family):
     logits, kept = expected(family.formula, prompt.ids, plan_of, tokens, 5, rc.SnapKV(13))
     fused = rc.fuse(family.lm, prompt, "a3", ratio=0.3, evict=13)
     assert_kept(fused, kept, range(6), range(context, prompt.num_tokens))
-    assert_same(step_by_step(family.lm, fused), logits)
+    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
 
 
 def test_ape_weighs_what_is_left(family):
@@ -234,7 +203,7 @@ def test_ape_weighs_what_is_left(family):
     tokens = list(range(4, prompt.context_tokens))
     logits, _ = expected(family.formula, prompt.ids, plan_of, tokens, 5, rc.SnapKV(13))
     fused = rc.fuse(family.lm, prompt, "ape", temperature=0.7, scale=0.8, evict=13)
-    assert_same(step_by_step(family.lm, fused), logits)
+    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
     assert set(fused.kept_tokens) == {4 + 13 + 5}
 
 
@@ -259,7 +228,7 @@ def test_layers_that_hold_different_tokens(family):
     logits, kept = expected(family.formula, prompt.ids, plan_of, tokens, 5, rc.SnapKV(10))
     fused = rc.fuse(family.lm, prompt, "infllm", evict=10, **options)
     assert_kept(fused, kept, range(4), range(context, prompt.num_tokens))
-    assert_same(step_by_step(family.lm, fused), logits)
+    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
 
 
 SMALL_OPTIONS = {
@@ -274,11 +243,10 @@ SMALL_OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma2"))],
-    indirect=True,
+    ("family", "method"),
+    covering(["llama", "gpt_oss", "phi3", "gemma2"], sorted(set(rc.METHODS) - {"cartridge"})),
+    indirect=["family"],
 )
-@pytest.mark.parametrize("method", sorted(set(rc.METHODS) - {"cartridge"}))
 def test_room_for_all_changes_nothing_and_little_room_only_what_is_decoded(family, method):
     prompt = random_prompt(67, prefix=4, chunks=CHUNKS, suffix=5)
     options = SMALL_OPTIONS.get(method, {})
@@ -290,14 +258,14 @@ def test_room_for_all_changes_nothing_and_little_room_only_what_is_decoded(famil
     assert set(tight.kept_tokens) == {4 + 7 + behind}
     assert tight.computed_tokens == whole.computed_tokens
     assert torch.equal(tight.next_logits, whole.next_logits)
-    decoded = step_by_step(family.lm, whole)
-    assert torch.equal(step_by_step(family.lm, roomy), decoded)
-    assert not torch.equal(step_by_step(family.lm, tight), decoded)
+    decoded = step_by_step(family.lm, whole, ANSWER)
+    assert torch.equal(step_by_step(family.lm, roomy, ANSWER), decoded)
+    assert not torch.equal(step_by_step(family.lm, tight, ANSWER), decoded)
 
 
 def test_tokens_that_run_together_see_what_those_do_that_run_one_by_one(family):
     prompt = random_prompt(68, prefix=4, chunks=CHUNKS, suffix=5)
-    one_by_one = step_by_step(family.lm, rc.fuse(family.lm, prompt, evict=9))[-1]
+    one_by_one = step_by_step(family.lm, rc.fuse(family.lm, prompt, evict=9), ANSWER)[-1]
     fused = rc.fuse(family.lm, prompt, evict=9)
     assert_same(family.lm.run(ANSWER, fused.next_position, fused.cache), one_by_one)
 
@@ -321,7 +289,7 @@ def test_a_shrunken_cache_grows_again(llama):
     grown = rc.fuse(llama, prompt, evict=244, reserve_tokens=0)
     assert kept.kept_tokens == grown.kept_tokens == (255,) * LAYERS
     assert (kept.cache.capacity, grown.cache.capacity) == (512, 256)
-    assert torch.equal(step_by_step(llama, grown), step_by_step(llama, kept))
+    assert torch.equal(step_by_step(llama, grown, ANSWER), step_by_step(llama, kept, ANSWER))
     assert grown.cache.capacity > 256
 
 

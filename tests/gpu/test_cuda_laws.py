@@ -8,9 +8,9 @@ from families import (
     FAMILIES,
     assert_same,
     block_diagonal,
+    causal_logits,
     load_tiny,
     oracle_logits,
-    oracle_logits_of,
     random_prompt,
 )
 
@@ -37,10 +37,6 @@ RECOMPUTE = (
 )
 
 
-def causal(count):
-    return torch.ones(count, count, dtype=torch.bool).tril()
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_law_1_on_the_device(models, device, family):
     lm, _, oracle = models(family)
@@ -49,9 +45,7 @@ def test_law_1_on_the_device(models, device, family):
     assert {block.layer_keys(0).device.type for block in blocks} == {device.type}
     fused = rc.fuse(lm, prompt, method="reposition", blocks=blocks)
     assert_same(fused.next_logits.cpu(), oracle_logits(oracle, prompt, block_diagonal(prompt)))
-    assert_same(
-        rc.fuse(lm, prompt, method="full").next_logits.cpu(), oracle_logits(oracle, prompt, causal(prompt.num_tokens))
-    )
+    assert_same(rc.fuse(lm, prompt, method="full").next_logits.cpu(), causal_logits(oracle, prompt.ids))
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -91,7 +85,7 @@ def test_law_3_on_the_device(models, family, method):
     lm, _, oracle = models(family)
     prompt = random_prompt(3, prefix=5)
     whole = rc.fuse(lm, prompt, method, ratio=1.0).next_logits.cpu()
-    assert_same(whole, oracle_logits(oracle, prompt, causal(prompt.num_tokens)))
+    assert_same(whole, causal_logits(oracle, prompt.ids))
     nothing = rc.fuse(lm, prompt, method, ratio=0.0).next_logits.cpu()
     assert_same(nothing, oracle_logits(oracle, prompt, block_diagonal(prompt)))
 
@@ -126,7 +120,7 @@ def test_joint_passes_on_the_device(models, device, family):
         run = ForwardRequest(torch.tensor(ids[count:], device=device), positions, cache, ordered=True)
         pieces.append(ScheduledTokens.next(run, len(ids) - count))
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
-        assert_same(logits.cpu(), oracle_logits_of(oracle, ids, causal(len(ids))))
+        assert_same(logits.cpu(), causal_logits(oracle, ids))
 
 
 def test_greedy_decoding_equals_generate(models):

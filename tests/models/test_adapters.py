@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from adapters import save_adapter
+from covering import covering
 from families import METHOD_FAMILIES, VOCAB, assert_same, masks_of, oracle_model, random_prompt, save_tiny
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
@@ -70,8 +71,7 @@ def oracle_with_rows(model, tokens, rows):
         return model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).logits[0, -1]
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), covering(FAMILIES, SPECS))
 def test_methods_read_the_rows_as_plain_transformers_does(family, name, tmp_path):
     spec, base = SPECS[name], tmp_path / "base"
     save_tiny(family, str(base))

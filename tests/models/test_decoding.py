@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from families import load_tiny, random_prompt
+from families import random_prompt, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,9 +18,9 @@ from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.sampler import Sampler, Sampling
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
+@pytest.fixture
+def llama():
+    return tiny("llama")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_seed_repeats_and_samples_follow_the_distribution():
     assert {nucleus(logits) for _ in range(200)} == {0}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(text=st.text(max_size=40), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
 def test_streamed_pieces_join_to_the_text_before_the_first_stop(byte_tokenizer, text, stop):
     stream = Detokenizer(byte_tokenizer, stop)

@@ -8,16 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import (
-    FAMILIES,
-    VOCAB,
-    assert_same,
-    block_diagonal,
-    load_tiny,
-    oracle_logits,
-    oracle_logits_of,
-    random_prompt,
-)
+from covering import few
+from families import FAMILIES, assert_same, block_diagonal, causal_logits, ids_of, oracle_logits, random_prompt, tiny
 from waiting import WAIT_S, until
 
 import ragcache as rc
@@ -40,38 +32,14 @@ DIVERSE = (
 )
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A family's model, and plain transformers' of the same weights; loaded once."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            made[family] = load_tiny(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
-
-
-def ids_of(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
-
-
-def run_of(lm, ids, start, cache):
+def run_of(ids, start, cache):
     return ForwardRequest(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
 
 
-def causal(n):
-    return torch.ones(n, n, dtype=torch.bool).tril()
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in DIVERSE else pytest.mark.slow) for name in FAMILIES]
-)
-def test_a_joint_pass_equals_separate_plain_forwards(models, family):
+@pytest.mark.parametrize("family", few(DIVERSE, sorted(set(FAMILIES) - set(DIVERSE))))
+def test_a_joint_pass_equals_separate_plain_forwards(family):
     """Requests of unlike lengths: one decodes a single token, two go on behind what they hold, one begins."""
-    lm, oracle = models(family)
+    lm, oracle = tiny(family)
     texts = [ids_of(31, 1), ids_of(23, 2), ids_of(40, 3), ids_of(7, 4)]
     held = [30, 12, 35, 0]
     caches = [lm.new_cache(64) for _ in texts]
@@ -79,30 +47,28 @@ def test_a_joint_pass_equals_separate_plain_forwards(models, family):
         if count:
             lm.run(ids[:count], 0, cache)
     rows = zip(texts, held, caches, strict=True)
-    pieces = [
-        ScheduledTokens.next(run_of(lm, ids[count:], count, cache), len(ids) - count) for ids, count, cache in rows
-    ]
+    pieces = [ScheduledTokens.next(run_of(ids[count:], count, cache), len(ids) - count) for ids, count, cache in rows]
     found = run_pieces(lm.model, pieces)
     assert CURRENT.get() is None
     for ids, cache, logits in zip(texts, caches, found, strict=True):
-        assert_same(logits, oracle_logits_of(oracle, ids, causal(len(ids))))
+        assert_same(logits, causal_logits(oracle, ids))
         assert set(cache.lengths) == set(cache.computed_tokens) == {len(ids)}
 
 
 @pytest.mark.parametrize("family", DIVERSE)
-def test_the_suffix_of_one_joins_the_decoding_of_others(models, family):
+def test_the_suffix_of_one_joins_the_decoding_of_others(family):
     """`reposition` under its block-diagonal mask beside plain decoding: blocks are placed within the joint pass."""
-    lm, oracle = models(family)
+    lm, oracle = tiny(family)
     prompt = random_prompt(5)
     decoding, cache = ids_of(26, 6), lm.new_cache(40)
     lm.run(decoding[:-1], 0, cache)
     suffixes = [Captured(lm, prompt, ratio) for ratio in ("reposition", "full")]
-    pieces = [ScheduledTokens.next(run_of(lm, decoding[-1:], 25, cache), 1)]
+    pieces = [ScheduledTokens.next(run_of(decoding[-1:], 25, cache), 1)]
     pieces += [ScheduledTokens.next(one.run, one.run.left) for one in suffixes]
     step, moved, read = run_pieces(lm.model, pieces)
-    assert_same(step, oracle_logits_of(oracle, decoding, causal(26)))
+    assert_same(step, causal_logits(oracle, decoding))
     assert_same(moved, oracle_logits(oracle, prompt, block_diagonal(prompt)))
-    assert_same(read, oracle_logits(oracle, prompt, causal(prompt.num_tokens)))
+    assert_same(read, causal_logits(oracle, prompt.ids))
 
 
 class Captured:
@@ -133,21 +99,21 @@ class _CaughtError(Exception):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "cohere2"])
 @pytest.mark.parametrize("size", [1, 7, 16])
-def test_a_run_in_pieces_equals_one_plain_forward(models, family, size):
-    lm, oracle = models(family)
+def test_a_run_in_pieces_equals_one_plain_forward(family, size):
+    lm, oracle = tiny(family)
     ids = ids_of(45, 7)
-    run = run_of(lm, ids, 0, lm.new_cache(64))
+    run = run_of(ids, 0, lm.new_cache(64))
     while run.left:
         piece = ScheduledTokens.next(run, min(size, run.left))
         (logits,) = run_pieces(lm.model, [piece])
         piece.end()
-    assert_same(logits, oracle_logits_of(oracle, ids, causal(45)))
+    assert_same(logits, causal_logits(oracle, ids))
     assert set(run.cache.computed_tokens) == {45}
 
 
-def test_a_failed_piece_leaves_the_cache_as_it_was(models):
+def test_a_failed_piece_leaves_the_cache_as_it_was():
     """Also where the pass stopped between two layers, and where it placed the context."""
-    lm, oracle = models("llama")
+    lm, oracle = tiny("llama")
     one = Captured(lm, prompt := random_prompt(8), "reposition").run
     piece = ScheduledTokens.next(one, one.left)
     layers = lm.model.model.layers
@@ -169,9 +135,9 @@ def test_a_failed_piece_leaves_the_cache_as_it_was(models):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_joint_pass_that_fails_midway_appends_nothing(models, error):
+def test_a_joint_pass_that_fails_midway_appends_nothing(error):
     """Its first layer has appended when the second fails: each is then run alone, over what its cache held before."""
-    lm, oracle = models("llama")
+    lm, oracle = tiny("llama")
     texts = [ids_of(11 + 5 * number, 20 + number) for number in range(3)]
     caches = [lm.new_cache(64) for _ in texts]
     for ids, cache in zip(texts, caches, strict=True):
@@ -195,17 +161,17 @@ def test_a_joint_pass_that_fails_midway_appends_nothing(models, error):
         hook.remove()
     assert passes[0] == len(texts), "they shared the pass that failed"
     for ids, cache, logits in zip(texts, caches, found, strict=True):
-        assert_same(logits, oracle_logits_of(oracle, ids, causal(len(ids))))
+        assert_same(logits, causal_logits(oracle, ids))
         assert set(cache.lengths) == set(cache.computed_tokens) == {len(ids)}
 
 
 METHODS = ("reposition", "full", "cacheblend", "epic", "ape", "concat", "samkv")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "cohere"])
-def test_eight_threads_get_what_one_gets(models, family):
+@pytest.mark.parametrize("family", few(["llama", "gpt_oss", "mixtral"], ["gemma2", "gemma3", "gpt_neox", "cohere"]))
+def test_eight_threads_get_what_one_gets(family):
     """Law 7: other questions, other methods, at the same time; token ids as one after another."""
-    lm, _ = models(family)
+    lm, _ = tiny(family)
     methods = [name for name in METHODS if _reads(lm, name)]
     work = [(random_prompt(seed, suffix=3 + seed), methods[seed % len(methods)], 2 + seed) for seed in range(8)]
 
@@ -243,7 +209,7 @@ def model_held(lm, pool):
         assert gate.wait(WAIT_S)
         return torch.zeros(1)
 
-    job = pool.submit(lm.scheduler.run, run_of(lm, [1], 0, lm.new_cache(1)), hold)
+    job = pool.submit(lm.scheduler.run, run_of([1], 0, lm.new_cache(1)), hold)
     assert entered.wait(WAIT_S)
     yield
     gate.set()

@@ -8,13 +8,14 @@ import pytest
 import torch
 from families import (
     FAMILIES,
-    VOCAB,
     assert_same,
     block_diagonal,
-    load_tiny,
+    causal_logits,
+    ids_of,
     masks_of,
     oracle_logits_of,
     random_prompt,
+    tiny,
 )
 from transformers import DynamicCache
 
@@ -28,18 +29,9 @@ from ragcache_plan.shape import shape_of
 LATENT = ("deepseek_v2", "deepseek_v3")
 
 
-@pytest.fixture(scope="module", params=LATENT)
-def model(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def ids_of(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
-
-
-def plainly(oracle, ids):
-    return oracle_logits_of(oracle, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
+@pytest.fixture(params=LATENT)
+def model(request):
+    return tiny(request.param)
 
 
 def test_a_block_is_what_plain_transformers_caches(model):
@@ -91,7 +83,7 @@ def test_joint_passes_and_a_shared_context(model, rows):
         run = ForwardRequest(torch.tensor(text[start:]), positions, cache, ordered=True)
         pieces.append(ScheduledTokens.next(run, rows))
     for number, logits in enumerate(run_pieces(lm.model, pieces)):
-        assert_same(logits, plainly(oracle, [*([] if number == 2 else shared), *texts[number]]))
+        assert_same(logits, causal_logits(oracle, [*([] if number == 2 else shared), *texts[number]]))
 
 
 def parts_of(lm):
@@ -112,7 +104,7 @@ def test_few_rows_attend_to_latents_and_many_to_keys_that_are_made_of_them(model
     for hook in hooks:
         hook.remove()
     assert len(calls) == made * 3
-    assert_same(logits, plainly(oracle, [*context, *ids]))
+    assert_same(logits, causal_logits(oracle, [*context, *ids]))
 
 
 def test_a_layer_whose_latents_are_expanded_otherwise_is_attended_to_by_keys(model, monkeypatch):

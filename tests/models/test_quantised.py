@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tiny_model import save_tiny_llama
+from tiny_model import IDS, PROMPT, last_logits, save_tiny_llama
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import ragcache as rc
@@ -17,9 +17,6 @@ from ragcache.models.load import checkpoint_digest
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.shape import shape_of
 from ragcache_vllm.merged_adapter import servable
-
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +35,6 @@ def gguf_file(base, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "tiny-BF16.gguf"
     write_gguf(base, path, "bfloat16")
     return path
-
-
-def last_logits(model):
-    with torch.no_grad():
-        return model(torch.tensor([IDS])).logits[0, -1]
 
 
 # GGUF

@@ -18,6 +18,8 @@ from families import (
     oracle_model,
     random_prompt,
     save_tiny,
+    saved_tiny,
+    tiny,
 )
 from safetensors.torch import load_file, save_file
 from tiny_model import byte_tokenizer
@@ -56,67 +58,49 @@ def test_refused_by_name(case, tmp_path):
     assert kind in str(caught.value)
 
 
-def test_a_directory_that_is_no_model_is_named(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=str(tmp_path)):
-        rc.load_lm(tmp_path)
-
-
-def test_an_unknown_hub_id_is_named():
-    with pytest.raises(ModelNotFoundError, match="nobody/nothing"):
-        rc.load_lm("nobody/nothing")
-
-
-def test_missing_weights_are_a_model_error(tmp_path):
-    save_tiny("llama", str(tmp_path))
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFoundError, match=r"weights|file"):
-        rc.load_lm(tmp_path)
-
-
-def test_damaged_weights_are_a_model_error(tmp_path):
-    save_tiny("llama", str(tmp_path))
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ModelNotFoundError, match=tmp_path.name):
-        rc.load_lm(tmp_path)
-
-
-def test_a_lacking_weight_is_a_model_error(tmp_path):
-    save_tiny("llama", str(tmp_path))
-    weights = load_file(tmp_path / "model.safetensors")
+def lacks_a_weight(directory):
+    weights = load_file(directory / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelNotFoundError, match="up_proj"):
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def is_said_to_be(kind, **more):
+    def change(directory):
+        config = json.loads((directory / "config.json").read_text())
+        changed = {**config, **more, "model_type": kind, "architectures": None}
+        (directory / "config.json").write_text(json.dumps(changed))
+
+    return change
+
+
+LATENTS = {name: value for name, value in LATENT.items() if name.endswith(("_rank", "_dim"))}
+DAMAGES = [
+    ("llama", lambda d: [path.unlink() for path in d.iterdir()], "{directory}"),
+    ("llama", lambda d: (d / "model.safetensors").unlink(), "weights|file"),
+    ("llama", lambda d: (d / "model.safetensors").write_bytes(b"x" * 200), "{directory}"),
+    ("llama", lacks_a_weight, "up_proj"),
+    # Qwen2's projections have biases, which Llama would leave out without a word.
+    ("qwen2", is_said_to_be("llama"), r"says llama, .*k_proj\.bias has no place in it; get the config"),
+    ("llama", is_said_to_be("deepseek_v3", **LATENTS), "says deepseek_v3, .* other shapes; get the config"),
+]
+
+
+@pytest.mark.parametrize(("family", "damage", "said"), DAMAGES)
+def test_a_directory_that_holds_no_whole_model_is_named(family, damage, said, tmp_path):
+    save_tiny(family, str(tmp_path))
+    damage(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=said.replace("{directory}", tmp_path.name)):
         rc.load_lm(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "value"), [("dtype", "int8"), ("device", "quantum")])
-def test_unknown_dtype_and_device(tmp_path, name, value):
-    save_tiny("llama", str(tmp_path))
+def test_unknown_dtype_and_device(name, value):
     with pytest.raises(ConfigError, match=value):
-        rc.load_lm(tmp_path, **{name: value})
+        rc.load_lm(saved_tiny("llama"), **{name: value})
 
 
-def test_weights_of_another_family_than_the_config_promises_are_named(tmp_path):
-    """Qwen2's projections have biases, which Llama would leave out without a word."""
-    save_tiny("qwen2", str(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama", "architectures": None}))
-    with pytest.raises(ModelNotFoundError, match=r"says llama, .*k_proj\.bias has no place in it; get the config"):
-        rc.load_lm(tmp_path)
-
-
-def test_weights_without_the_latents_that_the_config_promises_are_named(tmp_path):
-    save_tiny("llama", str(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    more = {name: value for name, value in LATENT.items() if name.endswith(("_rank", "_dim"))}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3", **more}))
-    with pytest.raises(ModelNotFoundError, match=r"says deepseek_v3, .* other shapes; get the config"):
-        rc.load_lm(tmp_path)
-
-
-def test_mixed_dtypes_are_named_with_the_way_out(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", str(tmp_path)))
+def test_mixed_dtypes_are_named_with_the_way_out():
+    model = AutoModelForCausalLM.from_pretrained(saved_tiny("llama"))
     model.model.layers[1].self_attn.v_proj.to(torch.bfloat16)
     with pytest.raises(rc.UnsupportedModelError, match=r"weights mix bfloat16 and float32: bring it to one dtype"):
         rc.load_lm(model)
@@ -147,9 +131,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("family", sorted(ENDS))
-def test_prompts_are_exact_up_to_the_length_that_changes_the_model_and_refused_beyond(family, tmp_path):
+def test_prompts_are_exact_up_to_the_length_that_changes_the_model_and_refused_beyond(family):
     longest, reason = ENDS[family]
-    lm, oracle = load_tiny(family, tmp_path)
+    lm, oracle = tiny(family)
     prompt = random_prompt(3, prefix=5, chunks=(60, longest - 71), suffix=6)
     assert prompt.num_tokens == longest
     fused = rc.fuse(lm, prompt, "reposition", recipe="isolated")

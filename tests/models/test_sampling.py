@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import load_tiny, random_prompt
+from families import random_prompt, tiny
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import ragcache as rc
@@ -17,9 +17,9 @@ PROMPT = random_prompt(1)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"))
+@pytest.fixture
+def llama():
+    return tiny("llama")
 
 
 def said(lm, sampling, **more):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from families import VOCAB, assert_same, load_tiny, oracle_logits_of
+from families import assert_same, causal_logits, ids_of, saved_tiny, tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -19,29 +19,8 @@ FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_neox", "smol
 CONTEXT = 31
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    made = {}
-
-    def get(family):
-        if family not in made:
-            made[family] = load_tiny(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
-
-
-def ids_of(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
-
-
 def run_of(ids, start, cache):
     return ForwardRequest(torch.tensor(ids), torch.arange(start, start + len(ids)), cache, ordered=True)
-
-
-def expected(oracle, ids):
-    return oracle_logits_of(oracle, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
 
 
 def context_of(lm, ids, behind=()):
@@ -52,9 +31,9 @@ def context_of(lm, ids, behind=()):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_over_one_context_in_one_pass(models, family):
+def test_requests_over_one_context_in_one_pass(family):
     """A prompt, a next token, the one that shared it, another context and none at all: by turns and together."""
-    lm, oracle = models(family)
+    lm, oracle = tiny(family)
     shared, other = ids_of(CONTEXT, 1), ids_of(17, 2)
     context, owner = context_of(lm, shared, first := ids_of(4, 3))
     second, _ = context_of(lm, other)
@@ -66,17 +45,16 @@ def test_requests_over_one_context_in_one_pass(models, family):
     rows = zip(texts, starts, caches, strict=True)
     pieces = [ScheduledTokens.next(run_of(ids[start:], start, cache), len(ids) - start) for ids, start, cache in rows]
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
-        assert_same(logits, expected(oracle, ids))
+        assert_same(logits, causal_logits(oracle, ids))
     assert caches[0].lengths == [len(texts[0])] * lm.shape.num_layers
     assert caches[0].computed_tokens == (6,) * lm.shape.num_layers
     logits = lm.run([11], len(texts[0]), caches[0])
-    assert_same(logits, expected(oracle, [*texts[0], 11]))
+    assert_same(logits, causal_logits(oracle, [*texts[0], 11]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(tmp_path, dtype):
-    lm, _ = load_tiny("llama", tmp_path)
-    half = rc.load_lm(tmp_path, dtype=dtype)
+def test_half_precision_stays_near_float32(dtype):
+    lm, half = tiny("llama")[0], rc.load_lm(saved_tiny("llama"), dtype=dtype)
     shared, behind = ids_of(CONTEXT, 1), ids_of(6, 2)
     alone = half.run([*shared, *behind], 0, half.new_cache(64))
     over = half.run(behind, CONTEXT, half.new_cache(16, base=context_of(half, shared)[0]))
@@ -85,9 +63,10 @@ def test_half_precision_stays_near_float32(tmp_path, dtype):
     assert (over - exact).abs().max() <= 1.5 * error, "no further from float32 than one cache is"
 
 
-def test_a_context_is_never_written_to(models):
+@torch.inference_mode()  # as passes write: the pool lends buffers that were made in one
+def test_a_context_is_never_written_to():
     """Whatever the caches on it do: grow, replace entries, drop some, and the one that it came from likewise."""
-    lm, oracle = models("llama")
+    lm, oracle = tiny("llama")
     shared = ids_of(CONTEXT, 1)
     context, owner = context_of(lm, shared)
     before = [[part.clone() for part in context.layer_state(layer)] for layer in range(lm.shape.num_layers)]
@@ -109,12 +88,13 @@ def test_a_context_is_never_written_to(models):
     for layer, parts in enumerate(before):
         for one, part in zip(context.layer_state(layer), parts, strict=True):
             assert torch.equal(one, part)
-    assert_same(lm.run([3], CONTEXT, lm.new_cache(4, base=context)), expected(oracle, [*shared, 3]))
+    assert_same(lm.run([3], CONTEXT, lm.new_cache(4, base=context)), causal_logits(oracle, [*shared, 3]))
 
 
-def test_methods_that_replace_run_over_a_copy(models):
+@torch.inference_mode()
+def test_methods_that_replace_run_over_a_copy():
     """Slots over a base equal slots over one cache."""
-    lm, _ = models("llama")
+    lm, _ = tiny("llama")
     shared = ids_of(CONTEXT, 1)
     slots = torch.tensor([4, 9, CONTEXT])
     results = []

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import (
-    FAMILIES,
-    VOCAB,
-    assert_same,
-    block_diagonal,
-    load_tiny,
-    oracle_logits,
-    oracle_logits_of,
-)
+from families import FAMILIES, assert_same, block_diagonal, causal_logits, ids_of, oracle_logits, tiny
 
 import ragcache as rc
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
@@ -21,20 +13,10 @@ WINDOWED = ("mistral-window", "gemma2", "gpt_oss")
 EDGE = (-1, 0, 1, 2)  # tokens that a context has more than the window
 
 
-@pytest.fixture(scope="module", params=WINDOWED)
-def model(request, tmp_path_factory):
+@pytest.fixture(params=WINDOWED)
+def model(request):
     """Ours, plain transformers', and the window."""
-    lm, oracle = load_tiny(request.param, tmp_path_factory.mktemp(request.param))
-    return lm, oracle, FAMILIES[request.param][1]["sliding_window"]
-
-
-def ids_of(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
-
-
-def expected(oracle, ids):
-    return oracle_logits_of(oracle, ids, torch.ones(len(ids), len(ids), dtype=torch.bool).tril())
+    return *tiny(request.param), FAMILIES[request.param][1]["sliding_window"]
 
 
 def test_the_oracle_masks_as_transformers_itself_does(model):
@@ -42,14 +24,14 @@ def test_the_oracle_masks_as_transformers_itself_does(model):
     for more in EDGE:
         ids = ids_of(window + more)
         with torch.no_grad():
-            assert_same(expected(oracle, ids), oracle(input_ids=torch.tensor([ids])).logits[0, -1])
+            assert_same(causal_logits(oracle, ids), oracle(input_ids=torch.tensor([ids])).logits[0, -1])
 
 
 @pytest.mark.parametrize("more", EDGE)
 def test_prefill(model, more):
     lm, oracle, window = model
     ids = ids_of(window + more, more + 5)
-    assert_same(lm.run(ids, 0, lm.new_cache(32)), expected(oracle, ids))
+    assert_same(lm.run(ids, 0, lm.new_cache(32)), causal_logits(oracle, ids))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -63,7 +45,7 @@ def test_decoding_and_suffixes_over_the_edge(model, rows):
         piece = ids[start : start + rows]
         logits = lm.run(piece, start, cache)
         start += len(piece)
-        assert_same(logits, expected(oracle, ids[:start]))
+        assert_same(logits, causal_logits(oracle, ids[:start]))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -78,7 +60,7 @@ def test_joint_passes(model, rows):
         run = ForwardRequest(torch.tensor(ids[start:]), torch.arange(start, len(ids)), cache, ordered=True)
         pieces.append(ScheduledTokens.next(run, rows))
     for ids, logits in zip(texts, run_pieces(lm.model, pieces), strict=True):
-        assert_same(logits, expected(oracle, ids))
+        assert_same(logits, causal_logits(oracle, ids))
 
 
 @pytest.mark.parametrize("more", EDGE)
@@ -95,4 +77,4 @@ def test_a_chunk_behind_its_prefix(model, more):
     lm, oracle, window = model
     prompt = rc.Prompt(ids_of(4, 1), [ids_of(window + more - 4, 2)], ids_of(2, 3))
     fused = rc.fuse(lm, prompt, "reposition", recipe="prefix")
-    assert_same(fused.next_logits, expected(oracle, prompt.ids))
+    assert_same(fused.next_logits, causal_logits(oracle, prompt.ids))

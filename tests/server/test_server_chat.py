@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import BadRequestError, OpenAI
 from openai.types.chat.chat_completion_message import Annotation
 from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotationAddedEvent
 from serving import TEXTS, Served, events, serving
@@ -19,9 +18,18 @@ QUESTION = "Where does the cat sit?"
 
 
 @pytest.fixture
-def client(served):
-    with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        yield client
+def kb(shared_kb):
+    return shared_kb
+
+
+@pytest.fixture
+def served(shared):
+    return shared
+
+
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 def ask(client: OpenAI, question: str = QUESTION, **more):
@@ -104,18 +112,6 @@ def test_the_extension_names_sources_and_costs(client, kb):
     assert 0 < extension["timings"]["ttft_s"] <= extension["timings"]["total_s"]
 
 
-def test_the_estimate_of_a_full_prefill_needs_a_full_read(client):
-    """Nothing is claimed at the start; then what the server has read in full says so, and how often."""
-    extension = ask(client).ragcache
-    assert (extension["full_prefill_estimate_s"], extension["full_prefill_samples"]) == (None, 0)
-    documents = [{"text": " ".join(f"word{number}" for number in range(200))}]
-    body = {"ragcache": {"documents": documents, "method": "full", "method_options": {"reuse": False}}}
-    extension = ask(client, extra_body=body).ragcache
-    assert extension["full_prefill_samples"] == 1
-    assert 0 < extension["full_prefill_estimate_s"] < 60
-    assert list(extension)[:4] == ["sources", "prompt_tokens", "computed_tokens", "created_tokens"]
-
-
 def test_a_stream_is_the_same_answer(client, kb):
     right = expected(kb, k=5)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
@@ -143,17 +139,6 @@ def test_usage_is_not_in_a_stream_that_did_not_ask_for_it(served):
     assert all("usage" not in json.loads(data) for data in found[:-1])
 
 
-async def test_the_async_client(served, kb):
-    right = expected(kb, k=5)
-    async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        messages = [{"role": "user", "content": QUESTION}]
-        whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)
-        assert whole.choices[0].message.content == right.text
-        stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True)
-        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert "".join(pieces) == right.text
-
-
 def test_documents_of_the_request_stand_in_for_retrieval(client, kb):
     documents = [{"text": TEXTS["dogs"], "id": "mine"}, {"id": "cats#0"}]
     passages = [rc.Passage(TEXTS["dogs"], id="mine"), rc.Passage(id="cats#0")]
@@ -169,9 +154,16 @@ CITED = [
 ]
 
 
+@pytest.fixture
+def cited(kb):
+    kb.ingest(CITED)
+    yield
+    kb.delete([document.id for document in CITED])
+
+
+@pytest.mark.usefixtures("cited")
 def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
     """A page once, however many of its passages were read; a file where the API knows files; strictly parsed."""
-    kb.ingest(CITED)
     told = {"ragcache": {"k": 3, "filter": {"document_id": {"$in": ["page", "page-2", "notes"]}}}}
     message = ask(client, extra_body=told).choices[0].message
     length = len(message.content)
@@ -320,11 +312,6 @@ def test_old_turns_are_left_out_or_refused(client):
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_number_of_tokens_beyond_the_context_is_no_error(client):
-    answer = ask(client, "Cats?", max_tokens=2**31 - 1, stop=" ")
-    assert answer.choices[0].finish_reason in ("stop", "length")
-
-
 def test_harmless_fields_are_accepted(client, kb):
     answer = ask(
         client,
@@ -395,12 +382,6 @@ def test_answers_carry_ids_and_guarding_headers(served: Served):
     assert given["x-content-type-options"] == "nosniff"
     assert given["content-security-policy"] == "default-src 'self'"
     assert served.http.get("/healthz", headers={"X-Request-ID": "a b"}).headers["x-request-id"].startswith("req_")
-
-
-def test_two_servers_on_one_store_do_not_mix(served: Served, serve):
-    other = serve(model_name="mine")
-    assert httpx.get(f"{other.base_url}/models", trust_env=False).json()["data"][0]["id"] == "mine"
-    assert served.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 
 def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, kb):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import numpy as np
 import pytest
-from serving import Served, wait_for
+from serving import Served, send, wait_for
 
 from ragcache.models.deadline import LIMIT
 from ragcache.server.uploads import UploadFolder
@@ -41,23 +40,13 @@ class Slow:
         return self.embed(texts)
 
 
-def post(served: Served, path: str, body: object) -> socket.socket:
-    """A request on a socket of its own, whose answer nobody has read yet."""
-    data = json.dumps(body).encode()
-    host, port = served.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)))
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return client
-
-
 def added(id: str) -> dict[str, object]:
     return {"documents": [{"id": id, "text": "Alna is a river. " * 50}]}
 
 
 def test_an_ingestion_ends_soon_after_its_client_left(served: Served, kb, monkeypatch):
     slow = Slow(kb, monkeypatch)
-    client = post(served, DOCUMENTS, added("left"))
+    client = send(served, DOCUMENTS, added("left"))
     wait_for(lambda: slow.running)
     client.close()
     wait_for(lambda: not served.service.writers.busy and not slow.running, SOON_S)
@@ -83,7 +72,7 @@ def test_a_signal_to_stop_ends_an_ingestion_soon(serve, kb, monkeypatch):
 
 def test_embedding_ends_soon_after_its_client_left(served: Served, kb, monkeypatch):
     slow = Slow(kb, monkeypatch)
-    client = post(served, EMBEDDINGS, {"model": MODEL, "input": ["a", "b"]})
+    client = send(served, EMBEDDINGS, {"model": MODEL, "input": ["a", "b"]})
     wait_for(lambda: slow.running)
     client.close()
     wait_for(lambda: not slow.running and not served.service.embedding_slots.in_use, SOON_S)
@@ -92,7 +81,7 @@ def test_embedding_ends_soon_after_its_client_left(served: Served, kb, monkeypat
 def test_embeddings_take_no_slot_of_a_question(serve, kb, monkeypatch):
     served = serve(slots=1)
     slow = Slow(kb, monkeypatch)
-    clients = [post(served, EMBEDDINGS, {"model": MODEL, "input": "a"}) for _ in range(6)]
+    clients = [send(served, EMBEDDINGS, {"model": MODEL, "input": "a"}) for _ in range(6)]
     wait_for(lambda: slow.running == 4)
     wait_for(lambda: served.service.embedding_slots.waiting == 2)
     assert served.chat("Cats?", max_tokens=1).status_code == 200

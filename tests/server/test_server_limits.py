@@ -1,4 +1,4 @@
-"""Many askers at once, a full queue, time and size limits, and clients that go away."""
+"""Many askers at once: a full queue, time, size and memory limits, what the figures say, and clients that go away."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
-from serving import Served, events, wait_for
+from serving import Served, events, figures, send, serving, wait_for
+
+import ragcache as rc
+from ragcache_demo.bag_of_words import BagOfWords
 
 ENDLESS = {"max_tokens": 4000, "ragcache": {"retrieve": False}}
 
 
 def idle(served: Served) -> bool:
     return served.service.slots.in_use == served.service.slots.waiting == 0
-
-
-def gauge(served: Served, name: str) -> float:
-    lines = served.http.get("/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith(f"{name} ")))
 
 
 async def ask_together(served: Served, questions: list[str]) -> list[str]:
@@ -55,12 +53,7 @@ async def test_many_streams_at_once(mini: Served, mini_kb, askers):
 def open_stream(served: Served, **fields: object) -> socket.socket:
     """A streaming request on a socket of its own, which can be shut like a client that dies."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], "stream": True, **ENDLESS, **fields}
-    data = json.dumps(body).encode()
-    host, port = served.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return client
+    return send(served, "/v1/chat/completions", body)
 
 
 def test_a_client_that_hangs_up_frees_its_slot(serve):
@@ -68,24 +61,24 @@ def test_a_client_that_hangs_up_frees_its_slot(serve):
     first = open_stream(served)
     assert b"200 OK" in first.recv(1000)
     second = open_stream(served)
-    wait_for(lambda: gauge(served, "ragcache_queue_length") == 1)
-    assert gauge(served, "ragcache_slots_in_use") == 1
+    wait_for(lambda: figures(served)["ragcache_queue_length",] == 1)
+    assert figures(served)["ragcache_slots_in_use",] == 1
     second.close()
-    wait_for(lambda: gauge(served, "ragcache_queue_length") == 0)
-    assert gauge(served, "ragcache_slots_in_use") == 1
+    wait_for(lambda: figures(served)["ragcache_queue_length",] == 0)
+    assert figures(served)["ragcache_slots_in_use",] == 1
     first.close()
-    wait_for(lambda: gauge(served, "ragcache_slots_in_use") == 0)
+    wait_for(lambda: figures(served)["ragcache_slots_in_use",] == 0)
     assert served.chat("Cats?", max_tokens=1).status_code == 200
 
 
 def test_a_client_that_does_not_wait_for_a_whole_answer_frees_its_slot(serve):
     served = serve(slots=1)
     client = open_stream(served, stream=False)
-    wait_for(lambda: gauge(served, "ragcache_slots_in_use") == 1)
+    wait_for(lambda: figures(served)["ragcache_slots_in_use",] == 1)
     client.close()
-    wait_for(lambda: gauge(served, "ragcache_slots_in_use") == 0)
-    counted = 'ragcache_http_requests_total{method="POST",route="/v1/chat/completions",status="499"} 1.0'
-    wait_for(lambda: counted in served.http.get("/metrics").text)
+    wait_for(lambda: figures(served)["ragcache_slots_in_use",] == 0)
+    counted = "ragcache_http_requests_total", "POST", "/v1/chat/completions", "499"
+    wait_for(lambda: figures(served).get(counted) == 1)
 
 
 def test_the_work_itself_ends(serve, kb):
@@ -257,3 +250,48 @@ def is_listening(served: Served) -> bool:
         return httpx.get(f"{served.url}/healthz", trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_a_questions_own_time(served):
+    late = served.chat("Where does the cat sit?", max_tokens=4000, ragcache={"timeout_s": 1e-6})
+    assert late.status_code == 504
+    assert late.json()["error"]["code"] == "request_timeout"
+    assert served.chat("Where does the cat sit?", max_tokens=2, ragcache={"timeout_s": 60}).status_code == 200
+    bad = served.chat("Where does the cat sit?", ragcache={"timeout_s": 0})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "ragcache.timeout_s")
+
+
+def test_an_answer_that_can_never_fit(kb, lm):
+    kb.close()
+    with (
+        rc.RagCache.open(
+            kb.store.layout.root,
+            model=lm,
+            method="reposition",
+            embedder=BagOfWords(),
+            store=rc.StoreConfig(answer_bytes=100),
+        ) as small,
+        serving(small) as served,
+    ):
+        refused = served.chat("Where does the cat sit?", max_tokens=4)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("answer_too_large", "max_tokens")
+    assert "all answers together may take 100" in error["message"]
+
+
+def test_passes_and_memory_are_shown(serve, kb):
+    served = serve(slots=4)
+    before = kb.lm.scheduler.stats()
+    expected = served.chat("Where does the cat sit?", max_tokens=8).json()["choices"][0]["message"]["content"]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: served.chat("Where does the cat sit?", max_tokens=8).json(), range(8)))
+    assert {answer["choices"][0]["message"]["content"] for answer in answers} == {expected}
+    wait_for(lambda: kb.admission.reserved_bytes == 0)
+    found, stats = figures(served), kb.lm.scheduler.stats()
+    assert found["ragcache_pass_members_count",] == stats.passes > before.passes
+    assert found["ragcache_pass_members_sum",] == sum(size * count for size, count in stats.members.items())
+    assert found["ragcache_pass_members_bucket", "+Inf"] == stats.passes
+    assert found["ragcache_pass_members_bucket", "1"] == stats.members[1]
+    assert found["ragcache_pass_tokens_total",] == stats.tokens
+    assert found["ragcache_answer_bytes",] == found["ragcache_answers_waiting",] == 0

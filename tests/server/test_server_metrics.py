@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from serving import TEXTS, Served, wait_for
+from serving import TEXTS, Served, figures, send, wait_for
 
 from ragcache.server.observe import JsonFormatter
 
 QUESTION = "Where does the cat sit, xylophone?"
-
-
-def figures(served: Served) -> dict[tuple, float]:
-    """(name, label values in the order of their names) -> value, parsed by Prometheus's own parser."""
-    families = text_string_to_metric_families(served.http.get("/metrics").text)
-    return {
-        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 def test_time_to_the_first_token_by_phase_and_method(served: Served):
@@ -39,6 +27,18 @@ def test_time_to_the_first_token_by_phase_and_method(served: Served):
             phase = name.removesuffix("_s")
             assert found["ragcache_ttft_seconds_count", method, phase] == 1
             assert found["ragcache_ttft_seconds_sum", method, phase] == pytest.approx(seconds)
+
+
+def test_the_estimate_of_a_full_prefill_needs_a_full_read(served: Served):
+    """Nothing is claimed at the start; then what the server has read in full says so, and how often."""
+    extension = served.chat(QUESTION, max_tokens=1).json()["ragcache"]
+    assert (extension["full_prefill_estimate_s"], extension["full_prefill_samples"]) == (None, 0)
+    told = {"documents": [{"text": " ".join(f"word{number}" for number in range(200))}], "method": "full"}
+    told["method_options"] = {"reuse": False}
+    extension = served.chat(QUESTION, ragcache=told, max_tokens=1).json()["ragcache"]
+    assert extension["full_prefill_samples"] == 1
+    assert 0 < extension["full_prefill_estimate_s"] < 60
+    assert list(extension)[:4] == ["sources", "prompt_tokens", "computed_tokens", "created_tokens"]
 
 
 def test_waiting_for_a_slot_is_time_to_the_first_token(serve):
@@ -150,32 +150,35 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("route", "kind"), BODIES)
-def test_a_client_that_hangs_up_within_its_body_is_no_failure(served: Served, lines, route, kind):
+def test_a_client_that_hangs_up_within_its_body_is_no_failure(served: Served, lines):
     """499 as nginx counts it, and no trace: nothing here has failed."""
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
-        head = f"POST {route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {kind}\r\nContent-Length: 100000\r\n\r\n"
-        client.sendall(head.encode() + b"--x\r\n")
-        time.sleep(0.2)
-    wait_for(lambda: lines)
-    assert [(line["event"], line["level"], line["route"], line["status"]) for line in lines] == [
-        ("request", "info", route, 499)
-    ]
-    assert figures(served)["ragcache_http_requests_total", "POST", route, "499"] == 1
+    for number, (route, kind) in enumerate(BODIES):
+        with send(served, route, b"--x\r\n", kind, length=100_000):
+            time.sleep(0.2)
+        wait_for(lambda number=number: len(lines) > number)
+        assert [lines[number][name] for name in ("event", "level", "route", "status")] == [
+            "request",
+            "info",
+            route,
+            499,
+        ]
+    counted = figures(served)
+    assert counted["ragcache_http_requests_total", "POST", "/v1/embeddings", "499"] == 1
+    assert counted["ragcache_http_requests_total", "POST", "/v1/documents", "499"] == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_line_a_request(served: Served, lines, stream):
-    answer = served.chat(QUESTION, max_tokens=3, stream=stream)
-    wait_for(lambda: lines)
-    (line,) = lines
-    assert line["request_id"] == answer.headers["x-request-id"]
-    assert (line["event"], line["level"]) == ("request", "info")
-    assert (line["route"], line["method"], line["status"]) == ("/v1/chat/completions", "POST", 200)
-    assert line["usage"]["completion_tokens"] == 3
-    assert 0 < line["timings"]["ttft_s"] <= line["seconds"]
-    assert line["fusion"] == "reposition"
+def test_a_line_a_request(served: Served, lines):
+    for stream in (False, True):
+        lines.clear()
+        answer = served.chat(QUESTION, max_tokens=3, stream=stream)
+        wait_for(lambda: lines)
+        (line,) = lines
+        assert line["request_id"] == answer.headers["x-request-id"]
+        assert (line["event"], line["level"]) == ("request", "info")
+        assert (line["route"], line["method"], line["status"]) == ("/v1/chat/completions", "POST", 200)
+        assert line["usage"]["completion_tokens"] == 3
+        assert 0 < line["timings"]["ttft_s"] <= line["seconds"]
+        assert line["fusion"] == "reposition"
 
 
 def test_the_log_holds_no_text_and_no_key(serve, lines, kb, monkeypatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import httpx
+import json
+
 import pytest
 from fastapi import APIRouter, FastAPI
 from pydantic import create_model
@@ -119,6 +120,7 @@ def test_two_packages_name_their_bodies_alike(kb, packages):
 
 
 def test_every_reference_is_defined(kb):
-    text = httpx.Response(200, json=server_app.create_app(kb).openapi()).text
-    schemas, _ = schemas_of(kb)
+    document = server_app.create_app(kb).openapi()
+    text = json.dumps(document)
+    schemas = document["components"]["schemas"]
     assert {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]} <= set(schemas)

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 
 import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types import chat, completion_create_params, embedding_create_params, responses
-from serving import Served, serving
+from serving import Served
 
-import ragcache as rc
 from ragcache.server.chat_types import ChatRequest
 from ragcache.server.embeddings import EmbeddingRequest
 from ragcache_completions.bodies import CompletionRequest
-from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.responses import ResponsesRequest
 
 CHAT, EMBED, DOCUMENTS = "/v1/chat/completions", "/v1/embeddings", "/v1/documents"
 USER = [{"role": "user", "content": "Cats?"}]
-
-
-@pytest.fixture(scope="module")
-def open_server(lm, made, tmp_path_factory):
-    """One server for all refusals: none of them changes anything."""
-    path = shutil.copytree(made, tmp_path_factory.mktemp("refusing") / "kb")
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb, serving(kb) as served:
-        yield served
 
 
 def error_of(response: httpx.Response) -> dict:
@@ -108,8 +97,8 @@ def error_of(response: httpx.Response) -> dict:
         ({"ragcache": {"documents": [{"id": "nobody"}]}}, "ragcache.documents", "unknown_handle"),
     ],
 )
-def test_a_chat_request_is_refused(open_server: Served, fields, param, code):
-    response = open_server.http.post(CHAT, json={"model": "tiny", "messages": USER, **fields})
+def test_a_chat_request_is_refused(shared: Served, fields, param, code):
+    response = shared.http.post(CHAT, json={"model": "tiny", "messages": USER, **fields})
     error = error_of(response)
     assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
     assert error["param"] == param, error
@@ -133,15 +122,12 @@ def test_a_chat_request_is_refused(open_server: Served, fields, param, code):
         ({}, "input"),
     ],
 )
-def test_an_embedding_request_is_refused(open_server: Served, fields, param):
-    response = open_server.http.post(EMBED, json={"model": "bag-of-words", **fields})
+def test_an_embedding_request_is_refused(shared: Served, fields, param):
+    response = shared.http.post(EMBED, json={"model": "bag-of-words", **fields})
     assert response.status_code == 400
-    assert error_of(response)["param"] == param
-
-
-def test_token_ids_are_refused_with_the_way_out(open_server: Served):
-    response = open_server.http.post(EMBED, json={"model": "bag-of-words", "input": [1, 2, 3]})
-    assert "send text" in error_of(response)["message"]
+    error = error_of(response)
+    assert error["param"] == param
+    assert fields.get("input") != [1, 2, 3] or "send text" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +144,8 @@ def test_token_ids_are_refused_with_the_way_out(open_server: Served):
         ({}, "documents"),
     ],
 )
-def test_documents_are_refused(open_server: Served, fields, param):
-    response = open_server.http.post(DOCUMENTS, json=fields)
+def test_documents_are_refused(shared: Served, fields, param):
+    response = shared.http.post(DOCUMENTS, json=fields)
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == param
 
@@ -181,7 +167,7 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("path", "body", "place"), UNKNOWN)
 def test_unknown_fields_are_ignored_with_one_warning_unless_the_server_is_strict(
-    open_server: Served, monkeypatch, path, body, place
+    shared: Served, monkeypatch, path, body, place
 ):
     def ask(**more: object) -> httpx.Response:
         wrong = json.loads(json.dumps(body))
@@ -189,19 +175,19 @@ def test_unknown_fields_are_ignored_with_one_warning_unless_the_server_is_strict
         for step in place.replace("[0]", ".0").split(".")[:-1]:
             inner = inner[int(step) if isinstance(inner, list) else step]
         inner[place.rpartition(".")[2]] = 1
-        return open_server.http.post(path, json={**wrong, **more})
+        return shared.http.post(path, json={**wrong, **more})
 
     found = ask()
     assert (found.status_code, found.headers.get_list("X-Ragcache-Warning")) == (
         200, [f"unknown fields ignored: {place}"],
     )  # fmt: skip
-    assert "X-Ragcache-Warning" not in open_server.http.post(path, json=body).headers
+    assert "X-Ragcache-Warning" not in shared.http.post(path, json=body).headers
     named = ask(**{"fou\r\n\u00e9": 1})
     assert r"fou\r\n\xe9" in named.headers["X-Ragcache-Warning"]
-    monkeypatch.setattr(open_server.service, "settings", replace(open_server.service.settings, strict=True))
+    monkeypatch.setattr(shared.service, "settings", replace(shared.service.settings, strict=True))
     error = error_of(ask())
     assert (error["param"], error["code"]) == (place, "unknown_parameter")
-    assert open_server.http.post(path, json=body).status_code == 200
+    assert shared.http.post(path, json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -239,35 +225,35 @@ def test_what_changes_an_answer_is_known(given, ours):
         (b'{"messages": ' + b"9" * 100_000 + b"}", None),
     ],
 )
-def test_what_is_no_json_is_refused(open_server: Served, path, content, code):
-    response = open_server.http.post(path, content=content, headers={"Content-Type": "application/json; charset=utf-8"})
+def test_what_is_no_json_is_refused(shared: Served, path, content, code):
+    response = shared.http.post(path, content=content, headers={"Content-Type": "application/json; charset=utf-8"})
     assert response.status_code == 400, response.text
     assert code is None or error_of(response)["code"] == code
 
 
 @pytest.mark.parametrize("where", ["metadata", "filter", "method_options"])
-def test_deep_nesting_is_refused(open_server: Served, where):
+def test_deep_nesting_is_refused(shared: Served, where):
     deep: dict = {}
     for _ in range(100):
         deep = {"a": deep}
     if where == "metadata":
-        response = open_server.http.post(DOCUMENTS, json={"documents": [{"id": "a", "text": "x", "metadata": deep}]})
+        response = shared.http.post(DOCUMENTS, json={"documents": [{"id": "a", "text": "x", "metadata": deep}]})
     else:
-        response = open_server.chat("Cats?", ragcache={where: deep})
+        response = shared.chat("Cats?", ragcache={where: deep})
     assert response.status_code == 400
     assert "nested" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", None])
-def test_other_content_types_are_refused(open_server: Served, kind):
+def test_other_content_types_are_refused(shared: Served, kind):
     for path in (CHAT, EMBED, DOCUMENTS):
         body = json.dumps({"model": "tiny", "messages": USER}).encode()
-        response = open_server.http.post(path, content=body, headers={} if kind is None else {"Content-Type": kind})
+        response = shared.http.post(path, content=body, headers={} if kind is None else {"Content-Type": kind})
         assert response.status_code == 415
         assert error_of(response)["code"] == "unsupported_media_type"
 
 
-def test_forms_that_are_none(open_server: Served):
+def test_forms_that_are_none(shared: Served):
     for kind, content in (
         ("multipart/form-data", b"x"),
         ("multipart/form-data; boundary=y", b"x"),
@@ -277,12 +263,12 @@ def test_forms_that_are_none(open_server: Served):
         ),
         ("multipart/form-data; boundary=y", b"--y--\r\n"),
     ):
-        response = open_server.http.post(DOCUMENTS, content=content, headers={"Content-Type": kind})
+        response = shared.http.post(DOCUMENTS, content=content, headers={"Content-Type": kind})
         assert response.status_code == 400, response.text
         error_of(response)
 
 
-def test_paths_and_methods_that_are_not_there(open_server: Served):
+def test_paths_and_methods_that_are_not_there(shared: Served):
     for path in (
         "/",
         "/v1",
@@ -294,32 +280,32 @@ def test_paths_and_methods_that_are_not_there(open_server: Served):
         "/%00",
         "//v1/models",
     ):
-        response = open_server.http.get(path)
+        response = shared.http.get(path)
         assert (response.status_code, error_of(response)["code"]) == (404, "not_found"), path
-    response = open_server.http.put(DOCUMENTS)
+    response = shared.http.put(DOCUMENTS)
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
     assert response.headers["allow"] == "DELETE, GET, POST"
-    assert open_server.http.patch(f"{DOCUMENTS}/x").headers["allow"] == "DELETE, GET"
+    assert shared.http.patch(f"{DOCUMENTS}/x").headers["allow"] == "DELETE, GET"
 
 
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=1001", "limit=x", "offset=-1", "offset=9999999999999999999999", "limit="]
 )
-def test_pages_that_are_none(open_server: Served, query):
-    response = open_server.http.get(f"{DOCUMENTS}?{query}")
+def test_pages_that_are_none(shared: Served, query):
+    response = shared.http.get(f"{DOCUMENTS}?{query}")
     assert response.status_code == 400
     assert error_of(response)["param"] == query.partition("=")[0]
 
 
 @pytest.mark.parametrize("id", ["nobody", "%00", "a/../b", "%ff", "%ed%a0%80", "a" * 2000])
-def test_documents_that_are_not_there(open_server: Served, id):
+def test_documents_that_are_not_there(shared: Served, id):
     for method in ("GET", "DELETE"):
-        response = open_server.http.request(method, f"{DOCUMENTS}/{id}")
+        response = shared.http.request(method, f"{DOCUMENTS}/{id}")
         assert (response.status_code, error_of(response)["code"]) == (404, "document_not_found")
 
 
-def test_the_official_client_understands_refusals(open_server: Served):
-    with OpenAI(base_url=open_server.base_url, api_key="none", max_retries=0) as client:
+def test_the_official_client_understands_refusals(shared: Served):
+    with OpenAI(base_url=shared.base_url, api_key="none", max_retries=0) as client:
         with pytest.raises(NotFoundError) as absent:
             client.chat.completions.create(model="gpt-4o", messages=USER)
         with pytest.raises(BadRequestError) as refused:
@@ -336,10 +322,10 @@ def test_the_official_client_understands_refusals(open_server: Served):
     assert "choose one of" in streamed.value.message
 
 
-def test_messages_are_short_whatever_comes(open_server: Served):
-    response = open_server.chat("Cats?", **{"x" * 100_000: 1}, n=0)
+def test_messages_are_short_whatever_comes(shared: Served):
+    response = shared.chat("Cats?", **{"x" * 100_000: 1}, n=0)
     assert len(response.content) < 3000
-    response = open_server.chat("Cats?", **{"x" * 100_000: 1}, max_tokens=1)
+    response = shared.chat("Cats?", **{"x" * 100_000: 1}, max_tokens=1)
     assert len(response.headers["X-Ragcache-Warning"]) < 1100
-    response = open_server.http.post(CHAT, json={"model": "m" * 1000, "messages": USER})
+    response = shared.http.post(CHAT, json={"model": "m" * 1000, "messages": USER})
     assert len(response.content) < 3000

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from openai import OpenAI
-from serving import serving
 
 import ragcache as rc
-from ragcache_demo.bag_of_words import BagOfWords
 
 MESSAGES = [{"role": "user", "content": "Where does the cat sit?"}]
 PROMPT = "Dogs bark at night in"
 WARM = rc.Sampling(8, temperature=1.2, seed=3)
 
 
-@pytest.fixture(scope="module")
-def kb(lm, made, tmp_path_factory):
-    path = shutil.copytree(made, tmp_path_factory.mktemp("sampled") / "kb")
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        yield kb
+@pytest.fixture
+def kb(shared_kb):
+    return shared_kb
 
 
-@pytest.fixture(scope="module")
-def client(kb):
-    with serving(kb) as served, OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        yield client
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 def asked(**fields):
@@ -113,16 +106,18 @@ def test_log_probabilities_of_a_completion(client, kb, stream):
         assert near[own.text] == pytest.approx(own.logprob)
 
 
-def test_answers_end_with_the_context_unless_the_client_says_otherwise(served, kb):
+def test_answers_end_with_the_context_unless_the_client_says_otherwise(shared, kb):
     """No token ends an answer of this model: every route writes on to the last of its 4,096 positions. A prompt that
     takes most of them keeps this quick."""
     text, plain = "Cats sleep. " * 320, {"ragcache": {"retrieve": False}}
+    chat = {"messages": [{"role": "user", "content": text}], **plain}
     for path, body, names in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **plain}, ("prompt", "completion")),
+        ("/v1/chat/completions", {**chat, "max_tokens": 2**31 - 1}, ("prompt", "completion")),
+        ("/v1/chat/completions", chat, ("prompt", "completion")),
         ("/v1/completions", {"prompt": text}, ("prompt", "completion")),
         ("/v1/responses", {"input": text, **plain}, ("input", "output")),
     ):
-        usage = served.http.post(path, json={"model": "tiny", **body}, timeout=300).json()["usage"]
+        usage = shared.http.post(path, json={"model": "tiny", **body}, timeout=300).json()["usage"]
         read, said = (usage[f"{name}_tokens"] for name in names)
         assert (path, read + said) == (path, 4096)
         assert said > 128

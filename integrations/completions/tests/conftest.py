@@ -2,4 +2,16 @@
 
 from __future__ import annotations
 
-from tests.server.conftest import _no_settings_from_outside, kb, lm, made, serve, served  # noqa: F401
+from tests.server.conftest import (  # noqa: F401
+    _no_settings_from_outside,
+    kb,
+    lm,
+    made,
+    mini,
+    mini_kb,
+    serve,
+    served,
+    shared,
+    shared_client,
+    shared_kb,
+)

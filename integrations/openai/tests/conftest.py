@@ -2,5 +2,18 @@
 
 from __future__ import annotations
 
-from tests.server.conftest import _no_settings_from_outside, agent, kb, lm, made, mini, mini_kb, serve, served  # noqa: F401
+from tests.server.conftest import (  # noqa: F401
+    _no_settings_from_outside,
+    agent,
+    kb,
+    lm,
+    made,
+    mini,
+    mini_kb,
+    serve,
+    served,
+    shared,
+    shared_client,
+    shared_kb,
+)
 from tests.store.conftest import url  # noqa: F401

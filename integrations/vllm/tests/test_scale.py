@@ -11,7 +11,7 @@ import yaml
 
 from ragcache.cli.commands import build_app
 
-SCALE = Path(__file__).resolve().parents[2] / "examples" / "scale"
+SCALE = Path(__file__).resolve().parents[3] / "examples" / "scale"
 
 
 def compose_commands() -> list[list[str]]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import forked
 import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
-from serving import serving, wait_for
+from serving import wait_for
 
 import ragcache as rc
 from ragcache.errors import NoSuchDocumentError
@@ -24,17 +22,14 @@ from ragcache_openai.records import Record
 TEXT = b"Jonas wears a green hat in Kelbrook."
 
 
-@pytest.fixture(scope="module")
-def running(lm, made, tmp_path_factory):
-    path = shutil.copytree(made, tmp_path_factory.mktemp("bad") / "kb")
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb, serving(kb) as served:
-        yield served
+@pytest.fixture
+def running(shared):
+    return shared
 
 
-@pytest.fixture(scope="module")
-def client(running):
-    with OpenAI(base_url=running.base_url, api_key="none", max_retries=0) as client:
-        yield client
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 @pytest.fixture
@@ -338,13 +333,13 @@ def test_a_server_that_is_killed_while_it_indexes(lm, made, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", SERVER, str(path), str(lm.name), str(port)]
+    server = path, lm.name, port
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-        with killed_later(command, client):
+        with killed_later(client, *server):
             ids = [send(client, f"{rank}.md", TEXT * 40 + b" %d" % rank) for rank in range(12)]
             store = client.vector_stores.create(file_ids=ids).id
             wait_for(lambda: client.vector_stores.retrieve(store).file_counts.completed >= 2)
-        with killed_later(command, client):
+        with killed_later(client, *server):
             wait_for(lambda: client.vector_stores.retrieve(store).status == "completed")
             assert client.vector_stores.retrieve(store).file_counts.completed == 12
             found = client.vector_stores.search(store, query="hat", max_num_results=50).data
@@ -356,14 +351,10 @@ def test_a_server_that_is_killed_while_it_indexes(lm, made, tmp_path):
 
 
 @contextmanager
-def killed_later(command, client):
-    process = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    try:
+def killed_later(client, *arguments):
+    with forked.Forked(SERVER, *arguments, env={**os.environ, "HF_HUB_OFFLINE": "1"}):
         wait_for(lambda: answers(client))
         yield
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def answers(client) -> bool:

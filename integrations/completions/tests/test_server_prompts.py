@@ -15,6 +15,16 @@ import ragcache as rc
 PROMPT = "Dogs bark at night in"
 
 
+@pytest.fixture
+def kb(shared_kb):
+    return shared_kb
+
+
+@pytest.fixture
+def served(shared):
+    return shared
+
+
 def completed(served, **fields):
     return served.http.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 6, **fields})
 

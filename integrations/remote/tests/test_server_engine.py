@@ -11,19 +11,20 @@ import ragcache as rc
 from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.request_layout import served_name
+from tests.server.conftest import _no_settings_from_outside, lm, made  # noqa: F401
 
 SAID = "It meets on Monday."
 
 
 @pytest.fixture
-def vllm(lm):
+def vllm(lm):  # noqa: F811
     ids = lm.tokenizer(SAID, add_special_tokens=False)["input_ids"]
     with vllm_serving(VllmDouble(served_name(lm.fingerprint), ids)) as double:
         yield double
 
 
 @pytest.fixture
-def served(vllm, made):
+def served(vllm, made):  # noqa: F811
     with (
         rc.RagCache.open(made, method="reposition", engine=vllm.url, embedder=BagOfWords()) as kb,
         serving(kb, ServerSettings(drain_s=5)) as served,
