@@ -29,6 +29,7 @@ def result(written: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_stream_budget_policy_and_filter_has_a_row(result: dict[str, Any]) -> None:
     found = [(row["stream"], row["share"], row["policy"], row["admission"]) for row in result["figures"]["rows"]]
     wanted = {

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from browsing import Tab
 from playwright.sync_api import Locator, Route, expect
 
@@ -35,6 +36,7 @@ def open_chart(turn: Locator) -> Locator:
     return turn.locator(".prefill")
 
 
+@pytest.mark.slow
 def test_no_estimate_is_shown_where_the_server_has_none(tab: Tab, slowed):
     for value in (None, 0):
         slowed.rewrite = estimate(value)
@@ -44,6 +46,7 @@ def test_no_estimate_is_shown_where_the_server_has_none(tab: Tab, slowed):
         assert "null" not in chart.text_content()
 
 
+@pytest.mark.slow
 def test_estimate_is_called_one_and_is_no_verdict(tab: Tab, slowed):
     slowed.rewrite = estimate(9.5)
     turn = tab.ask(QUESTION)
@@ -56,6 +59,7 @@ def test_estimate_is_called_one_and_is_no_verdict(tab: Tab, slowed):
     assert RATIO.search(turn.text_content()) is None
 
 
+@pytest.mark.slow
 def test_no_ratio_is_claimed(tab: Tab, slowed):
     slowed.rewrite = endings(lambda costs: costs["timings"].update(ttft_s=0.4, retrieve_s=0.1))
     turn = tab.ask(QUESTION)
@@ -67,6 +71,7 @@ def test_no_ratio_is_claimed(tab: Tab, slowed):
         assert RATIO.search(tab.page.locator("body").inner_text()) is None
 
 
+@pytest.mark.slow
 def test_tokens_come_before_times(tab: Tab):
     turn = tab.ask(QUESTION)
     kept = tab.kept()[0]["usage"]
@@ -102,6 +107,7 @@ def test_measured_times_are_medians_of_both_methods(tab: Tab):
     expect(chart).to_contain_text("median of 5 runs each: link 40 ms, full 300 ms.")
 
 
+@pytest.mark.slow
 def test_conversation_shows_medians_by_method(tab: Tab, slowed):
     figures = tab.page.locator("#conversation-figures")
     expect(figures).to_have_text("Answers0")
