@@ -17,13 +17,21 @@ from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.data import Asked, BadLine, DataRow, parse_line, read_rows
 from ragcache_train.encoding import EncodingOptions, passage_text
 from ragcache_train.options import TrainOptions
-from ragcache_train.own_answers import ANSWER_TOKENS, FILE, QUESTIONS, OwnAnswers
+from ragcache_train.own_answers import FILE, QUESTIONS, OwnAnswers
 from ragcache_train.store_rows import store_rows
 from ragcache_train.trainer import train
 
 PASSAGES = ("Ann lives in Oslo.", "Bob has a red boat.")
 ASKED = DataRow("qa", "rows:1", None, PASSAGES, (Asked("Where is Ann?", ""), Asked("What has Bob?", "boat")))
 ALONE = DataRow("qa", "rows:2", None, PASSAGES)
+TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch):
+    """A random model goes on for as long as it may."""
+    for name in ("QUESTION_TOKENS", "ANSWER_TOKENS"):
+        monkeypatch.setattr(f"ragcache_train.own_answers.{name}", TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,7 @@ def test_an_answer_is_the_greedy_one_of_full_prefill(lm, base, tmp_path):
     prompt = rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, "Where is Ann?"))
     count = prompt.num_tokens
     causal = torch.ones(count, count, dtype=torch.bool).tril()
-    expected = greedy(oracle_model(str(base)), tokenizer, prompt, causal, ANSWER_TOKENS)
+    expected = greedy(oracle_model(str(base)), tokenizer, prompt, causal, TOKENS)
     assert row.asked == (Asked("Where is Ann?", expected.strip()), Asked("What has Bob?", "boat"))
     assert row == replace(ASKED, asked=row.asked)
 

@@ -377,7 +377,8 @@ def test_a_handle_alone_names_a_stored_passage(chat, passages):
     assert chat.invoke([HumanMessage([*by_id, ASKED])]).text == expected
 
 
-def test_a_deleted_passage_is_computed_from_its_text_or_refused_without(chat, passages):
+def test_a_deleted_passage_is_computed_from_its_text_or_refused_without(own_registry):
+    chat, passages = ChatRagCache(kb=own_registry), RagCacheRetriever(kb=own_registry, k=3).invoke(QUESTION)
     expected = chat.invoke(reading(passages)).text
     chat.kb.delete([passages[0].id])
     answer = chat.invoke(reading(passages))
