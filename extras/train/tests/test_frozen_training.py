@@ -251,9 +251,10 @@ def logits_as_trained(out):
             TrainedTokens("link", "isolated", 2, 4, 258, 266, 267),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             {"reuse": "packet", "freeze": False, "trailer_tokens": 3},
             TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=3),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["link", "link alone", "packet"],
@@ -327,7 +328,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, chang
     (checkpoint,) = (stopped.out / "checkpoints").iterdir()
     assert list(load_file(checkpoint / "model.safetensors")) == ["rows"], "a checkpoint holds no weights"
     assert {group["betas"] for group in torch.load(checkpoint / "optimizer.pt")["param_groups"]} == {(0.9, 0.98)}
-    report = train(replace(stopped, resume=True))
+    gone_on = []
+    report = train(replace(stopped, resume=True), show=gone_on.append)
+    assert [line["step"] for line in gone_on] == [3, 4]
     assert torch.equal(rows_of(whole.out), rows_of(report.out))
     logs = [[{**line, "seconds": 0} for line in log_of(one.out)] for one in (whole, report)]
     assert logs[0] == logs[1]

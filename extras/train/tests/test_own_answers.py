@@ -188,6 +188,7 @@ def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, s
     assert rc.load_lm(tmp_path / "out").default_method == "packet"
 
 
+@pytest.mark.slow
 def test_data_and_a_store_go_together(base, store, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"type": "qa", "passages": list(PASSAGES), "question": "Who?"}) + "\n")

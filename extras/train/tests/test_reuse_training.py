@@ -117,7 +117,7 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
     ("changes", "spec", "method"),
     [
         pytest.param({"link_tokens": 0}, TrainedTokens("reposition"), "reposition", marks=pytest.mark.slow),
-        ({"reuse": "none"}, None, "full"),
+        pytest.param({"reuse": "none"}, None, "full", marks=pytest.mark.slow),
         (
             {"reuse": "markers", "positions": "composite"},
             TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite"),

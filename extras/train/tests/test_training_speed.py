@@ -96,13 +96,8 @@ def losses(report_of, options):
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({**WAYS["lora"], **BFLOAT16}, id="lora, bfloat16", marks=pytest.mark.slow),
-        pytest.param(WAYS["frozen"], id="frozen"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{**WAYS["lora"], **BFLOAT16}, WAYS["frozen"]], ids=["lora, bfloat16", "frozen"])
 def test_compiled_layers_compute_the_same_and_are_compiled_once(options, of_one_length, monkeypatch, caplog, changes):
     options = replace(options, **changes)
     plain = losses(train, options)

@@ -111,21 +111,31 @@ def opened_registry(made: Path, folder: Path, mini: rc.LanguageModel, minilm: rc
     shutil.copytree(made, folder / "registry")
     config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
     with rc.RagCache.open(folder / "registry", model=mini, embedder=minilm, store=config) as kb:
-        kb.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))  # computes the prefix, loads the others
         yield kb
 
 
+def load_all(kb: rc.RagCache) -> rc.RagCache:
+    """The prefix's own block is computed, the others loaded."""
+    kb.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))
+    return kb
+
+
 @pytest.fixture(scope="session")
-def registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
-    """For tests that add and delete nothing."""
+def shared_registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
     with opened_registry(made_registry, tmp_path_factory.mktemp("read"), mini, minilm) as kb:
         yield kb
 
 
 @pytest.fixture
+def registry(shared_registry) -> rc.RagCache:
+    """For tests that add and delete nothing, and read no new passage that another one reads."""
+    return load_all(shared_registry)
+
+
+@pytest.fixture
 def own_registry(tmp_path, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
     with opened_registry(made_registry, tmp_path, mini, minilm) as kb:
-        yield kb
+        yield load_all(kb)
 
 
 @pytest.fixture
