@@ -9,6 +9,8 @@ import pytest
 from browsing import Tab
 from playwright.sync_api import Locator, expect
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is Victor Branovic's profession?"
 
 
@@ -31,7 +33,6 @@ def test_stop_and_new_conversation_end_an_answer(tab: Tab, slowed):
     expect(tab.page.locator(".turn")).to_have_count(0)
 
 
-@pytest.mark.slow
 def test_stop_ends_a_question_that_waits_for_the_models_name(open_tab, site):
     tab = open_tab(site)
     tab.page.route("**/v1/store", lambda route: None)  # never answered
@@ -52,7 +53,6 @@ def deleting(site) -> Iterator[None]:
         httpx.delete(f"{site.url}/v1/documents/{name}", trust_env=False)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("deleting")
 @pytest.mark.parametrize("sent", [False, True], ids=["while it is sent", "while it is ingested"])
 def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
@@ -69,7 +69,6 @@ def test_cancel_ends_an_upload(tab: Tab, slowed, sent):
     expect(tab.page.locator("#upload")).to_be_hidden()
 
 
-@pytest.mark.slow
 def test_measuring_is_stopped(tab: Tab):
     turn = tab.ask(QUESTION)
     turn.locator(".prefill > summary").click()

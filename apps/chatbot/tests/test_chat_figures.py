@@ -11,6 +11,8 @@ import pytest
 from browsing import Tab
 from playwright.sync_api import Locator, Route, expect
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is Victor Branovic's profession?"
 RATIO = re.compile(
     r"\btimes\b(?! to )|\bfaster\b|\bslower\b|\bas fast\b|\bspeed|\d\s*[x×]|no difference", re.IGNORECASE
@@ -36,7 +38,6 @@ def open_chart(turn: Locator) -> Locator:
     return turn.locator(".prefill")
 
 
-@pytest.mark.slow
 def test_no_estimate_is_shown_where_the_server_has_none(tab: Tab, slowed):
     for value in (None, 0):
         slowed.rewrite = estimate(value)
@@ -46,7 +47,6 @@ def test_no_estimate_is_shown_where_the_server_has_none(tab: Tab, slowed):
         assert "null" not in chart.text_content()
 
 
-@pytest.mark.slow
 def test_estimate_is_called_one_and_is_no_verdict(tab: Tab, slowed):
     slowed.rewrite = estimate(9.5)
     turn = tab.ask(QUESTION)
@@ -59,7 +59,6 @@ def test_estimate_is_called_one_and_is_no_verdict(tab: Tab, slowed):
     assert RATIO.search(turn.text_content()) is None
 
 
-@pytest.mark.slow
 def test_no_ratio_is_claimed(tab: Tab, slowed):
     slowed.rewrite = endings(lambda costs: costs["timings"].update(ttft_s=0.4, retrieve_s=0.1))
     turn = tab.ask(QUESTION)
@@ -71,7 +70,6 @@ def test_no_ratio_is_claimed(tab: Tab, slowed):
         assert RATIO.search(tab.page.locator("body").inner_text()) is None
 
 
-@pytest.mark.slow
 def test_tokens_come_before_times(tab: Tab):
     turn = tab.ask(QUESTION)
     kept = tab.kept()[0]["usage"]
@@ -107,7 +105,6 @@ def test_measured_times_are_medians_of_both_methods(tab: Tab):
     expect(chart).to_contain_text("median of 5 runs each: link 40 ms, full 300 ms.")
 
 
-@pytest.mark.slow
 def test_conversation_shows_medians_by_method(tab: Tab, slowed):
     figures = tab.page.locator("#conversation-figures")
     expect(figures).to_have_text("Answers0")

@@ -12,6 +12,8 @@ import pytest
 from browsing import Site, Tab
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.slow
+
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 RIVER = "Where does the Alna rise?"
 
@@ -55,7 +57,6 @@ def test_they_are_listed_and_one_goes_on_here(open_tab, site, kept):
     expect(tab.page.locator(".turn")).to_have_count(2)
 
 
-@pytest.mark.slow
 def test_their_words_are_searched(open_tab, site, kept):
     page = open_tab(site).open().page
     page.get_by_placeholder("Search their words").fill("branovic MINER")
@@ -68,7 +69,6 @@ def test_their_words_are_searched(open_tab, site, kept):
     expect(page.locator("#kept-list .title")).to_have_count(2)
 
 
-@pytest.mark.slow
 def test_one_is_exported_and_deleted(open_tab, site, kept, client):
     page = open_tab(site).open().page
     with page.expect_download() as download:
@@ -84,7 +84,6 @@ def test_one_is_exported_and_deleted(open_tab, site, kept, client):
         client.conversations.retrieve(kept[1])
 
 
-@pytest.mark.slow
 def test_without_any_there_is_no_list_and_what_is_gone_is_told(open_tab, site, client):
     tab: Tab = open_tab(site).open()
     page = tab.page
@@ -100,7 +99,6 @@ def test_without_any_there_is_no_list_and_what_is_gone_is_told(open_tab, site, c
     assert "404" in tab.complaints.pop()  # the browser's own line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1366, 768), (390, 844)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_list_fits_its_window(open_tab, site, kept, width, height, scheme):

@@ -231,7 +231,7 @@ def test_an_answer_reports_itself(llm, passages, recorder):
     [load] = recorder.of(RagCacheKVLoadEvent)
     assert load.ids == [one.id for one in passages]
     assert load.handles == [one.handle for one in passages]
-    assert load.origins == {"memory": 3}
+    assert load.origins == {"disk": 3}
     assert load.tokens == usage["cached_tokens"] + usage["created_tokens"] - 1  # BOS, the prefix
     [first] = recorder.of(RagCacheFirstTokenEvent)
     [prefill] = recorder.of(RagCachePrefillEvent)
