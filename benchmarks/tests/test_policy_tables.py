@@ -13,6 +13,8 @@ from benchmarks.policies import STREAMS, Settings, rows, timed
 from benchmarks.policies_page import page
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--requests=60", "--k=3", "--blocks=200", "--million=500"]
 
 
@@ -29,7 +31,6 @@ def result(written: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_every_stream_budget_policy_and_filter_has_a_row(result: dict[str, Any]) -> None:
     found = [(row["stream"], row["share"], row["policy"], row["admission"]) for row in result["figures"]["rows"]]
     wanted = {
