@@ -96,6 +96,7 @@ def timeless(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     return [{name: value for name, value in row.items() if not name.startswith("first_token")} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_as_one_that_was_not(arguments, tmp_path, monkeypatch):
     whole = answers.main([*arguments, "--journal", str(tmp_path / "whole.jsonl")])
     settings = settings_in(tmp_path / "whole.jsonl")
@@ -325,6 +326,7 @@ def test_methods_are_called_as_the_command_line_writes_them():
         assert again.key == spec.key
 
 
+@pytest.mark.slow
 def test_the_page_and_the_picture_hold_every_method(arguments, tmp_path):
     found = answers.main(arguments)
     text = (tmp_path / "found.md").read_text(encoding="utf-8")

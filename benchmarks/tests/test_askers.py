@@ -13,6 +13,7 @@ from ragcache.errors import ConfigError
 from ragcache_demo.bag_of_words import BagOfWords
 
 
+@pytest.mark.slow
 def test_it_runs_and_compares(tmp_path: Path) -> None:
     sizes = ["--shape=toy", "--askers=3", "--questions=6", "--passages=2", "--tokens=12", "--documents=4"]
     sizes += ["--answer=3", "--rounds=1"]
@@ -36,6 +37,7 @@ def test_goals_are_stated_for_these_sizes() -> None:
     assert not Settings(tokens=10).on_goal
 
 
+@pytest.mark.slow
 def test_too_many_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no English for 100000 documents"):
         askers.main(["--shape=toy", "--documents=100000", "--out", str(tmp_path)], BagOfWords)

@@ -64,6 +64,7 @@ def test_ttft_refuses_to_time_wrong_answers(tmp_path: Path) -> None:
             ttft.agreement(bench)
 
 
+@pytest.mark.slow
 def test_floor_and_reposition_leave_the_context_as_it_was(tmp_path: Path) -> None:
     with Bench(build("toy"), 3, 20, 5, tmp_path, seed=1) as bench:
         before = bench.floor_logits()
@@ -78,6 +79,7 @@ def test_floor_and_reposition_leave_the_context_as_it_was(tmp_path: Path) -> Non
 TINY_METHODS = ["--shape=toy", "--passages=3", "--tokens=40", "--suffix=5", "--rounds=2", "--long-rounds=1"]
 
 
+@pytest.mark.slow
 def test_methods_lists_what_every_method_computes_and_keeps(tmp_path: Path) -> None:
     result = methods.main([*TINY_METHODS, "--out", str(tmp_path)])
     found = written(tmp_path, result.name)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import families
 
 
+@pytest.mark.slow
 def test_a_run_has_a_ratio_and_bytes_of_each_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 99}
     for name in ("Qwen3 0.6B", "DeepSeek V2 Lite"):

@@ -23,6 +23,7 @@ def journaled(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_lengths_go_on_where_they_were_stopped(tmp_path):
     command = [*TOY, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")]
     lengths.main([*command, "--lengths", "10", "20", "--rounds", "2"])
@@ -53,6 +54,7 @@ def test_a_journal_of_other_settings_is_refused_by_name(tmp_path):
         Lines(tmp_path / "a.jsonl", {"seed": 2})
 
 
+@pytest.mark.slow
 def test_a_loaded_round_leaves_no_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths, "load_average", lambda: 7.5)
     command = [*TOY, "--workdir", str(tmp_path), "--out", str(tmp_path / "out"), "--lengths", "10", "--rounds", "1"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks.hybrid import FLOOR, FULL, INT8, OURS, main
 
 
+@pytest.mark.slow
 def test_it_measures_every_way_and_counts_the_bytes_of_a_block(tmp_path):
     sizes = ["--shape=toy", "--passages=2", "--tokens=40", "--suffix=5", "--rounds=1"]
     result = main([*sizes, "--out", str(tmp_path)])

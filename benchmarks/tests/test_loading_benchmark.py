@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from benchmarks.loading import PLACES, POLICIES, Bucket, main
 
 
+@pytest.mark.slow
 def test_it_measures_every_policy_on_every_disk(tmp_path):
     sizes = ["--shape=toy", "--passages=2", "--tokens=20", "--suffix=5", "--rounds=1", "--codecs=raw"]
     result = main([*sizes, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")])

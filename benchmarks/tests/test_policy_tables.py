@@ -13,6 +13,8 @@ from benchmarks.policies import STREAMS, Settings, rows, timed
 from benchmarks.policies_page import page
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--requests=60", "--k=3", "--blocks=200", "--million=500"]
 
 

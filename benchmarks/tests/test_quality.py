@@ -57,6 +57,7 @@ def test_units_cover_every_question_once():
     assert len(keys) == len(units) * len(SPECS)
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_table_and_goes_on(tmp_path, monkeypatch):
     arguments = [*SMALL, "--checkpoint", f"base={BASE}", "--methods", "base:reposition,epic", "--out", str(tmp_path)]
     first = quality.main(arguments)
@@ -142,6 +143,7 @@ def test_an_answer_counts_when_it_is_the_whole_one():
     assert not quality_units.answers(lm, fused, replace(case, answers=(case.answers[0],)))
 
 
+@pytest.mark.slow
 def test_shares_of_tokens_are_counted():
     """Nothing runs beside the suffix under `reposition`; what the prompts hold says how much that is."""
     unit = Unit(BASE, "f", Cell("single", 2), 0, 2, 3, SPECS)

@@ -6,10 +6,13 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from benchmarks import teams
 from benchmarks.teams import KINDS, NONE, Others, Settings
 
 
+@pytest.mark.slow
 def test_it_runs_and_compares(tmp_path: Path) -> None:
     result = teams.main(["--shape=toy", "--others=1", "--steps=2", "--tokens=8", "--rounds=2", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "teams.json").read_text())

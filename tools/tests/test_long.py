@@ -22,6 +22,8 @@ from tools.mini.packed import FOCUS_WEIGHT, FUSED_LENGTH, PackedBatch, packed_hi
 from tools.mini.page_data import KIND_SHARES, draw_questions
 from tools.mini.tokenizer import build_tokenizer, save_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def grown():
@@ -148,7 +150,6 @@ def test_a_run_goes_on_from_a_model_that_was_grown(tmp_path, grown):
         LongTrainer(LongOptions(out=str(tmp_path / "out"), base=str(tmp_path / "base")), 0, 1)
 
 
-@pytest.mark.slow
 def test_a_run_trains_on_all_kinds_and_resumes(tmp_path, capsys):
     threads = torch.get_num_threads()
     options = {"out": str(tmp_path), "workers": 1, "log_every": 1}

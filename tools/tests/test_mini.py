@@ -72,6 +72,7 @@ def test_link_tokens_answer_over_eight_passages(linked, kind, num_cases, least):
     assert share_right(linked, "link", kind, num_cases) >= least
 
 
+@pytest.mark.slow
 def test_the_base_reads_cut_sentences_together_only(base):
     """What link tokens are for: read apart, the halves of a sentence tell nothing."""
     assert base.reuse is None
@@ -79,6 +80,7 @@ def test_the_base_reads_cut_sentences_together_only(base):
     assert share_right(base, "reposition", "leaning", 30) <= 0.6
 
 
+@pytest.mark.slow
 def test_without_the_gold_passages_it_cannot_answer(mini):
     """The control: what is measured is reading, not memory."""
     model, tokenizer = mini

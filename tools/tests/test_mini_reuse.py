@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from covering import covering
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -62,8 +63,7 @@ def oracle_mask(segments, context_len, is_hidden):
     return mask[None, None]
 
 
-@pytest.mark.parametrize("variant", ["link5", "link0", "markers"])
-@pytest.mark.parametrize("reading", [STANDARD, SEPARATE, HIDDEN])
+@pytest.mark.parametrize(("variant", "reading"), covering(["link5", "link0", "markers"], [STANDARD, SEPARATE, HIDDEN]))
 @torch.no_grad()
 def test_the_packed_forward_is_the_plain_one_under_the_mask(variant, reading, tmp_path):
     made = trainer(tmp_path, variant)
@@ -144,11 +144,9 @@ def test_texts_say_all_twice():
     assert any(text["text"] != 2 * "".join(row["passages"][:6]) for row, text in zip(rows, texts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("variant", "method"),
-    [pytest.param("link5", "link", marks=pytest.mark.slow), ("link0", "reposition"), ("markers", "markers")],
-)
+@pytest.mark.parametrize(("variant", "method"), [("link5", "link"), ("link0", "reposition"), ("markers", "markers")])
 def test_the_result_loads_for_its_method(variant, method, tmp_path, capsys):
     dtype = "bfloat16" if variant == "link5" else "float32"  # the default once: some processors emulate it
     options = ReuseOptions(str(tmp_path), variant=variant, workers=1, max_tokens=2000, log_every=1, dtype=dtype)
@@ -190,6 +188,7 @@ def test_the_second_stage_leads_to_the_third_and_that_to_the_end(tmp_path):
     assert made._finished()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["link5", "link0"])
 def test_variants_start_where_they_are_told_to(variant, tmp_path):
     first = TAKING_UP if variant == "link5" else ANSWERING
@@ -197,6 +196,7 @@ def test_variants_start_where_they_are_told_to(variant, tmp_path):
     assert trainer(tmp_path, variant, start_stage=SETTLING).progress.stage == SETTLING
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_settling_keeps_the_rows_of_its_base_and_saves_the_average(tmp_path):
     made = trainer(tmp_path, base=str(MINI), start_stage=SETTLING, dtype="float32")

@@ -33,6 +33,8 @@ from tools.mini.reuse_pages import (
     replace_asked,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

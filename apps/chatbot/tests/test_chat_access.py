@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from browsing import PHONE, Tab
 from playwright.sync_api import expect
 
@@ -125,6 +126,7 @@ def test_every_control_has_a_name(tab: Tab):
     assert [role for role, name in found if not name.strip()] == []
 
 
+@pytest.mark.slow
 def test_answers_are_announced_whole(tab: Tab):
     said = []
     tab.page.expose_function("heard", lambda text: said.append(text))
@@ -137,6 +139,7 @@ def test_answers_are_announced_whole(tab: Tab):
     assert tab.page.locator("#turns[aria-live], #turns [aria-live]").count() == 0
 
 
+@pytest.mark.slow
 def test_contrast(open_tab, site):
     tab = open_tab(site).open()
     low, seen = [], 0
@@ -168,6 +171,7 @@ def test_contrast(open_tab, site):
     tab.complaints.clear()
 
 
+@pytest.mark.slow
 def test_theme_follows_the_system_until_one_is_chosen(open_tab, site):
     tab = open_tab(site, color_scheme="dark").open()
     ground = "getComputedStyle(document.documentElement).backgroundColor"
@@ -197,6 +201,7 @@ def expect_targets(tab: Tab) -> None:
     assert [one for one in found if min(one[:2]) < 44] == []
 
 
+@pytest.mark.slow
 def test_phone(open_tab, site):
     tab = open_tab(site, viewport=PHONE).open()
     tab.expect_no_overflow()
@@ -235,6 +240,7 @@ def test_phone(open_tab, site):
     expect(tab.page.get_by_label("Question", exact=True)).to_be_visible()
 
 
+@pytest.mark.slow
 def test_motion_is_left_out_where_it_is_not_wanted(open_tab, site):
     tab = open_tab(site, reduced_motion="reduce").open()
     site.slowed.pause_s = 0.2

@@ -9,6 +9,8 @@ import pytest
 from browsing import Tab
 from playwright.sync_api import Locator, expect
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is Victor Branovic's profession?"
 
 

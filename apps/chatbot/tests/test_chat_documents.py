@@ -66,6 +66,7 @@ def test_upload_ask_and_delete(open_tab, site, kb):
     assert "Hanna Melson" not in turn.locator(".passage-name").all_text_contents()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deleting")
 def test_a_file_of_a_name_that_is_taken_replaces_it_at_a_click(tab: Tab, kb):
     news = tab.page.locator("#documents-news")
@@ -80,6 +81,7 @@ def test_a_file_of_a_name_that_is_taken_replaces_it_at_a_click(tab: Tab, kb):
     assert "baker" in kb.chunks_of(NAME)[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deleting")
 def test_files_are_dropped_and_bad_ones_are_named(tab: Tab, kb):
     tab.page.evaluate(
@@ -100,6 +102,7 @@ def test_files_are_dropped_and_bad_ones_are_named(tab: Tab, kb):
     assert kb.document(NAME) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deleting")
 def test_folder_is_added_under_its_name(tab: Tab, kb, site, tmp_path):
     (tmp_path / "notes" / "deep").mkdir(parents=True)
@@ -112,6 +115,7 @@ def test_folder_is_added_under_its_name(tab: Tab, kb, site, tmp_path):
     httpx.delete(f"{site.url}/v1/documents/notes/deep/{NAME}", trust_env=False).raise_for_status()
 
 
+@pytest.mark.slow
 def test_uploads_keep_to_the_servers_limits(open_tab, kb):
     with serving(kb, max_upload_bytes=4096, max_upload_files=3) as site:
         tab = open_tab(site).open()
@@ -145,6 +149,7 @@ def test_uploads_keep_to_the_servers_limits(open_tab, kb):
         assert "413" in tab.complaints.pop()  # the browser's own line
 
 
+@pytest.mark.slow
 def test_list_is_searched_and_shown_by_folders_and_pages(tab: Tab, kb):
     total = len(kb.documents())
     items = tab.page.locator("#documents-list li")

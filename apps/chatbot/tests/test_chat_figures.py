@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from browsing import Tab
 from playwright.sync_api import Locator, Route, expect
+
+pytestmark = pytest.mark.slow
 
 QUESTION = "What is Victor Branovic's profession?"
 RATIO = re.compile(

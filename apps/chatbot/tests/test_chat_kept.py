@@ -12,6 +12,8 @@ import pytest
 from browsing import Site, Tab
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.slow
+
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 RIVER = "Where does the Alna rise?"
 

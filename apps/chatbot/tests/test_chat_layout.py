@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, expect
 
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 OTHER = "Which product is Mount Birchcombe known for?"
-SIZES = [pytest.param((1366, 768), marks=pytest.mark.slow), (1366, 600), (390, 844)]
+SIZES = [*(pytest.param((1366, height), marks=pytest.mark.slow) for height in (768, 600)), (390, 844)]
 
 # The element at a point that is just inside another one's top left corner: nothing else may lie over it.
 TOP = """node => {
@@ -61,6 +61,7 @@ def test_finished_answer_is_in_view_below_its_question(sized: Tab):
     expect_tops_in_view(sized.ask("Some lines of talk before it. " * 20 + QUESTION))  # leaves room for its answer
 
 
+@pytest.mark.slow
 def test_long_answer_is_read_from_its_top(sized: Tab, slowed):
     sized.ask(OTHER)
     slowed.rewrite, slowed.pause_s = lengthen, 0.1
@@ -76,6 +77,7 @@ def test_long_answer_is_read_from_its_top(sized: Tab, slowed):
     expect_tops_in_view(turn)
 
 
+@pytest.mark.slow
 def test_question_stays_pinned_and_never_covers_the_focus(sized: Tab, slowed):
     slowed.rewrite = lengthen
     turn = sized.ask(QUESTION)

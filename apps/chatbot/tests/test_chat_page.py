@@ -32,6 +32,7 @@ def test_question_is_answered_with_its_passages(tab: Tab, kb):
         expect(passage).to_contain_text(f"score {hit.score:.2f}, {hit.chunk.num_tokens} tokens")
 
 
+@pytest.mark.slow
 def test_passages_come_from_disk_and_then_from_memory(open_tab, models, tmp_path):
     with open_corpus(tmp_path / "kb", *models, [CORPUS / "towns"]) as fresh, serving(fresh) as site:
         tab = open_tab(site).open()
@@ -62,6 +63,7 @@ def test_answer_is_streamed_and_can_be_stopped(open_tab, kb):
         expect(tab.page.locator(".turn .answer")).to_have_text(ANSWER)
 
 
+@pytest.mark.slow
 def test_prefill_is_drawn_and_a_full_one_is_measured(tab: Tab):
     asked = []
     tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
@@ -85,6 +87,7 @@ def test_prefill_is_drawn_and_a_full_one_is_measured(tab: Tab):
     expect(rows.last).to_have_text(re.compile(r"first token.*\d m?s.*\d m?s.*\d m?s"))
 
 
+@pytest.mark.slow
 def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
     """Widths against the timings that the server sent."""
 
@@ -105,6 +108,7 @@ def test_bars_are_as_long_as_their_phases(open_tab, site, slowed):
         assert float(rect.get_attribute("width")[:-1]) == pytest.approx(100 * timings[f"{phase}_s"] / longest, abs=0.5)
 
 
+@pytest.mark.slow
 def test_method_and_number_of_passages_are_chosen(tab: Tab):
     picker = tab.page.get_by_label("Method")
     tab.show("Settings")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 from browsing import Tab, serving
 from playwright.sync_api import Route, expect
 
@@ -30,6 +31,7 @@ def test_server_that_stops_and_comes_back(open_tab, kb):
         expect(tab.page.get_by_role("alert")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_connection_that_breaks_within_an_answer(open_tab, kb):
     with serving(kb) as site:
         tab = open_tab(site).open()
@@ -46,6 +48,7 @@ def test_connection_that_breaks_within_an_answer(open_tab, kb):
         tab.complaints.clear()
 
 
+@pytest.mark.slow
 def test_question_that_is_asked_before_the_page_knows_its_model(open_tab, site):
     tab = open_tab(site)
     tab.page.route("**/v1/store", lambda route: None)  # held until there is no such route any more
@@ -56,6 +59,7 @@ def test_question_that_is_asked_before_the_page_knows_its_model(open_tab, site):
     expect(turn.locator(".answer")).to_have_text(ANSWER)
 
 
+@pytest.mark.slow
 def test_page_that_cannot_be_filled_says_so_once(open_tab, site):
     tab = open_tab(site)
     for path in ("**/v1/store", "**/v1/documents?*"):
@@ -102,6 +106,7 @@ def test_key_is_asked_for_and_kept_for_the_tab(open_tab, kb):
         tab.complaints.clear()
 
 
+@pytest.mark.slow
 def test_prompt_that_is_too_long(tab: Tab):
     tab.ask(QUESTION)
     turn = tab.send("river " * 6000)
@@ -122,6 +127,7 @@ def refusing(status: int) -> Callable[[Route], None]:
     return lambda route: route.fulfill(status=status, headers={"Retry-After": "7"}, body=json.dumps(error))
 
 
+@pytest.mark.slow
 def test_busy_server_is_asked_again(tab: Tab):
     """Answers that no limit of this server gives on demand come from a route of the browser."""
     for status in (429, 503):
@@ -135,6 +141,7 @@ def test_busy_server_is_asked_again(tab: Tab):
         assert str(status) in tab.complaints.pop()
 
 
+@pytest.mark.slow
 def test_full_prefill_that_cannot_be_measured(tab: Tab):
     turn = tab.ask(QUESTION)
     tab.page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from browsing import Tab
 from playwright.sync_api import expect
 
@@ -36,6 +37,7 @@ def test_answer_is_copied_and_question_edited(open_tab, site):
     expect(tab.page.locator(".turn .answer")).to_have_text(OTHER_ANSWER)
 
 
+@pytest.mark.slow
 def test_two_methods_answer_side_by_side(tab: Tab):
     asked = []
     tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
@@ -57,6 +59,7 @@ def test_two_methods_answer_side_by_side(tab: Tab):
     expect(answers.locator(".answer")).to_have_text([ANSWER, ANSWER])
 
 
+@pytest.mark.slow
 def test_thoughts_are_a_line_that_opens(tab: Tab):
     """What a thinking model's server sends, piece by piece."""
     pieces = [

@@ -12,7 +12,7 @@ from families import oracle_model
 from ragcache.errors import ConfigError
 from ragcache_eval.suites.capability import TASKS, measure
 
-pytest.importorskip("lm_eval", reason="needs ragcache-kv[capability]")
+pytestmark = pytest.mark.slow  # the harness takes seconds to import
 
 ROWS = [
     {"question": f"What comes after {n}?", "choices": [str(n + 1), "a cat", f"{n} mats"], "gold": n % 3}
@@ -39,9 +39,8 @@ metric_list:
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
     """Task files under the harness's own names, over the rows above; its other 13,000 take a minute to list."""
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    manager = pytest.importorskip("lm_eval.tasks", reason="needs ragcache-kv[capability]").TaskManager
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(manager, include_defaults=False))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
@@ -80,8 +79,6 @@ def test_data_that_cannot_be_had_are_named(tasks, tiny_directory):
         measure(["sciq"], tiny_directory, directory=tasks)
 
 
-@pytest.mark.slow
 def test_every_column_is_a_task_of_the_harness():
-    from lm_eval.tasks import TaskManager
-
-    assert {task.name for task in TASKS.values()} <= set(TaskManager().all_tasks)
+    tasks = pytest.importorskip("lm_eval.tasks", reason="needs ragcache-kv[capability]")
+    assert {task.name for task in TASKS.values()} <= set(tasks.TaskManager().all_tasks)

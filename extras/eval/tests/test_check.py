@@ -104,7 +104,9 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("chosen_from", "count"), [("document", 2), ("similarity", 1)])
+@pytest.mark.parametrize(
+    ("chosen_from", "count"), [("document", 2), pytest.param("similarity", 1, marks=pytest.mark.slow)]
+)
 def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tiny, caplog, chosen_from, count):
     """Passages stand behind their neighbours; and what was found counts for such a store alone."""
     options = {"model": tiny, "embedder": BagOfWords(), "chunker": rc.ChunkerConfig(max_tokens=70, min_tokens=1)}

@@ -48,6 +48,7 @@ def test_eval_writes_json_a_table_and_a_picture_and_goes_on(questions, model, tm
     assert (out / "own.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_eval_draws_heat_maps_of_needles(model, tmp_path):
     result = invoke(
         "eval", "--model", model, "--methods", "reposition", "--out", tmp_path, "--max-tokens", "2",

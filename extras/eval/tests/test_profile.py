@@ -68,6 +68,7 @@ def test_the_layer_stays_that_brings_answers_nearest_to_full_prefill(lm, cases):
     assert found.method() == rc.METHODS["prophet"](ratio=0.3, layers=[best])
 
 
+@pytest.mark.slow
 def test_a_second_layer_is_the_one_that_helps_the_first_most(lm, cases):
     first = min(range(lm.num_layers), key=lambda layer: far(lm, cases, [layer]))
     others = [layer for layer in range(lm.num_layers) if layer != first]

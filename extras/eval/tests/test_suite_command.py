@@ -82,6 +82,7 @@ def test_methods_that_the_model_cannot_use_are_named_with_the_reason(model, data
     assert "no trained link tokens" in asked.stderr
 
 
+@pytest.mark.slow
 def test_generated_tasks_have_the_length_that_is_asked_for(model, tmp_path):
     command = ("eval", "--suite", "ruler", "--model", model, "--out", tmp_path, "--no-plot", "--max-tokens", "2")
     command += ("--methods", "reposition", "--questions", "1", "--length", "400")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from blend_oracle import blended_logits
 from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
 
 import ragcache as rc
-from ragcache.errors import ConfigError
-from ragcache.fusion import get_method
 from ragcache.models import attention
 
 CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
@@ -108,16 +104,3 @@ def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
     none = rc.fuse(lm, prompt, "a3", ratio=0)
     assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
     assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
-
-
-@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf, "0.5", None, True])
-def test_what_is_no_share_is_refused(ratio):
-    with pytest.raises(ConfigError, match=r"ratio is .*from 0 to 1"):
-        get_method("a3", ratio=ratio)
-
-
-@pytest.mark.parametrize("width", [0, -1, 4, 2.5, True])
-@pytest.mark.parametrize("method", ["a3", "prophet"])
-def test_pooling_needs_a_middle(width, method):
-    with pytest.raises(ConfigError, match="pool_tokens is"):
-        get_method(method, pool_tokens=width)

@@ -8,7 +8,6 @@ from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
 from formula_oracle import Plan, formula_model, planned_logits
 
 import ragcache as rc
-from ragcache.errors import ConfigError
 
 OPTIONS = {"block_size": 4, "top_blocks": 3, "representative_tokens": 2, "initial_tokens": 3, "local_tokens": 6}
 ANSWER = [5, 77, 31]
@@ -83,10 +82,3 @@ def test_one_chunk_behind_the_prefix_is_kept_whole(family):
     n = prompt.num_tokens
     expected = planned_logits(oracle, prompt.ids, Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n)))[-1]
     assert_same(rc.fuse(lm, prompt, method="infllm", recipe="prefix", **OPTIONS).next_logits, expected)
-
-
-@pytest.mark.parametrize("option", ["block_size", "top_blocks", "representative_tokens", "initial_tokens"])
-def test_options_out_of_range_are_named(option, tmp_path):
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    with pytest.raises(ConfigError, match=option):
-        rc.fuse(lm, random_prompt(24), method="infllm", **{option: -1})

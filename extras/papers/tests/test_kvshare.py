@@ -11,7 +11,6 @@ from families import FAMILIES, assert_same, block_diagonal, oracle_logits, rando
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
-from ragcache.fusion import get_method
 from ragcache.models.generate import decode
 from ragcache_eval.reading import forced_logits
 
@@ -197,12 +196,3 @@ def test_evict_is_refused_where_answers_run_passages_again(load):
         rc.fuse(lm, prompt, "kvshare", evict=8)
     kept = rc.fuse(lm, prompt, "kvshare", decode_tokens=0, evict=8)
     assert len(write_steps(lm, kept, 3)) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"ratio": 1.1}, "ratio is 1.1"), ({"decode_tokens": -1}, "decode_tokens is -1"), ({"decode_tokens": 2.5}, "2.5")],
-)
-def test_what_is_no_option_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        get_method("kvshare", **options)

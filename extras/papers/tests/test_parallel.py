@@ -113,21 +113,8 @@ def test_entropy_leaves_one_chunk_as_full_prefill(family):
     assert_same(rc.fuse(lm, prompt, method="entropy").next_logits, expected)
 
 
-def test_entropy_names_bad_options_and_blocks(tmp_path):
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    prompt = random_prompt(14)
-    with pytest.raises(ConfigError, match="top_k"):
-        rc.fuse(lm, prompt, method="entropy", top_k=0)
+@pytest.mark.parametrize("method", ["entropy", "ape"])
+def test_blocks_that_saw_no_prefix_are_refused(method, tmp_path):
+    lm, prompt = rc.load_lm(save_tiny("llama", str(tmp_path))), random_prompt(14)
     with pytest.raises(ConfigError, match="prefix"):
-        rc.fuse(lm, prompt, method="entropy", blocks=rc.encode(lm, prompt))
-
-
-def test_ape_names_bad_options_and_blocks(tmp_path):
-    lm = rc.load_lm(save_tiny("llama", str(tmp_path)))
-    prompt = random_prompt(14)
-    with pytest.raises(ConfigError, match="temperature"):
-        rc.fuse(lm, prompt, method="ape", temperature=0)
-    with pytest.raises(ConfigError, match="scale"):
-        rc.fuse(lm, prompt, method="ape", scale=float("nan"))
-    with pytest.raises(ConfigError, match="prefix"):
-        rc.fuse(lm, prompt, method="ape", blocks=rc.encode(lm, prompt))
+        rc.fuse(lm, prompt, method=method, blocks=rc.encode(lm, prompt))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import suppress
 
@@ -15,7 +14,6 @@ from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_log
 import ragcache as rc
 import ragcache_papers.prophet as prophet
 from ragcache.errors import ConfigError
-from ragcache.fusion import get_method
 from ragcache.fusion.layout import Layout
 from ragcache.fusion.method import Placer, PrefillRequest
 
@@ -162,18 +160,6 @@ def test_a_pass_that_ends_early_is_timed(load):
         time.sleep(0.01)
         raise KeyError
     assert request.times.prefill_s >= 0.01
-
-
-@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf, "0.5", None, True])
-def test_what_is_no_share_is_refused(ratio):
-    with pytest.raises(ConfigError, match=r"ratio is .*from 0 to 1"):
-        get_method("prophet", ratio=ratio)
-
-
-@pytest.mark.parametrize("layers", [[], [-1], [1.5], [True], 3, "12", [None]])
-def test_what_is_no_list_of_layers_is_refused(layers):
-    with pytest.raises(ConfigError, match=r"layers is .*such as \[4, 9\]"):
-        get_method("prophet", layers=layers)
 
 
 def test_a_layer_that_the_model_does_not_have_is_named(load):

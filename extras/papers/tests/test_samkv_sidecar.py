@@ -24,7 +24,17 @@ CHUNKS = (49, 38, 11, 55)
 OWN = {"block_size": 3, "initial_blocks": 1, "local_blocks": 2}
 
 
-@pytest.fixture(scope="module", params=[name for name in METHOD_FAMILIES if name != "gemma4"])
+KEPT = {"mistral-window", "gemma2", "smollm3", "gpt_oss"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in KEPT else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHOD_FAMILIES
+        if name != "gemma4"
+    ],
+)
 def family(request, tmp_path_factory):
     directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
     lm = rc.load_lm(directory)

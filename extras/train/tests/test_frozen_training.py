@@ -11,6 +11,7 @@ import pytest
 import reuse_oracle as oracle
 import torch
 from adapters import save_adapter
+from covering import covering
 from families import masks_of, oracle_model, random_prompt, save_tiny
 from safetensors.torch import load_file
 from tiny_model import byte_tokenizer
@@ -89,9 +90,9 @@ def softmax(logits):
     return found / found.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_loss_and_its_gradient_are_those_of_the_oracle(family, spec, tmp_path):
+@pytest.mark.parametrize(("family", "name"), covering(["llama", "gemma3"], SPECS))
+def test_the_loss_and_its_gradient_are_those_of_the_oracle(family, name, tmp_path):
+    spec = SPECS[name]
     directory = save_tiny(family, str(tmp_path))
     ours, plain = frozen(directory, spec), oracle_model(directory).requires_grad_(False)
     other = ROW._replace(chunks=ROW.chunks[:2], asks=ASKS[:1])  # a shorter row in the same batch
@@ -121,10 +122,10 @@ def test_the_loss_and_its_gradient_are_those_of_the_oracle(family, spec, tmp_pat
     torch.testing.assert_close(both * (labels + 3), loss * labels + alone * 3, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4", "granite"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_a_loaded_adapter_is_what_was_trained(family, spec, tmp_path):
+@pytest.mark.parametrize(("family", "name"), covering(["llama", "gemma4", "granite"], SPECS))
+def test_a_loaded_adapter_is_what_was_trained(family, name, tmp_path):
     """Gemma 4 looks ids up in a second table, where new ones have no row of their own."""
+    spec = SPECS[name]
     directory = save_tiny(family, str(tmp_path / "base"))
     model = frozen(directory, spec)
     rows = {id: model.rows[row].detach() for id, row in number_rows(spec).items()}
@@ -171,14 +172,13 @@ LINES = [
 ]
 
 
-@pytest.fixture
-def options(base, tmp_path):
-    data = tmp_path / "rows.jsonl"
+def options_of(base, folder):
+    data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
     return TrainOptions(
         model=base,
         data=(data,),
-        out=tmp_path / "out",
+        out=folder / "out",
         freeze=True,
         link_tokens=2,
         link_slots=4,
@@ -186,6 +186,24 @@ def options(base, tmp_path):
         log_every=1,
         device="cpu",
     )
+
+
+@pytest.fixture
+def options(base, tmp_path):
+    return options_of(base, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """Three steps by link."""
+    return train(replace(options_of(base, tmp_path_factory.mktemp("trained")), steps=3))
+
+
+@pytest.fixture(scope="module")
+def untouched(base, tmp_path_factory):
+    """A packet's rows as they start: a step of a rate that changes nothing."""
+    options = options_of(base, tmp_path_factory.mktemp("untouched"))
+    return train(replace(options, reuse="packet", steps=1, learning_rate=1e-9)).out
 
 
 def rows_of(out):
@@ -226,17 +244,22 @@ def logits_as_trained(out):
     ("changes", "spec"),
     [
         ({}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267, first_packet_id=268, header_tokens=8)),
-        ({"header_tokens": 0}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)),
-        (
+        pytest.param(
+            {"header_tokens": 0},
+            TrainedTokens("link", "isolated", 2, 4, 258, 266, 267),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"reuse": "packet", "freeze": False, "trailer_tokens": 3},
             TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=3),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["link", "link alone", "packet"],
 )
 def test_a_run_brings_the_model_nearer_to_its_own_full_prefill(options, base, changes, spec):
     before = checkpoint_digest(str(base))
-    report = train(replace(options, steps=40, batch_tokens=2000, **changes))
+    report = train(replace(options, steps=16, batch_tokens=2000, **changes))
     losses = [line["loss"] for line in log_of(report.out)]
     assert losses[-1] < 0.75 * losses[0]
     assert checkpoint_digest(str(base)) == before
@@ -249,31 +272,29 @@ def test_a_run_brings_the_model_nearer_to_its_own_full_prefill(options, base, ch
     torch.testing.assert_close(full, logits_by_engine(base, "full"), atol=1e-5, rtol=1e-5)
 
 
-def test_the_weights_are_bit_identical_after_training(options, base, tmp_path):
-    out = train(replace(options, steps=3)).out
-    after, start = rc.load_lm(out).model.state_dict(), rc.load_lm(base).model.state_dict()
+def test_the_weights_are_bit_identical_after_training(trained, base):
+    after, start = rc.load_lm(trained.out).model.state_dict(), rc.load_lm(base).model.state_dict()
     for name, tensor in start.items():
         assert torch.equal(after[name][: tensor.shape[0]], tensor), name
 
 
-def test_passages_alone_are_learned_from_and_other_lines_are_named(options):
-    report = train(replace(options, steps=1))
-    assert report.rows == 3
-    assert [line.where for line in report.bad] == [f"{options.data[0]}:4"]
-    assert "no passages to read apart" in report.bad[0].reason
+def test_passages_alone_are_learned_from_and_other_lines_are_named(trained):
+    assert trained.rows == 3
+    assert [line.where for line in trained.bad] == [f"{trained.out.with_name('rows.jsonl')}:4"]
+    assert "no passages to read apart" in trained.bad[0].reason
 
 
 class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("link_tokens", [2, 0])
+@pytest.mark.parametrize("link_tokens", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_anchors_are_rows_of_the_adapter(options, link_tokens):
     """Texts are usable too: the teacher reads both halves as one text."""
     with open(options.data[0], "a", encoding="utf-8") as file:
         file.write(json.dumps({"type": "text", "text": "Ann lives in Oslo, where Bob has a boat."}) + "\n")
     changes = {"link_tokens": link_tokens, "anchor_tokens": 4, "anchor_segment": 8}
-    report = train(replace(options, steps=30, batch_tokens=2000, **changes))
+    report = train(replace(options, steps=16, batch_tokens=2000, **changes))
     losses = [line["loss"] for line in log_of(report.out)]
     assert losses[-1] < 0.9 * losses[0]
     assert (report.rows, len(report.bad)) == (4, 1)
@@ -292,11 +313,11 @@ def test_anchors_are_rows_of_the_adapter(options, link_tokens):
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, changes):
-    options = replace(options, steps=7, save_every=3, **changes)
+    options = replace(options, steps=4, save_every=2, **changes)
     whole = train(options)
 
     def stop(line):
-        if line["step"] == 5:
+        if line["step"] == 3:
             raise StopError
 
     stopped = replace(options, out=tmp_path / "stopped")
@@ -305,8 +326,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, chang
     (checkpoint,) = (stopped.out / "checkpoints").iterdir()
     assert list(load_file(checkpoint / "model.safetensors")) == ["rows"], "a checkpoint holds no weights"
     assert {group["betas"] for group in torch.load(checkpoint / "optimizer.pt")["param_groups"]} == {(0.9, 0.98)}
-    report = train(replace(stopped, resume=True))
+    gone_on = []
+    report = train(replace(stopped, resume=True), show=gone_on.append)
+    assert [line["step"] for line in gone_on] == [3, 4]
     assert torch.equal(rows_of(whole.out), rows_of(report.out))
+    logs = [[{**line, "seconds": 0} for line in log_of(one.out)] for one in (whole, report)]
+    assert logs[0] == logs[1]
 
 
 def test_bfloat16_weights_train_float32_rows(options):
@@ -315,20 +340,18 @@ def test_bfloat16_weights_train_float32_rows(options):
     assert not torch.equal(rows_of(report.out), rows_of(report.out).bfloat16().float())
 
 
-def test_recomputed_activations_change_nothing(options, tmp_path):
-    plain = train(replace(options, steps=2))
-    again = train(replace(options, steps=2, checkpointing=True, out=tmp_path / "again"))
-    torch.testing.assert_close(rows_of(plain.out), rows_of(again.out), atol=1e-5, rtol=1e-4)
+def test_recomputed_activations_change_nothing(options, trained):
+    again = train(replace(options, steps=3, checkpointing=True))
+    torch.testing.assert_close(rows_of(trained.out), rows_of(again.out), atol=1e-5, rtol=1e-4)
 
 
-def test_rows_start_as_the_prefix_and_as_a_lines_end(options, base):
-    out = train(replace(options, reuse="packet", steps=1, learning_rate=1e-9)).out
+def test_rows_start_as_the_prefix_and_as_a_lines_end(untouched, base):
     lm = rc.load_lm(base)
     table = lm.model.get_input_embeddings().weight
     (bos,) = prompt_format(lm.tokenizer).prefix_ids
     (newline,) = encode_text(lm.tokenizer, "\n")
     words = table[[bos] * 8 + [newline] * 8]
-    found = rows_of(out)
+    found = rows_of(untouched)
     assert (found - words).std() == pytest.approx(0.1 * float(table.std()), rel=0.2)
     assert len(found.unique(dim=0)) == 16
 
@@ -369,21 +392,22 @@ def test_options_that_do_not_go_together_are_named(options, changes, reason):
 
 def go_on(options, first, **changes):
     """The rows before the first step: a step of a rate that changes nothing."""
-    again = replace(options, model=first, out=first.with_name("again"), steps=1, learning_rate=1e-12, **changes)
+    again = replace(options, model=first, out=options.out.with_name("again"), steps=1, learning_rate=1e-12, **changes)
     return Adapter.find(train(again).out)
 
 
 @pytest.mark.parametrize("reuse", ["link", "packet"])
-def test_training_goes_on_from_an_adapter(options, reuse, base):
-    first = train(replace(options, reuse=reuse, steps=3)).out
-    again = go_on(replace(options, reuse=reuse), first)
+def test_training_goes_on_from_an_adapter(options, reuse, base, trained, untouched):
+    """Not from rows of its own: those of another seed would be others."""
+    first = trained.out if reuse == "link" else untouched
+    again = go_on(replace(options, reuse=reuse, seed=5), first)
     assert again.base == Adapter.find(first).base
     assert again.base.name == str(base)
     torch.testing.assert_close(rows_of(again.directory), rows_of(first), atol=1e-9, rtol=0)
 
 
-def test_link_tokens_beyond_those_of_an_adapter_repeat_them_and_slots_do_not_count(options):
-    first = Adapter.find(train(replace(options, steps=3)).out)
+def test_link_tokens_beyond_those_of_an_adapter_repeat_them_and_slots_do_not_count(options, trained):
+    first = Adapter.find(trained.out)
     again = go_on(options, first.directory, link_tokens=5, link_slots=6)
     old, new = first.rows(), again.rows()
     start = [old[id] for id in first.spec.link_ids(0)]
@@ -396,25 +420,27 @@ def test_link_tokens_beyond_those_of_an_adapter_repeat_them_and_slots_do_not_cou
     torch.testing.assert_close(new[again.spec.kv_start_id], old[first.spec.kv_start_id], atol=1e-9, rtol=0)
 
 
-def test_an_adapter_of_another_reuse_gives_nothing_to_go_on_from(options, tmp_path):
-    first = train(replace(options, reuse="packet", steps=1)).out
+def test_an_adapter_of_another_reuse_gives_nothing_to_go_on_from(options, untouched):
     with pytest.raises(
         ConfigError, match=r"trained for packet and has nothing that link could go on from; .* its base"
     ):
-        train(replace(options, model=first, out=tmp_path / "second", header_tokens=0))
+        train(replace(options, model=untouched, header_tokens=0))
 
 
-def test_an_adapter_whose_base_has_changed_is_refused(options, base, tmp_path):
-    model = shutil.copytree(base, tmp_path / "base")
-    first = train(replace(options, model=model, steps=1)).out
-    config = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
-    (model / "config.json").write_text(json.dumps(config))
+def test_an_adapter_whose_base_has_changed_is_refused(options, base, trained, tmp_path):
+    model, first = shutil.copytree(base, tmp_path / "base"), shutil.copytree(trained.out, tmp_path / "first")
+    for path, old, new in (
+        (model / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'),
+        (first / "adapter.json", str(base), str(model)),
+    ):
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
     with pytest.raises(AdapterError, match="trained beside other weights"):
-        train(replace(options, model=first, out=tmp_path / "second"))
+        train(replace(options, model=first))
 
 
-def test_a_directory_that_holds_an_adapter_is_not_overwritten(options):
-    out = train(replace(options, steps=1)).out
-    (out / "training_options.json").unlink()
+def test_a_directory_that_holds_an_adapter_is_not_overwritten(options, trained):
+    (shutil.copytree(trained.out, options.out) / "training_options.json").unlink()
     with pytest.raises(ConfigError, match="holds a trained model already"):
         train(replace(options, steps=1))

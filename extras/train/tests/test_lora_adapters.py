@@ -125,11 +125,11 @@ def laid_out(method, prompt):
 @pytest.mark.parametrize(
     ("changes", "method", "tied"),
     [
-        ({}, "link", True),
+        pytest.param({}, "link", True, marks=pytest.mark.slow),
         ({}, "link", False),
-        ({"reuse": "markers"}, "markers", False),
+        pytest.param({"reuse": "markers"}, "markers", False, marks=pytest.mark.slow),
         ({"link_tokens": 0}, "reposition", True),
-        ({"reuse": "none"}, "full", True),
+        pytest.param({"reuse": "none"}, "full", True, marks=pytest.mark.slow),
     ],
     ids=["link", "link with a head of its own", "markers", "block-attention", "none"],
 )
@@ -181,6 +181,7 @@ def test_matrices_are_as_precise_as_the_base_unless_asked_and_rows_as_trained(op
     assert {tensor.dtype for name, tensor in held.items() if "lora" not in name} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_written_when_asked(options, base, trained):
     out = train(replace(options, steps=4, merge=True)).out
     assert not (out / "adapter.json").exists()
@@ -208,10 +209,15 @@ def test_a_store_is_made_with_it_and_asked_by_link(base, trained, tmp_path):
         rc.RagCache.open(tmp_path / "kb", model=base, embedder=BagOfWords())
 
 
-def test_the_fingerprint_covers_base_and_adapter(options, base, trained, tmp_path):
-    longer = train(replace(options, steps=5)).out
+def test_the_fingerprint_covers_base_and_adapter(base, trained, tmp_path):
+    longer, of_other = (shutil.copytree(trained, tmp_path / name) for name in ("longer", "of other"))
+    matrices = held_by(longer)
+    name = next(name for name in matrices if "lora_A" in name)
+    save_file({**matrices, name: matrices[name] * 1.5}, longer / "adapter_model.safetensors")
     other = save_tiny_llama(tmp_path / "other", seed=3)
-    of_other = train(replace(options, model=other, steps=4, out=tmp_path / "of other")).out
+    edit(of_other, name=str(other), checkpoint=checkpoint_digest(str(other)))
+    config = of_other / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(base), str(other)))
     assert len({rc.load_lm(where).fingerprint for where in (base, trained, longer, other, of_other)}) == 5
     assert rc.load_lm(trained).fingerprint == rc.load_lm(trained).fingerprint
 
@@ -288,6 +294,7 @@ def test_another_rank_or_base_or_way_is_refused_by_name(options, base, trained, 
     refused(ConfigError, "train with merge, which writes the whole model", model=tmp_path / "of another tool")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_adapter(options, tmp_path):
     class StopError(Exception):
         pass
@@ -309,7 +316,13 @@ def test_a_run_that_was_stopped_ends_with_the_same_adapter(options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "way", [{}, {"lora_rank": 0, "freeze": True, "learning_rate": None}], ids=["lora", "frozen weights"]
+    "way",
+    [
+        pytest.param({}, id="lora"),
+        pytest.param(
+            {"lora_rank": 0, "freeze": True, "learning_rate": None}, id="frozen weights", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_fallen(options, tmp_path, monkeypatch, way):
     """The clock moves by 10 s at each step."""

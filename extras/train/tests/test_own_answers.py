@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import ragcache as rc
 from ragcache.errors import ConfigError, DatabaseMismatchError
 from ragcache.prompt import encode_text, prompt_format
-from ragcache_train.own_answers import ANSWER_TOKENS, FILE, QUESTIONS, OwnAnswers
+from ragcache_train.own_answers import FILE, QUESTIONS, OwnAnswers
 from ragcache_train.row_encoder import EncodingOptions, passage_text
 from ragcache_train.train_options import TrainOptions
 from ragcache_train.train_rows import Asked, BadLine, DataRow, parse_line, read_rows, store_rows
@@ -23,6 +23,14 @@ from ragcache_train.trainer import train
 PASSAGES = ("Ann lives in Oslo.", "Bob has a red boat.")
 ASKED = DataRow("qa", "rows:1", None, PASSAGES, (Asked("Where is Ann?", ""), Asked("What has Bob?", "boat")))
 ALONE = DataRow("qa", "rows:2", None, PASSAGES)
+TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch):
+    """A random model goes on for as long as it may."""
+    for name in ("QUESTION_TOKENS", "ANSWER_TOKENS"):
+        monkeypatch.setattr(f"ragcache_train.own_answers.{name}", TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def test_an_answer_is_the_greedy_one_of_full_prefill(lm, base, tmp_path):
     prompt = rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, "Where is Ann?"))
     count = prompt.num_tokens
     causal = torch.ones(count, count, dtype=torch.bool).tril()
-    expected = greedy(oracle_model(str(base)), tokenizer, prompt, causal, ANSWER_TOKENS)
+    expected = greedy(oracle_model(str(base)), tokenizer, prompt, causal, TOKENS)
     assert row.asked == (Asked("Where is Ann?", expected.strip()), Asked("What has Bob?", "boat"))
     assert row == replace(ASKED, asked=row.asked)
 
@@ -179,6 +187,7 @@ def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, s
     assert rc.load_lm(tmp_path / "out").default_method == "packet"
 
 
+@pytest.mark.slow
 def test_data_and_a_store_go_together(base, store, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"type": "qa", "passages": list(PASSAGES), "question": "Who?"}) + "\n")

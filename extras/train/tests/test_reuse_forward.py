@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import reuse_oracle as oracle
 import torch
+from covering import covering
 from families import method_families, oracle_logits_of, oracle_model, random_prompt, save_tiny
 from transformers import AutoConfig
 
@@ -25,6 +26,7 @@ SPECS = {"link": LINK, "reposition": TrainedTokens("reposition"), **MARKERS}
 ANCHORS = {"first_anchor_id": 62, "anchor_tokens": 2, "anchor_segment": 4}
 ANCHORED = {name: replace(SPECS[name], **ANCHORS) for name in ("link", "reposition")}
 ANCHORED |= {f"{name}, AnLLM": replace(spec, text_sees_anchors=True) for name, spec in ANCHORED.items()}
+EVERY = {**SPECS, **{f"{name}, anchors": spec for name, spec in ANCHORED.items()}}
 PROMPT = random_prompt(3)
 QUESTIONS = [list(PROMPT.suffix_ids), [101, 102, 103], [104, 105, 106, 107]]
 ANSWERS = [[110, 111, 2], [112, 2], [113, 114, 115, 2]]
@@ -86,11 +88,9 @@ def test_training_is_a_plain_forward_under_the_papers_mask(family, tmp_path):
     torch.testing.assert_close(ours[: len(theirs)], theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "spec", [*SPECS.values(), *ANCHORED.values()], ids=[*SPECS, *(f"{n}, anchors" for n in ANCHORED)]
-)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_so_is_every_way_of_reuse(family, spec, tmp_path):
+@pytest.mark.parametrize(("family", "name"), covering(["llama", "gemma3"], EVERY))
+def test_so_is_every_way_of_reuse(family, name, tmp_path):
+    spec = EVERY[name]
     directory = save_tiny(family, str(tmp_path))
     ours = training_logits(trainable(directory), collate([lay_out(ROW, spec, True)]))
     theirs = oracle_training_logits(oracle_model(directory), spec)
@@ -122,8 +122,7 @@ def test_training_sees_what_the_engine_will_see(family, tmp_path):
     torch.testing.assert_close(training_logits(model, whole)[0], full, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ANCHORED)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(("family", "name"), covering(["llama", "qwen3", "gemma3"], ANCHORED))
 def test_training_sees_the_anchors_that_the_engine_will_see(family, name, tmp_path):
     directory = save_tiny(family, str(tmp_path))
     config = AutoConfig.from_pretrained(directory)

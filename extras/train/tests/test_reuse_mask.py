@@ -122,7 +122,7 @@ def kept(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_flex_attention_gives_what_dense_attention_gives(drawn, window):
     visibility = visibility_of([layout for layout, _ in drawn[:6]] + long_rows(0), multiple=BLOCK)
     shape = (3, 1, 2, len(visibility.segments), 16)

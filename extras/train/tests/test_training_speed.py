@@ -59,8 +59,8 @@ class ReadsAtSteps(TrainerCallback):
         self.at.append(Counter(self.calls))
 
 
-@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_a_step_reads_nothing_back(options, monkeypatch, changes):
+@pytest.mark.parametrize("way", [pytest.param("all weights", marks=pytest.mark.slow), "lora", "frozen"])
+def test_a_step_reads_nothing_back(options, monkeypatch, way):
     marks = ReadsAtSteps(Counter())
 
     class Marked(ReuseTrainer):
@@ -72,7 +72,7 @@ def test_a_step_reads_nothing_back(options, monkeypatch, changes):
         monkeypatch.setattr(trainer_module, name, uncounted(getattr(trainer_module, name), marks.calls))
     monkeypatch.setattr(trainer_module, "ReuseTrainer", Marked)
     with HostReads(marks.calls, uploads=True):
-        train(replace(options, minutes=60.0, **changes))
+        train(replace(options, minutes=60.0, **WAYS[way]))
     assert marks.calls["_local_scalar_dense"]  # the last line of the log is read: counting works
     assert marks.at[6] - marks.at[1] == Counter()
 
@@ -94,6 +94,7 @@ def losses(report_of, options):
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{**WAYS["lora"], **BFLOAT16}, WAYS["frozen"]], ids=["lora, bfloat16", "frozen"])
 def test_compiled_layers_compute_the_same_and_are_compiled_once(options, of_one_length, monkeypatch, caplog, changes):
     options = replace(options, **changes)
@@ -114,7 +115,7 @@ def test_compiled_layers_compute_the_same_and_are_compiled_once(options, of_one_
     assert "cannot be compiled" not in caplog.text
 
 
-@pytest.mark.parametrize("fault", ["fails", "other numbers"])
+@pytest.mark.parametrize("fault", [pytest.param("fails", marks=pytest.mark.slow), "other numbers"])
 def test_layers_that_cannot_be_compiled_are_left_as_they_are(options, of_one_length, monkeypatch, caplog, fault):
     def backend(graph, inputs):
         if fault == "fails":
@@ -130,7 +131,7 @@ def test_layers_that_cannot_be_compiled_are_left_as_they_are(options, of_one_len
     assert ("no compiler here" if fault == "fails" else "loss ") in caplog.text
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_weights_beside_an_adapter_are_as_precise_as_the_passes(options, monkeypatch, precision):
     seen = []
 
@@ -150,6 +151,7 @@ def test_weights_beside_an_adapter_are_as_precise_as_the_passes(options, monkeyp
     assert {dtype for name, dtype in seen[1].items() if "original" not in name} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_bfloat16_beside_an_adapter_learns_what_float32_does(options):
     runs = [{}, BFLOAT16]
     found = [

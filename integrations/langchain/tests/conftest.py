@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,38 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from langchain_ragcache import RagCacheVectorStore
 from ragcache_demo.bag_of_words import BagOfWords
+
+STANDARD = {
+    "test_langchain_standard_chat_model.py": {
+        "test_invoke",
+        "test_stream",
+        "test_astream",
+        "test_conversation",
+        "test_usage_metadata",
+        "test_usage_metadata_streaming",
+        "test_stop_sequence",
+        "test_tool_calling",
+        "test_structured_output_async",
+        "test_no_overrides_DO_NOT_OVERRIDE",
+    },
+    "test_langchain_standard_vectorstore.py": {
+        "test_vectorstore_is_empty",
+        "test_add_documents",
+        "test_deleting_documents",
+        "test_get_by_ids",
+        "test_add_documents_by_id_with_mutation_async",
+        "test_no_overrides_DO_NOT_OVERRIDE",
+    },
+}
+"""Tests of LangChain's own suites that a commit runs; the others are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        kept = STANDARD.get(item.path.name)
+        if kept and "Unit" not in item.cls.__name__ and item.originalname not in kept:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +98,44 @@ def open_store(tmp_path, mini) -> Iterator[Callable[..., rc.RagCache]]:
 
 @pytest.fixture(scope="session")
 def made_registry(tmp_path_factory, mini, minilm) -> Path:
-    """One document a line of the registry. Not to be changed: take `registry`."""
+    """One document a line of the registry. Not to be changed: take `own_registry`."""
     path = tmp_path_factory.mktemp("registry") / "kb"
     with rc.RagCache.open(path, model=mini, embedder=minilm) as kb:
         RagCacheVectorStore(kb).add_documents(registry_documents())
     return path
 
 
-@pytest.fixture
-def registry(open_store, tmp_path, made_registry, mini, minilm) -> rc.RagCache:
-    """A store of its own for each test, which keeps the prefix and no placed context: a question that is asked again is
-    read as it was at first."""
-    shutil.copytree(made_registry, tmp_path / "registry")
+@contextmanager
+def opened_registry(made: Path, folder: Path, mini: rc.LanguageModel, minilm: rc.Embedder) -> Iterator[rc.RagCache]:
+    """It keeps the prefix and no placed context: a question that is asked again is read as it was at first."""
+    shutil.copytree(made, folder / "registry")
     config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
-    kb = open_store("registry", embedder=minilm, store=config)
-    kb.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))  # the prefix's own block is computed, the others loaded
+    with rc.RagCache.open(folder / "registry", model=mini, embedder=minilm, store=config) as kb:
+        yield kb
+
+
+def load_all(kb: rc.RagCache) -> rc.RagCache:
+    """The prefix's own block is computed, the others loaded."""
+    kb.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))
     return kb
+
+
+@pytest.fixture(scope="session")
+def shared_registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
+    with opened_registry(made_registry, tmp_path_factory.mktemp("read"), mini, minilm) as kb:
+        yield kb
+
+
+@pytest.fixture
+def registry(shared_registry) -> rc.RagCache:
+    """For tests that add and delete nothing, and read no new passage that another one reads."""
+    return load_all(shared_registry)
+
+
+@pytest.fixture
+def own_registry(tmp_path, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
+    with opened_registry(made_registry, tmp_path, mini, minilm) as kb:
+        yield load_all(kb)
 
 
 @pytest.fixture

@@ -67,7 +67,12 @@ def suffix_and_link_tokens(kb: rc.RagCache, question: str, passages: int) -> int
 # Answers
 
 
-@pytest.mark.parametrize("question", [QUESTION, "What is Rosa Belson's profession?", "Where does Conrad Dorden live?"])
+OTHER_QUESTIONS = ["What is Rosa Belson's profession?", "Where does Conrad Dorden live?"]
+
+
+@pytest.mark.parametrize(
+    "question", [QUESTION, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_QUESTIONS)]
+)
 async def test_a_chain_answers_as_the_store_does_and_runs_only_suffix_and_links(registry, chain, question):
     seen = LastAnswer()
     result = chain.invoke({"input": question}, {"callbacks": [seen]})
@@ -108,6 +113,7 @@ async def test_streaming(registry, chain):
         assert len([answer for answer in answers if answer]) > 3, "the answer came in one piece"
 
 
+@pytest.mark.slow
 async def test_batches(registry, chain):
     questions = [QUESTION, "What is Rosa Belson's profession?"] * 4
     expected = [registry.ask(question, 3).text for question in questions]
@@ -260,15 +266,20 @@ def down() -> Down:
     return Down(messages=iter([]))
 
 
+SIMPLER_BUILDS = [
+    lambda llm, other: llm.with_fallbacks([other]),
+    lambda llm, other: other.with_fallbacks([llm]),
+    lambda llm, other: other.with_fallbacks([llm]).bind(max_tokens=40),
+    lambda llm, other: llm | StrOutputParser(),
+    lambda llm, other: (other | StrOutputParser()).with_fallbacks([llm | StrOutputParser()]),
+]
+
+
 @pytest.mark.parametrize(
     "build",
     [
-        lambda llm, other: llm.with_fallbacks([other]),
-        lambda llm, other: other.with_fallbacks([llm]),
-        lambda llm, other: other.with_fallbacks([llm]).bind(max_tokens=40),
+        *(pytest.param(build, marks=pytest.mark.slow) for build in SIMPLER_BUILDS),
         lambda llm, other: other.bind(stop=["@@"]).with_fallbacks([llm.bind(stop=["@@"])]).with_config(tags=["a"]),
-        lambda llm, other: llm | StrOutputParser(),
-        lambda llm, other: (other | StrOutputParser()).with_fallbacks([llm | StrOutputParser()]),
         lambda llm, other: (other | StrOutputParser()).with_fallbacks([llm]).bind(max_tokens=40),
         lambda llm, other: other.with_fallbacks([llm]) | StrOutputParser() | RunnableLambda(lambda text: text),
     ],

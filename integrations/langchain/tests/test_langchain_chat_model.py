@@ -93,11 +93,12 @@ def test_passages_without_a_handle_are_found_by_their_text(registry, chat):
     assert details(answer)["cache_creation"] == 0
 
 
-def test_a_passage_from_elsewhere_is_computed_once(registry, chat):
+def test_a_passage_from_elsewhere_is_computed_once(own_registry):
+    chat = ChatRagCache(kb=own_registry)
     elsewhere = [Document(page_content="Ada Wersen belongs to the Chess Club Pine.", id="mine")]
     first, second = (chat.invoke(reading(elsewhere, "Question: Which club does Ada Wersen belong to?")) for _ in "ab")
     assert first.text == second.text
-    ids = registry.lm.tokenizer(elsewhere[0].page_content + "\n", add_special_tokens=False)["input_ids"]
+    ids = own_registry.lm.tokenizer(elsewhere[0].page_content + "\n", add_special_tokens=False)["input_ids"]
     assert details(first)["cache_creation"] == len(ids)
     assert details(second)["cache_creation"] == 0
     assert details(second)["cache_read"] - details(first)["cache_read"] == len(ids)
@@ -377,7 +378,8 @@ def test_a_handle_alone_names_a_stored_passage(chat, passages):
     assert chat.invoke([HumanMessage([*by_id, ASKED])]).text == expected
 
 
-def test_a_deleted_passage_is_computed_from_its_text_or_refused_without(chat, passages):
+def test_a_deleted_passage_is_computed_from_its_text_or_refused_without(own_registry):
+    chat, passages = ChatRagCache(kb=own_registry), RagCacheRetriever(kb=own_registry, k=3).invoke(QUESTION)
     expected = chat.invoke(reading(passages)).text
     chat.kb.delete([passages[0].id])
     answer = chat.invoke(reading(passages))

@@ -23,6 +23,7 @@ def run(tmp_path, capsys):
     return run_one
 
 
+@pytest.mark.slow
 def test_chain(run):
     first, second, sources = run("langchain_chain").splitlines()
     town = re.search(r"lives in ([A-Z]\w+ [A-Z]\w+)", (EXAMPLES / "corpus/people/petra-elley.md").read_text())[1]

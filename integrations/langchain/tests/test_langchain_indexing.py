@@ -58,6 +58,7 @@ def test_indexing_does_what_it_does_with_langchains_own_store(store, cleanup):
         assert by_id(store) == documents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cleanup", CLEANUPS)
 async def test_indexing_in_an_event_loop(store, cleanup):
     records = new_records()

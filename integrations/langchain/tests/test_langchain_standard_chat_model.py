@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import ragcache as rc
 from langchain_ragcache import ChatRagCache
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."
-UNKNOWN = "Ada Wersen works as a potter."
+UNKNOWN = (f"Ada Wersen works as a potter in room {number}." for number in count(1))
 
 
 class _OverAStore:
@@ -102,8 +103,9 @@ class TestStandardChatModel(_OverAStore, ChatModelIntegrationTests):
         return answer
 
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        answer = self._ask(UNKNOWN, stream)
-        assert answer.usage_metadata["input_token_details"]["cache_creation"] >= self.kb.count_tokens(UNKNOWN)
+        unknown = next(UNKNOWN)
+        answer = self._ask(unknown, stream)
+        assert answer.usage_metadata["input_token_details"]["cache_creation"] >= self.kb.count_tokens(unknown)
         return answer
 
     def _ask(self, text: str, stream: bool) -> AIMessage | AIMessageChunk:

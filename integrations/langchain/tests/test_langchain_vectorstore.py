@@ -195,7 +195,7 @@ def test_relevance_is_the_cosine(tmp_path, mini, normalize):
         assert {document.id for document, _ in above} == {id for id, s in expected.items() if s >= threshold - 1e-4}
 
 
-@pytest.mark.parametrize("lambda_mult", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("lambda_mult", [0.3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.5, 1.0))])
 def test_mmr_chooses_what_langchain_chooses(filled, lambda_mult):
     embedder = BagOfWords()
     question = embedder.embed_query("a club and a bricklayer who works")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 from li_texts import SHORT, TEXTS
@@ -13,6 +15,7 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.vector_stores.ragcache import RagCacheVectorStore
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture(scope="session")
@@ -25,13 +28,21 @@ def empty(open_kb) -> rc.RagCache:
     return open_kb()
 
 
-@pytest.fixture
-def kb(empty) -> rc.RagCache:
-    """A store whose documents were ingested without LlamaIndex."""
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, lm) -> Path:
+    """A store whose documents were ingested without LlamaIndex. Not to be changed: take `kb`."""
+    path = tmp_path_factory.mktemp("made") / "kb"
     years = {id: 2020 + rank for rank, id in enumerate(TEXTS)}
-    report = empty.ingest(rc.Document(id, text, {"year": years[id]}) for id, text in TEXTS.items())
-    assert sorted(report.added) == sorted(TEXTS)
-    return empty
+    with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), method="reposition") as kb:
+        report = kb.ingest(rc.Document(id, text, {"year": years[id]}) for id, text in TEXTS.items())
+        assert sorted(report.added) == sorted(TEXTS)
+    return path
+
+
+@pytest.fixture
+def kb(open_kb, made, tmp_path) -> rc.RagCache:
+    shutil.copytree(made, tmp_path / "kb")
+    return open_kb()
 
 
 @pytest.fixture

@@ -161,6 +161,7 @@ async def test_the_loop_goes_on_while_the_model_works(llm, call, slow_model):
     assert ticks.count >= 5
 
 
+@pytest.mark.slow
 async def test_answers_side_by_side_are_those_one_by_one(llm, passages):
     alone = [llm.chat(MESSAGES, segments=[one]).message.content for one in passages]
     together = await asyncio.gather(*(llm.achat(MESSAGES, segments=[one]) for one in passages))
@@ -230,7 +231,7 @@ def test_an_answer_reports_itself(llm, passages, recorder):
     [load] = recorder.of(RagCacheKVLoadEvent)
     assert load.ids == [one.id for one in passages]
     assert load.handles == [one.handle for one in passages]
-    assert load.origins == {"memory": 3}
+    assert load.origins == {"disk": 3}
     assert load.tokens == usage["cached_tokens"] + usage["created_tokens"] - 1  # BOS, the prefix
     [first] = recorder.of(RagCacheFirstTokenEvent)
     [prefill] = recorder.of(RagCachePrefillEvent)

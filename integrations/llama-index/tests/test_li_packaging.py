@@ -63,6 +63,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_leaves_and_nothing_above_them(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

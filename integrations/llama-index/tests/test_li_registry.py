@@ -1,5 +1,5 @@
-"""The bundled model over the example corpus: right answers through stock LlamaIndex, and only suffix and link tokens
-computed."""
+"""The bundled model over some of the example corpus: right answers through stock LlamaIndex, and only suffix and link
+tokens computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def kb(tmp_path_factory):
     with rc.RagCache.open(tmp_path_factory.mktemp("registry") / "kb") as kb:
-        kb.ingest([EXAMPLES / "corpus"])
+        kb.ingest({EXAMPLES / "corpus" / source for row in questions(20) for source in row["sources"]})
         yield kb
 
 
@@ -48,7 +48,7 @@ def test_a_query_engine_answers_as_the_engine_does_and_runs_suffix_and_link_toke
     engine = RetrieverQueryEngine(RagCacheRetriever(kb, k=K), FusedSynthesizer(llm))
     engine.query("Who?")  # computes the prefix, once for all
     right = 0
-    for row in questions(12):
+    for row in questions(4):
         recorder.events.clear()
         response = engine.query(row["question"])
         own = kb.ask(row["question"], k=K, sampling=SAMPLING)
@@ -61,7 +61,7 @@ def test_a_query_engine_answers_as_the_engine_does_and_runs_suffix_and_link_toke
         assert figures.method == kb.method == "link"
         assert figures.method_reason == own.method_reason == "the model was trained for it"
         right += response.response.strip() == row["answer"]
-    assert right >= 9  # the corpus has other people and towns of like names; retrieval misses some
+    assert right >= 3  # others have names like theirs; retrieval misses some
 
 
 def suffix_tokens(kb: rc.RagCache, question: str) -> int:

@@ -128,7 +128,7 @@ def test_passages_of_a_tool_are_fused(llm, tools, kb):
 
 # LlamaIndex's agents ask pydantic for names that it will drop.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_agents(llm, tools, lm, monkeypatch, streaming):
     script(monkeypatch, lm, CALL, "The Heron.", CALL, "The Heron.")
     for agent in (

@@ -1,0 +1,61 @@
+"""What is no value of a method's option: it is refused when the method is made, by its name and with the way out."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from ragcache.errors import ConfigError
+from ragcache.fusion import get_method
+
+SHARES = [-0.01, 1.01, math.nan, math.inf, "0.5", None, True]
+COUNTS = [-1, 1.5, "many", None, True]
+WIDTHS = [0, -1, 4, 2.5, True]
+NO_NUMBERS = [math.nan, math.inf, True, "1"]
+REFUSED = {
+    ("a3", "ratio"): (SHARES, "from 0 to 1"),
+    ("a3", "pool_tokens"): (WIDTHS, ""),
+    ("prophet", "ratio"): (SHARES, "from 0 to 1"),
+    ("prophet", "pool_tokens"): (WIDTHS, ""),
+    ("prophet", "layers"): ([[], [-1], [1.5], [True], 3, "12", [None]], r"such as \[4, 9\]"),
+    ("kvshare", "ratio"): (SHARES, "from 0 to 1"),
+    ("kvshare", "decode_tokens"): ([-1, 2.5], ""),
+    ("cachecraft", "max_variants"): (COUNTS, "whole number, 0 or more"),
+    ("cachecraft", "pool_bytes"): (COUNTS, "whole number, 0 or more"),
+    ("cachecraft", "alpha"): ([-0.01, 2.01, None, *NO_NUMBERS], r"from 0 \(nothing runs again\) to 2"),
+    ("kvcomm", "pool_bytes"): (COUNTS, "0 or more"),
+    ("kvcomm", "max_anchors"): ([1, 2.0, *COUNTS], "2 or more"),
+    ("kvcomm", "threshold"): (SHARES, "from 0 to 1"),
+    ("kvcomm", "temperature"): ([0, -1, *NO_NUMBERS], "above 0"),
+    ("infllm", "block_size"): ([-1], ""),
+    ("infllm", "top_blocks"): ([-1], ""),
+    ("infllm", "representative_tokens"): ([-1], ""),
+    ("infllm", "initial_tokens"): ([-1], ""),
+    ("samkv", "block_size"): ([0], ""),
+    ("samkv", "initial_blocks"): ([0], ""),
+    ("samkv", "local_blocks"): ([-1], ""),
+    ("samkv", "stable_layers"): ([0], ""),
+    ("samkv", "top_p"): ([1.5], ""),
+    ("samkv", "recompute"): (["some"], ""),
+    ("samkv", "update"): (["mix"], ""),
+    ("entropy", "top_k"): ([0], ""),
+    ("ape", "temperature"): ([0], ""),
+    ("ape", "scale"): ([math.nan], ""),
+}
+
+
+def said(method: str, option: str, value: object) -> str:
+    try:
+        get_method(method, **{option: value})
+    except ConfigError as error:
+        return str(error)
+    return f"{value!r} is taken"
+
+
+@pytest.mark.parametrize(("method", "option"), REFUSED)
+def test_what_is_no_value_of_an_option_is_refused(method, option):
+    values, words = REFUSED[method, option]
+    for value in values:
+        assert re.match(f"{option} .*{words}", said(method, option, value))
