@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from families import block_diagonal, masks_of
+from families import block_diagonal, causal, masks_of
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -75,3 +76,41 @@ def blended_logits(
     causal = torch.ones(prompt.num_tokens, prompt.num_tokens, dtype=torch.bool).tril()
     apart = before or recorded_kv(model, prompt, block_diagonal(prompt))
     return forward(model, prompt.ids, causal, apart, chosen_by_layer)[0]
+
+
+class Watched(Held):
+    """Remembers what the model itself computed, before anything is overridden."""
+
+    def __init__(self, before, computed):
+        super().__init__(before, computed)
+        self.own = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.own[layer_idx] = (key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@torch.no_grad()
+def most_deviating(oracle, prompt, counts, always=()):
+    """Tokens by layer: the counts[layer] of those below whose own keys and values are farthest from the recorded.
+
+    always: tokens that come before all others
+    """
+    recorded = recorded_kv(oracle, prompt, block_diagonal(prompt))
+    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
+    going = list(range(len(prompt.prefix_ids), prompt.context_tokens))
+    chosen = [torch.tensor(going + suffix)]
+    for layer in range(1, len(recorded)):
+        blend = Watched(recorded, [*chosen, *[chosen[-1]] * (len(recorded) - layer)])
+        ids = torch.tensor([prompt.ids])
+        oracle(input_ids=ids, attention_mask=masks_of(oracle, causal(prompt.num_tokens)), past_key_values=blend)
+        distance = {
+            token: sum(
+                math.dist(own[0, :, token].flatten().tolist(), theirs[0, :, token].flatten().tolist()) ** 2
+                for own, theirs in zip(blend.own[layer], recorded[layer], strict=True)
+            )
+            for token in going
+        }
+        going = sorted(sorted(going, key=lambda token: (token not in always, -distance[token]))[: counts[layer]])
+        chosen.append(torch.tensor(going + suffix, dtype=torch.int64))
+    return chosen

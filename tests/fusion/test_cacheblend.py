@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from blend_oracle import Held, blended_logits, recorded_kv
+from blend_oracle import blended_logits, most_deviating
 from covering import covering
-from families import METHOD_FAMILIES, assert_same, block_diagonal, causal, causal_logits, masks_of, random_prompt
+from families import METHOD_FAMILIES, assert_same, causal_logits, random_prompt
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -18,50 +18,12 @@ CHOSEN_ON = ["llama", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gem
 CHUNKS = (17, 3, 20, 12)
 
 
-class Watched(Held):
-    """Remembers what the model itself computed, before anything is overridden."""
-
-    def __init__(self, before, computed):
-        super().__init__(before, computed)
-        self.own = {}
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        self.own[layer_idx] = (key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-@torch.no_grad()
-def brute_force(oracle, prompt, counts, always=()):
-    """Tokens by layer: the counts[layer] of those below whose own keys and values are farthest from the recorded.
-
-    always: tokens that come before all others
-    """
-    recorded = recorded_kv(oracle, prompt, block_diagonal(prompt))
-    suffix = list(range(prompt.context_tokens, prompt.num_tokens))
-    going = list(range(len(prompt.prefix_ids), prompt.context_tokens))
-    chosen = [torch.tensor(going + suffix)]
-    for layer in range(1, len(recorded)):
-        blend = Watched(recorded, [*chosen, *[chosen[-1]] * (len(recorded) - layer)])
-        ids = torch.tensor([prompt.ids])
-        oracle(input_ids=ids, attention_mask=masks_of(oracle, causal(prompt.num_tokens)), past_key_values=blend)
-        distance = {
-            token: sum(
-                math.dist(own[0, :, token].flatten().tolist(), theirs[0, :, token].flatten().tolist()) ** 2
-                for own, theirs in zip(blend.own[layer], recorded[layer], strict=True)
-            )
-            for token in going
-        }
-        going = sorted(sorted(going, key=lambda token: (token not in always, -distance[token]))[: counts[layer]])
-        chosen.append(torch.tensor(going + suffix, dtype=torch.int64))
-    return chosen
-
-
 @pytest.mark.parametrize(("family", "ratio"), covering(CHOSEN_ON, [0.15, 0.5]))
 def test_the_most_deviating_tokens_run(load, family, ratio):
     lm, oracle = load(family)
     prompt = random_prompt(31, prefix=6, chunks=CHUNKS)
     count = round(ratio * sum(CHUNKS))
-    expected = blended_logits(oracle, prompt, brute_force(oracle, prompt, [sum(CHUNKS), count, count]))
+    expected = blended_logits(oracle, prompt, most_deviating(oracle, prompt, [sum(CHUNKS), count, count]))
     fused = rc.fuse(lm, prompt, "cacheblend", ratio=ratio)
     assert_same(fused.next_logits, expected)
     everyone, suffix = sum(CHUNKS) + len(prompt.suffix_ids), len(prompt.suffix_ids)
@@ -74,7 +36,7 @@ def test_gradual_filtering_narrows_among_those_that_ran_below(load, family):
     prompt = random_prompt(32, prefix=4, chunks=CHUNKS)
     total = sum(CHUNKS)
     counts = [total, round(1.25 * 0.4 * total), round(0.75 * 0.4 * total)]
-    expected = blended_logits(oracle, prompt, brute_force(oracle, prompt, counts))
+    expected = blended_logits(oracle, prompt, most_deviating(oracle, prompt, counts))
     fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=True)
     assert_same(fused.next_logits, expected)
     suffix = len(prompt.suffix_ids)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import test_a3
-import test_cacheblend
 import test_prophet
 import torch
-from blend_oracle import Held, blended_logits, forward
+from blend_oracle import Held, blended_logits, forward, most_deviating
 from families import assert_same, masks_of, random_prompt
 
 import ragcache as rc
@@ -71,7 +70,7 @@ def test_they_deviate_first(load, family, gradual, edge):
     shares = (1.25 * 0.4, 0.75 * 0.4) if gradual else (0.4, 0.4)
     always = boundary(prompt, *edge)
     counts = [total, *(max(round(share * total), len(always)) for share in shares)]
-    expected = test_cacheblend.brute_force(oracle, prompt, counts, always)
+    expected = most_deviating(oracle, prompt, counts, always)
     fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=gradual, **edges(*edge))
     assert_same(fused.next_logits, blended_logits(oracle, prompt, expected))
 
