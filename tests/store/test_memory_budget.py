@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from torch import Tensor
 
-from ragcache.errors import ConfigError
 from ragcache.store.eviction import LRU, Entry
 from ragcache.store.tiers import BudgetedTier, DeviceTier, MemoryTier, TierUsage, memory
 
@@ -152,32 +151,6 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(live: LiveBytes
     assert tier.put(make_key(2), make_block(2, num_tokens=10)) is not None
 
 
-@pytest.mark.parametrize("num_threads", [1, 4])
-def test_bytes_in_use_are_within_the_budget(live: LiveBytes, num_threads: int) -> None:
-    """Threads hold on to some of what they got while others put and delete."""
-    tier = MemoryTier(40 * BYTES_PER_TOKEN, LRU())
-
-    def use(seed: int) -> int:
-        wrong, held = 0, []
-        for step in range(400 // num_threads):
-            number = (seed * 13 + step * 5) % 17
-            got = tier.get(make_key(number)) or tier.put(make_key(number), make_block(number, num_tokens=number % 7))
-            if got is not None:
-                wrong += not got.equal(make_block(number, num_tokens=number % 7))
-                held.append(got.layer_values(0) if step % 2 else got)
-            held = held[-(step % 5) :] if step % 5 else []
-            if step % 11 == 0:
-                tier.delete(make_key((number + 3) % 17))
-            wrong += tier.usage().num_bytes > tier.budget_bytes
-        return wrong
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        assert sum(threads.map(use, range(num_threads))) == 0
-    assert 20 * BYTES_PER_TOKEN < live.highest <= 40 * BYTES_PER_TOKEN
-    assert live.now == tier.usage().num_bytes
-    assert tier.evictions > 0
-
-
 def test_looking_is_no_use() -> None:
     tier = MemoryTier(10 * BYTES_PER_TOKEN, LRU())
     tier.put(make_key(1), make_block(1))
@@ -211,8 +184,3 @@ def test_the_policy_learns_sizes_and_tokens() -> None:
 
     MemoryTier(1 << 20, Spy()).put(make_key(1), make_block(1, num_tokens=7))
     assert seen == [Entry(make_key(1), 7 * BYTES_PER_TOKEN, 7)]
-
-
-def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(ConfigError, match="_bytes is -1"):
-        MemoryTier(-1, LRU())
