@@ -168,18 +168,6 @@ def test_prompts_without_passages_are_known_to_their_tenant_until_a_document_cha
     assert one.complete(text, sampling=SHORT).usage.cached_tokens <= 1, "but for BOS"
 
 
-def test_tenants_share_nothing(open_kb, kb):
-    ask(kb, "Where do dogs bark?")
-    names = {open_kb(tenant=tenant)._reader.prefixes._namespace(rc.METHODS["full"]()) for tenant in ("a", "b")}
-    assert len(names) == 2
-
-
-def test_without_a_budget_everything_is_computed(open_kb, kb):
-    off = open_kb(store=rc.StoreConfig(prefix_bytes=0))
-    for _ in range(2):
-        assert ask(off, "Where do dogs bark?").usage.cached_tokens == 0
-
-
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
 def test_prefixes_of_methods_that_read_blocks_are_within_the_budget(open_kb, tmp_path, recipe):
     """Without a budget a system prompt is read for every question and nothing stays, for ingestion neither."""

@@ -170,12 +170,6 @@ def test_handles_that_lose_their_last_chunk_become_garbage(store: DocumentStore)
     assert store.collectable() == {"shared"}
 
 
-def test_a_replacement_with_the_same_handles_makes_no_garbage(store: DocumentStore) -> None:
-    put(store, "a", "h0", "h1")
-    put(store, "a", "h1", "h0", "h2")
-    assert store.garbage() == set()
-
-
 def test_handles_set_later(store: DocumentStore) -> None:
     put(store, "a", None, None, "h")
     generation = store.generation()

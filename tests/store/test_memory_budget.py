@@ -57,7 +57,7 @@ def test_bytes_that_exist_never_exceed_the_budget(live: LiveBytes, budget_tokens
     assert live.now == 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(
     budget_tokens=st.integers(0, 12),
     operations=st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 7)), max_size=60),
@@ -110,14 +110,6 @@ def test_the_budget_holds_to_the_byte(make: Callable[[int], BudgetedTier], missi
     for number, num_tokens in ((3, 3), (4, 4), (5, 4)):
         assert tight.put(make_key(number), make_block(number, num_tokens=num_tokens)) is not None
     assert set(tight.keys()) == {make_key(number) for number in ((5,) if missing else (4, 5))}
-
-
-def test_a_block_larger_than_the_budget_pushes_nothing_out() -> None:
-    tier = MemoryTier(10 * BYTES_PER_TOKEN, LRU())
-    tier.put(make_key(1), make_block(1, num_tokens=4))
-    assert tier.put(make_key(2), make_block(2, num_tokens=11)) is None
-    assert list(tier.keys()) == [make_key(1)]
-    assert tier.evictions == 0
 
 
 def test_a_block_in_use_is_not_evicted_and_a_newcomer_is_not_kept() -> None:
