@@ -307,20 +307,20 @@ def test_who_waits_to_grow_goes_before_who_waits_to_begin_and_may_give_up():
 
 def test_answers_without_a_limit_share_memory_that_their_contexts_would_not(open_kb, tmp_path, pool):
     """The budget holds three contexts, and the beginnings of four answers, any of which may fill its own."""
-    lm = rc.load_lm(save_tiny_llama(tmp_path / "lm", positions=512))
+    lm = rc.load_lm(save_tiny_llama(tmp_path / "lm", positions=1024))
     on = rc.Sampling(logit_bias={lm.tokenizer.eos_token_id: -100})
     wide = open_kb(tmp_path / "wide", model=lm)
-    expected = [wide.complete(question, sampling=replace(on, max_tokens=512)) for question in QUESTIONS]
-    tight = open_kb(tmp_path / "tight", model=lm, store=rc.StoreConfig(answer_bytes=3 * kv_bytes(lm, 512)))
+    expected = [wide.complete(question, sampling=replace(on, max_tokens=1024)) for question in QUESTIONS]
+    tight = open_kb(tmp_path / "tight", model=lm, store=rc.StoreConfig(answer_bytes=3 * kv_bytes(lm, 1024)))
     streams = [tight.stream_completion(question, sampling=on) for question in QUESTIONS]
     for stream in streams:
         assert isinstance(next(stream), rc.Sources)
         next(stream)  # all have begun, before anybody has read on
-    assert kv_bytes(lm, 128) * 4 < tight.admission.reserved_bytes <= tight.admission.budget_bytes
+    assert kv_bytes(lm, 256) * 4 < tight.admission.reserved_bytes <= tight.admission.budget_bytes
     answers = list(pool.map(lambda stream: list(stream)[-1].answer, streams))
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     assert [answer.finish_reason for answer in answers] == ["length"] * 4
-    assert {answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in answers} == {512}
+    assert {answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in answers} == {1024}
     assert (tight.admission.reserved_bytes, tight.admission.waiting) == (0, 0)
 
 
