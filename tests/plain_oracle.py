@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def plain_transformers(directory):
+    """The model and its tokenizer, without any of ours."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(directory)
 
 
 def greedy(model, tokenizer, prompt, allowed, count):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from engine_texts import TEXTS
+from plain_oracle import plain_transformers
 
 import ragcache as rc
 
@@ -14,6 +15,12 @@ def kb(open_kb) -> rc.RagCache:
     report = kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     assert sorted(report.added) == sorted(TEXTS)
     return kb
+
+
+@pytest.fixture(scope="session")
+def oracle(model_directory):
+    """Plain transformers: the model and its tokenizer."""
+    return plain_transformers(model_directory)
 
 
 @pytest.fixture

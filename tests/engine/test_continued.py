@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_texts import CHAT
 from plain_oracle import greedy
 from scripted import script
 from templates import CHATML, FAMILIES, template_tokenizer
@@ -16,10 +17,6 @@ from ragcache.engine.conversation import Conversation
 from ragcache.errors import PromptError
 from ragcache.models.generate import Detokenizer
 
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 SHORT = rc.Sampling(max_tokens=8)
 QUESTION = {"role": "user", "content": "Where do dogs bark?"}
 BEGUN = {"role": "assistant", "content": "  Dogs bark in the "}

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_texts import CHAT
 from families import block_diagonal
-from plain_oracle import greedy
+from plain_oracle import greedy, plain_transformers
 from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
-from ragcache.errors import ConfigError, ContextTooLongError, NoSuchDocumentError, PromptError
+from ragcache.errors import ConfigError, NoSuchDocumentError
 
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 SHORT = rc.Sampling(max_tokens=8)
 CATS, DOGS = "The cat sat on the mat. It was happy there.\n", "Dogs bark at night in the town of Kelbrook.\n"
 NEW = "Nobody stored this passage before."
@@ -33,8 +29,7 @@ def lm(chatty):
 
 @pytest.fixture(scope="module")
 def oracle(chatty):
-    model = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32, attn_implementation="eager").eval()
-    return model, AutoTokenizer.from_pretrained(chatty)
+    return plain_transformers(chatty)
 
 
 def reading(oracle, pieces, *, causal=False):
@@ -113,14 +108,6 @@ def test_text_between_passages_is_read_where_it_stands(kb, oracle):
     again = kb.complete(parts, sampling=SHORT)
     assert again.text == labelled(oracle, [f"{bos(oracle)}[1] ", CATS, "[2] ", DOGS, "Who?"])
     assert [hit.chunk.text for hit in kb.chat([user(*parts)], sampling=SHORT).hits] == [CATS, DOGS]
-
-
-def test_text_between_passages_is_refused_where_it_cannot_be_read(kb):
-    parts = [rc.Passage(CATS), "between", rc.Passage(DOGS), "Who?"]
-    with pytest.raises(PromptError, match="method 'a3' reads none there; choose reposition, cacheblend"):
-        kb.chat([user(*parts)], method="a3")
-    with pytest.raises(PromptError, match="'between' stands between two passages, which context=\"keep\""):
-        kb.chat([user(*parts)], context="keep")
 
 
 def test_a_passage_that_is_trimmed_takes_its_label_along(kb):
@@ -254,12 +241,6 @@ def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_
     assert hit.handle not in set(kb.store.kv.keys())
 
 
-@pytest.mark.parametrize("passage", [rc.Passage(id="gone#0"), rc.Passage(handle="0" * 64), rc.Passage(" ", "gone#0")])
-def test_without_text_an_unknown_passage_is_refused(kb, passage):
-    with pytest.raises(rc.UnknownHandleError, match=f"passage 0 .*{passage.id or passage.handle}.*send the text"):
-        kb.ask("Where?", hits=[passage])
-
-
 def test_another_tenants_handle_serves_nothing(open_kb, tmp_path, kb):
     other = open_kb(tmp_path / "other", tenant="b")
     chunk = kb.chunks(["dogs#0"])[0]
@@ -268,37 +249,6 @@ def test_another_tenants_handle_serves_nothing(open_kb, tmp_path, kb):
     source = other.ask("Where?", hits=[rc.Passage(DOGS, handle=chunk.handle)], sampling=SHORT).hits[0]
     assert source.kv == "computed"
     assert source.handle != chunk.handle
-
-
-BAD_MESSAGES = [
-    ([], "no user message"),
-    ([{"role": "assistant", "content": "Hm."}], "no user message"),
-    ([{"role": "narrator", "content": "x"}], "message 0 has role 'narrator'"),
-    ([user("a"), "b"], "message 1 has role None"),
-    ([{"role": "user", "content": None}], "content of message 0"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "content of message 0"),
-    ([user("  ")], "question is empty"),
-    ([user("\ue000ragcache-context\ue000")], "private character"),
-    ([user(rc.Passage(" "), "?")], "passage 0 has no text"),
-]
-
-
-@pytest.mark.parametrize(("messages", "reason"), BAD_MESSAGES)
-def test_bad_messages_are_named(kb, messages, reason):
-    with pytest.raises(PromptError, match=reason):
-        kb.chat(messages)
-
-
-def test_passages_come_from_one_place(kb):
-    with pytest.raises(ConfigError, match="exclude each other"):
-        kb.chat([user(rc.Passage("a"), "?")], k=2)
-    with pytest.raises(ConfigError, match="on_overflow 'drop'"):
-        kb.chat([user("?")], on_overflow="drop")
-
-
-def test_a_conversation_longer_than_the_context_is_refused(kb):
-    with pytest.raises(ContextTooLongError, match="takes"):
-        kb.chat([user("word " * 4000)], k=2)
 
 
 # Documents that are passages already

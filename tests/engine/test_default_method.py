@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 
 import pytest
 from tiny_model import save_tiny_llama
@@ -11,8 +13,9 @@ from vllm_double import VllmDouble, serving
 import ragcache as rc
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.rates import RateFigures, machine_key
-from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
+from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict
 from ragcache.errors import ConfigError
+from ragcache.fusion import get_method
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.store.eviction import PrefillRate
 from ragcache_vllm.request_layout import served_name
@@ -153,11 +156,14 @@ def test_a_verdict_that_stands_decides(kb, open_kb, tokens_s, caplog):
     for method in (None, "auto"):
         answer = ask(open_kb(method=method))
         assert (answer.method, answer.method_reason) == ("epic", "the cheapest that passed `ragcache check`")
+    assert open_kb(method="auto")._parts.choice.method == get_method("epic", first_tokens=3)
+    assert ask(kb, method="auto").method == "epic"
     assert open_kb(method=None).complete("Hello", sampling=SHORT).method == "full"
     assert warnings_of(caplog) == []
     check(kb)
     answer = ask(open_kb(method=None))
     assert (answer.method, answer.method_reason) == ("full", "no method passed `ragcache check`")
+    assert "no method passed" in warnings_of(caplog)[-1]
 
 
 def test_a_verdict_over_other_blocks_does_not_stand(kb, open_kb, tokens_s, caplog):
@@ -228,3 +234,61 @@ def test_a_machine_that_nobody_measured_is(kb, open_kb, monkeypatch):
     """Blocks are there, and neither rates nor reads."""
     monkeypatch.setattr("ragcache.engine.assemble.probe_prefill", lambda lm, budget_s: PrefillRate(0.5, 0.0))
     assert ask(open_kb(method=None, store=rc.StoreConfig(load="always"))).method == "cacheblend"
+
+
+# What `ragcache check` found
+
+
+CHEAP = MethodVerdict("concat", {}, "isolated", False, "top-1 agreement 0.5 is below 0.95", 0.05)
+SAFE = MethodVerdict("epic", {"first_tokens": 3}, "isolated", True, "", 0.2, {"kl_answer": 0.01})
+DEARER = MethodVerdict("epic", {"first_tokens": 9}, "prefix", True, "", 0.4, {"kl_answer": 0.0})
+
+
+@pytest.fixture
+def verdict(lm) -> Verdict:
+    return Verdict(lm.fingerprint, "tiny", "tests", 10, {"min_agreement": 0.95}, (CHEAP, DEARER, SAFE))
+
+
+def test_it_survives_the_disk(tmp_path, verdict):
+    save_verdict(tmp_path, verdict)
+    save_verdict(tmp_path, replace(verdict, fingerprint="other", methods=()))
+    assert load_verdict(tmp_path, verdict.fingerprint) == verdict
+    assert load_verdict(tmp_path, "other").methods == ()
+    assert load_verdict(tmp_path, "third") is None
+
+
+def test_the_best_is_the_cheapest_safe_one_of_the_recipe(verdict):
+    assert verdict.best() == SAFE
+    assert verdict.best("prefix") == DEARER
+    assert replace(verdict, methods=(CHEAP,)).best() is None
+    nearer = replace(SAFE, name="reposition", options={}, figures={"kl_answer": 0.001})
+    assert replace(verdict, methods=(SAFE, nearer)).best() == nearer
+
+
+def test_a_method_that_failed_is_warned_of(kb, open_kb, verdict, caplog):
+    save_verdict(kb.store.layout.root, verdict)
+    open_kb(method="epic", first_tokens=3)
+    kb.ask("Where do dogs bark?", method="reposition")  # nobody checked it
+    assert warnings_of(caplog) == []
+    open_kb(method="concat")
+    kb.ask("Where do dogs bark?", method="concat")
+    assert [text for text in warnings_of(caplog) if "'concat' failed" in text and "below 0.95" in text] == warnings_of(
+        caplog
+    )
+    assert len(warnings_of(caplog)) == 2
+
+
+@pytest.mark.parametrize("content", ["{", '{"version": 99, "verdicts": {}}', "[]"])
+def test_a_file_that_cannot_be_read_is_no_verdict(tmp_path, caplog, content):
+    (tmp_path / FILE).write_text(content)
+    assert load_verdict(tmp_path, "any") is None
+    assert FILE in warnings_of(caplog)[0]
+
+
+def test_a_verdict_with_unknown_fields_is_none(tmp_path, verdict, caplog):
+    path = save_verdict(tmp_path, verdict)
+    found = json.loads(path.read_text())
+    found["verdicts"][verdict.fingerprint]["strange"] = 1
+    path.write_text(json.dumps(found))
+    assert load_verdict(tmp_path, verdict.fingerprint) is None
+    assert "check` again" in warnings_of(caplog)[0]

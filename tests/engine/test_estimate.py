@@ -14,10 +14,6 @@ SHORT = rc.Sampling(max_tokens=1)
 LONG = " ".join(f"word{number}" for number in range(30))
 
 
-def test_nothing_is_claimed_before_anything_was_read():
-    assert PrefillEstimate().seconds(1000) is None
-
-
 def test_the_fastest_read_of_a_length_counts():
     """A machine that was busy at the start does not make later answers look fast."""
     estimate = PrefillEstimate()

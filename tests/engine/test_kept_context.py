@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain_oracle import greedy_ids
+from engine_texts import CHAT
+from plain_oracle import greedy_ids, plain_transformers
 from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.engine.output import OutputProcessor
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 SHORT = rc.Sampling(max_tokens=5)
 QUESTIONS = ("Where do dogs bark?", "Is the cat happy?", "Where does the club meet?", "And the dogs?")
 PLAIN = ("full", "reposition")
@@ -33,8 +29,7 @@ def lm(chatty):
 
 @pytest.fixture(scope="module")
 def oracle(chatty):
-    model = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32, attn_implementation="eager").eval()
-    return model, AutoTokenizer.from_pretrained(chatty)
+    return plain_transformers(chatty)
 
 
 def user(*parts):

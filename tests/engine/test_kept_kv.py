@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from engine_texts import TEXTS
 
 import ragcache as rc
 from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError
 
-TEXTS = {
-    "cats": "The cat sat on the mat. It was happy there.\n",
-    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
-    "rivers": "The river Arno rises in the Vale hills.\n",
-    "clubs": "The rowing club of Kelbrook meets on Monday.\n",
-}
 QUESTION = "Where does the Arno rise?"
 
 

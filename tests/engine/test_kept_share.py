@@ -97,14 +97,14 @@ def test_a_conversation_keeps_its_passages(sparse, open_kb, tmp_path):
         messages += [{"role": "assistant", "content": one.text}, {"role": "user", "content": question or "?"}]
 
 
-@pytest.mark.parametrize("method", ["cacheblend", "epic", "samkv", "a3"])
-def test_methods_that_need_all_kv_are_refused_by_name(sparse, open_kb, tmp_path, method):
-    with pytest.raises(ConfigError, match=rf"{method}.*all of them.*kept=1"):
-        ask(sparse, method=method)
-    with pytest.raises(ConfigError, match=method):
-        open_kb(tmp_path / "sparse", method=method)
-    with pytest.raises(ConfigError, match=method):
-        open_kb(tmp_path / "other", method=method, recipe=RECIPE)
+def test_methods_that_need_all_kv_are_refused_by_name(sparse, open_kb, tmp_path):
+    for method in ("cacheblend", "epic", "samkv", "a3"):
+        with pytest.raises(ConfigError, match=rf"{method}.*all of them.*kept=1"):
+            ask(sparse, method=method)
+        with pytest.raises(ConfigError, match=method):
+            open_kb(tmp_path / "sparse", method=method)
+        with pytest.raises(ConfigError, match=method):
+            open_kb(tmp_path / "other", method=method, recipe=RECIPE)
 
 
 @pytest.mark.parametrize("method", [None, "auto"])

@@ -248,7 +248,7 @@ def test_a_large_answer_is_not_overtaken():
     assert admission.reserved_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_answers_that_grow_always_end_within_the_budget(seed):
     """Some take all at once, some grow by steps to their most, many more than the budget holds at a time; what some
     took at first is given back when all others are done, as a context's is."""
@@ -349,20 +349,6 @@ def test_the_budget_holds_to_the_byte():
             assert admission.reserved_bytes == 10
         with pytest.raises(TimedOutError), held(admission, 5, 1, soon()):
             pass
-    assert (admission.reserved_bytes, admission.waiting) == (0, 0)
-
-
-def test_the_budget_is_never_exceeded_whatever_comes():
-    admission, most = Admission(100), []
-
-    def work(number):
-        for step in range(20):
-            with held(admission, 1 + (7 * number + 13 * step) % 60, 1, NO_LIMIT):
-                most.append(admission.reserved_bytes)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert max(most) <= 100
     assert (admission.reserved_bytes, admission.waiting) == (0, 0)
 
 

@@ -2,45 +2,141 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from engine_texts import TEXTS
 
 import ragcache as rc
-from ragcache.errors import ConfigError, PromptError, StoreClosedError
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreClosedError, UnknownHandleError
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where do dogs bark?"
+HALF = f"{QUESTION} \ud83d"
 ONE = rc.Sampling(max_tokens=1)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda kb: kb.ask(QUESTION, max_tokens=5),
-            r"no option max_tokens; say sampling=rc.Sampling\(max_tokens=\.\.\.\)",
-        ),
-        (lambda kb: kb.chat([], temperature=1, top_p=0.5), r"rc.Sampling\(temperature=\.\.\., top_p=\.\.\.\)"),
-        (lambda kb: kb.ask(QUESTION, colour="red"), "no option colour; the options are search, filter"),
-        (lambda kb: kb.retrieve(QUESTION, max_tokens=5), "no option max_tokens; the options are search"),
-        (
-            lambda kb: kb.chat("hello"),
-            "messages is 'hello', of type str; give a list such as .*`ask` takes a lone question",
-        ),
-        (lambda kb: kb.chat({"role": "user", "content": "hello"}), "of type dict; give a list such as"),
-        (lambda kb: kb.ask(None), "question is None, of type NoneType; give its text"),
-        (lambda kb: kb.retrieve(5), "question is 5, of type int; give its text, or its vector"),
-        (lambda kb: kb.ask(QUESTION, "3"), "k is '3', of type str; give a number, at least 1"),
-        (
-            lambda kb: kb.ask(QUESTION, sampling={"max_tokens": 5}),
-            r"of type dict; give rc.Sampling\(max_tokens=\.\.\.\)",
-        ),
-        (lambda kb: kb.ask_many(QUESTION), "give a list of questions"),
-        (lambda kb: kb.ingest(5), "inputs is 5, of type int; give paths, folders, or rc.Document objects"),
-    ],
-)
-def test_a_wrong_argument_is_named_with_the_way_out(kb, call, message):
-    with pytest.raises(ConfigError, match=message):
-        call(kb)
-    assert kb.ask(QUESTION, k=1, sampling=ONE).hits
+def user(*parts):
+    return {"role": "user", "content": list(parts) if len(parts) > 1 else parts[0]}
+
+
+TURNS = [user(QUESTION)]
+
+
+def asking(*given, **options):
+    return lambda kb: kb.ask(QUESTION, *given, **options)
+
+
+def chatting(*messages, **options):
+    return lambda kb: kb.chat(list(messages), **options)
+
+
+def whole(**options):
+    return asking(whole=True, **options)
+
+
+NO_MESSAGES = "of type {}; give a list such as"
+APART = [rc.Passage("One."), "between", rc.Passage("Two."), "Who?"]
+REFUSED = [
+    # Options that there are not
+    (asking(max_tokens=5), ConfigError, "no option max_tokens; say sampling=rc.Sampling(max_tokens=...)"),
+    (chatting(temperature=1, top_p=0.5), ConfigError, "rc.Sampling(temperature=..., top_p=...)"),
+    (lambda kb: kb.ask_many(TURNS, temperature=1), ConfigError, "temperature"),
+    (asking(colour="red"), ConfigError, "no option colour; the options are search, filter"),
+    (lambda kb: kb.retrieve(QUESTION, max_tokens=5), ConfigError, "no option max_tokens; the options are search"),
+    # Arguments of other types
+    (lambda kb: kb.chat("hello"), ConfigError, "messages is 'hello', " + NO_MESSAGES.format("str")),
+    (lambda kb: kb.chat("hello"), ConfigError, "`ask` takes a lone question"),
+    (lambda kb: kb.chat(TURNS[0]), ConfigError, NO_MESSAGES.format("dict")),
+    (lambda kb: kb.ask(None), ConfigError, "question is None, of type NoneType; give its text"),
+    (lambda kb: kb.retrieve(5), ConfigError, "question is 5, of type int; give its text, or its vector"),
+    (asking("3"), ConfigError, "k is '3', of type str; give a number, at least 1"),
+    (asking(sampling={"max_tokens": 5}), ConfigError, "of type dict; give rc.Sampling(max_tokens=...)"),
+    (lambda kb: kb.ask_many(QUESTION), ConfigError, "give a list of questions"),
+    (lambda kb: kb.ingest(5), ConfigError, "inputs is 5, of type int; give paths, folders, or rc.Document objects"),
+    *((lambda kb, given=given: kb.precompute(given), ConfigError, "holds no passages that can be read")
+      for given in (7, [7], b"text", [b"text"], None)),
+    # Questions
+    (lambda kb: kb.ask(""), PromptError, "empty"),
+    (lambda kb: kb.ask("  \n"), PromptError, "empty"),
+    (lambda kb: kb.ask("why " * 200), ContextTooLongError, "512"),
+    (asking(0), ConfigError, "k is 0"),
+    (asking(evict=0), ConfigError, "eviction budget is 0"),
+    (asking(method="telepathy"), ConfigError, "telepathy"),
+    (asking(on_overflow="shrink"), ConfigError, "shrink"),
+    (asking(order="alphabet"), ConfigError, "'alphabet' is unknown; choose one of relevance, shared"),
+    (asking(sampling=rc.Sampling(logit_bias={10**6: 1.0})), ConfigError, "logit_bias names token id"),
+    (asking(sampling=rc.Sampling(stop_token_ids=[-1])), ConfigError, "stop_token_ids names token id"),
+    # A store that is read whole
+    (whole(filter={"a": 1}), ConfigError, "leave out filter"),
+    (whole(hits=[], score_threshold=0.0), ConfigError, "leave out hits, score_threshold"),
+    (whole(order="shared"), ConfigError, "leave out order"),
+    (whole(method="reposition"), ConfigError, "method 'reposition' does not; choose full"),
+    (whole(method="full", method_options={"reuse": False}), ConfigError, "method 'full' does not"),
+    # Conversations
+    (chatting(), PromptError, "no user message"),
+    (chatting({"role": "assistant", "content": "Hm."}), PromptError, "no user message"),
+    (chatting({"role": "narrator", "content": "x"}), PromptError, "message 0 has role 'narrator'"),
+    (chatting(user("a"), "b"), PromptError, "message 1 has role None"),
+    (chatting(user(None)), PromptError, "content of message 0"),
+    (chatting({"role": "user", "content": [{"type": "image"}]}), PromptError, "content of message 0"),
+    (chatting(user("  ")), PromptError, "question is empty"),
+    (chatting(user("\ue000ragcache-context\ue000")), PromptError, "private character"),
+    (chatting(user("word " * 4000), k=2), ContextTooLongError, "takes"),
+    (chatting(*TURNS, on_overflow="drop"), ConfigError, "on_overflow 'drop'"),
+    (chatting(*TURNS, context="forget"), ConfigError, "'forget' is unknown; choose one of last, keep"),
+    # Passages in them
+    (chatting(user(rc.Passage(" "), "?")), PromptError, "passage 0 has no text"),
+    (chatting(user(rc.Passage("a"), "?"), k=2), ConfigError, "exclude each other"),
+    (chatting(user(*APART), method="a3"), PromptError, "'a3' reads none there; choose reposition, cacheblend"),
+    (chatting(user(*APART), context="keep"), PromptError, "stands between two passages, which context=\"keep\""),
+    (asking(hits=[rc.Passage(id="gone#0")]), UnknownHandleError, "gone#0"),
+    (asking(hits=[rc.Passage(handle="0" * 64)]), UnknownHandleError, "0" * 64),
+    (asking(hits=[rc.Passage(" ", "gone#0")]), UnknownHandleError, "send the text"),
+    # Half of a surrogate pair
+    *((call, PromptError, "half of a surrogate pair") for call in (
+        lambda kb: kb.ask(HALF, k=1), lambda kb: kb.retrieve(HALF, k=1), lambda kb: kb.complete(HALF),
+        lambda kb: kb.retrieve(HALF, k=1, search="text"), chatting(user(HALF)),
+        chatting(user(rc.Passage(HALF), QUESTION)),
+    )),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept(lm, tmp_path_factory):
+    path = tmp_path_factory.mktemp("misused") / "kb"
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+        yield kb
+        assert kb.ask(QUESTION, k=1, sampling=ONE).hits, "it answers still"
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_what_is_wrong_is_named_with_the_way_out(kept, call, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call(kept)
+    assert kept.admission.reserved_bytes == 0
+
+
+CALLS = dict.fromkeys(("retrieve", "ask", "stream", "complete", "stream_completion"), QUESTION)
+CALLS |= {"chat": TURNS, "stream_chat": TURNS}
+
+
+async def test_every_call_names_an_option_that_there_is_not_and_those_there_are(kept):
+    for name, given in CALLS.items():
+        with pytest.raises(ConfigError, match=r"no option timout_s, Filter; .*") as refused:
+            getattr(kept, name)(given, timout_s=3, Filter={})
+        assert ("mmr_lambda" if name == "retrieve" else "timeout_s") in str(refused.value), name
+        later = getattr(kept, f"a{name}")(given, colour="red")
+        with pytest.raises(ConfigError, match="no option colour"):
+            await (anext(later) if "stream" in name else later)
+
+
+async def test_errors_reach_an_event_loop(kept):
+    with pytest.raises(PromptError, match="empty"):
+        await kept.aask(" ")
+    with pytest.raises(PromptError, match="no user message"):
+        await anext(kept.astream_chat([]))
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_k", "min_p", "seed"])
@@ -55,7 +151,7 @@ async def test_a_closed_store_says_so(kb):
     calls = [
         lambda: kb.ask(QUESTION),
         lambda: kb.retrieve(QUESTION),
-        lambda: kb.chat([{"role": "user", "content": QUESTION}]),
+        lambda: kb.chat(TURNS),
         lambda: kb.complete(QUESTION),
         lambda: kb.ingest(rc.Document("new", "Owls hunt.")),
         lambda: kb.delete("dogs"),
@@ -67,23 +163,3 @@ async def test_a_closed_store_says_so(kb):
         await kb.aask(QUESTION)
     with pytest.raises(StoreClosedError):
         _ = [event async for event in kb.astream(QUESTION)]
-
-
-HALF = f"{QUESTION} \ud83d"
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda kb: kb.ask(HALF, k=1),
-        lambda kb: kb.retrieve(HALF, k=1),
-        lambda kb: kb.retrieve(HALF, k=1, search="text"),
-        lambda kb: kb.chat([{"role": "user", "content": HALF}]),
-        lambda kb: kb.chat([{"role": "user", "content": [rc.Passage(HALF), QUESTION]}]),
-        lambda kb: kb.complete(HALF),
-    ],
-)
-def test_half_of_a_surrogate_pair_is_named(kb, call):
-    with pytest.raises(PromptError, match="half of a surrogate pair"):
-        call(kb)
-    assert kb.ask(QUESTION, k=1, sampling=ONE).hits

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from itertools import permutations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ragcache as rc
 from ragcache.engine.prompts import ReadCounts, relevance_hint, shared_order
-from ragcache.errors import ConfigError
 
 SHORT = rc.Sampling(max_tokens=4)
 
@@ -94,8 +92,3 @@ def test_methods_that_read_blocks_keep_the_order(kb):
     ask(kb, "Where do dogs bark?", hits[::-1])
     answer = ask(kb, "Where do dogs bark?", hits, method="reposition")
     assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in hits]
-
-
-def test_an_unknown_order_is_named(kb):
-    with pytest.raises(ConfigError, match="'alphabet' is unknown; choose one of relevance, shared"):
-        kb.ask("Where?", order="alphabet")

@@ -1,12 +1,10 @@
 """Stores that components open by path: one for all that name it, gone with the last of them."""
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 
+import forked
 import pytest
 from tiny_model import save_tiny_llama
 
@@ -120,16 +118,10 @@ keep = [kb]
 """
 
 
-def test_a_process_that_ends_closes_it(tmp_path, directory, embedder):
+@pytest.mark.parametrize("run", [forked.run, pytest.param(forked.run_real, marks=pytest.mark.slow)])
+def test_a_process_that_ends_closes_it(tmp_path, directory, embedder, run):
     """What is written behind is on disk then."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "kb"), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ,
-    )
-    assert run.returncode == 0
-    assert "Exception" not in run.stderr
+    ended = run(PROGRAM + forked.END, tmp_path / "kb", directory)
+    assert (ended.returncode, "Exception" in ended.stderr) == (0, False), ended.stderr
     with rc.RagCache.open(tmp_path / "kb", embedder=embedder) as kb:
         assert kb.info().blocks == 1

@@ -262,16 +262,6 @@ def test_a_block_computed_while_its_document_is_deleted_is_not_left_behind(kb, m
     assert kb.doctor().sound
 
 
-def test_a_text_that_two_documents_share_stays_while_one_has_it(kb):
-    text = "Dogs bark at night in the town of Kelbrook.\n"
-    kb.ingest(rc.Document("dogs again", text))
-    handle = next(hit.handle for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
-    kb.delete("dogs")
-    assert next(hit.kv for hit in ask(kb).hits if hit.chunk.document_id == "dogs again") == "memory"
-    kb.delete("dogs again")
-    assert tier_of(kb.store.kv, handle) is None
-
-
 # Lazy, read-only, care
 
 

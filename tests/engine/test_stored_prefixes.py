@@ -9,10 +9,9 @@ import forked
 import pytest
 import torch
 from engine_texts import TEXTS
-from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt, save_tiny
 from plain_oracle import greedy
 from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.engine import stored_prefixes
@@ -32,6 +31,10 @@ LATE = 20  # tokens that a continued prompt may run beside its new ones
 TALK = [
     {"role": "system", "content": "You are short and polite, and say nothing that was not asked for."},
     {"role": "user", "content": "Where does the rowing club meet, and on which days of the week does it row?"},
+]
+OUTSIDE = [
+    "The lighthouse of Brenholm was built of oak, and burnt down in a night of May.\n",
+    "A ferry goes from Brenholm to the island every second hour, but not on Sundays.\n",
 ]
 
 
@@ -59,12 +62,6 @@ def open_kb(open_kb):
         return open_kb(store=store, **{"method": "full", **options})
 
     return open_one
-
-
-@pytest.fixture(scope="module")
-def oracle(model_directory):
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
-    return model.eval(), AutoTokenizer.from_pretrained(model_directory)
 
 
 def reopened(lm, root, rates=None, policy="always"):
@@ -176,20 +173,38 @@ def test_any_prompt_is_found_after_a_restart(open_kb, number):
         assert ran <= LATE or (number == 4 and ran < 50)
 
 
+def leave(kb):
+    """A conversation, and passages of no document."""
+    kb.complete([*map(rc.Passage, OUTSIDE), "What?"], method="reposition", sampling=SHORT)
+    return kb.chat(TALK, sampling=SHORT)
+
+
+def found(kb):
+    """Tokens of TALK, passages of `OUTSIDE` as text, and of them as they are handed over, whose KV is there."""
+    talked = kb.chat(TALK, sampling=SHORT).usage.cached_tokens
+    as_text = kb.complete(f"Read.\n{''.join(OUTSIDE)}\nWhat?", method="reposition", sampling=SHORT)
+    given = kb.complete([*map(rc.Passage, OUTSIDE), "What?"], method="reposition", sampling=SHORT)
+    return talked, len(as_text.hits), sum(hit.kv != "computed" for hit in given.hits)
+
+
 def test_tenants_and_other_models_find_nothing(open_kb, tmp_path):
     with open_kb(tenant="one") as kb:
-        kb.chat(TALK, sampling=SHORT)
-    with open_kb(tenant="two") as kb:
-        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
-    with open_kb() as kb:
-        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+        leave(kb)
+    with open_kb(tenant="one") as kb:
+        talked, *others = found(kb)
+        assert (talked > 100, others) == (True, [2, 2])
+    for other in ({"tenant": "two"}, {}):
+        with open_kb(**other) as kb:
+            assert found(kb) == (0, 0, 0), other
+    with open_kb(recipe=rc.Recipe(bos=True)) as kb:
+        assert found(kb)[1:] == (0, 0)
+    # A cache that was carried to a store of another model: names and owners differ.
     other = rc.load_lm(save_tiny_llama(tmp_path / "lm", seed=5))
     open_kb(path=tmp_path / "other", model=other).close()
     (tmp_path / "kb" / "foreign").rename(tmp_path / "other" / "foreign")
-    with open_kb(path=tmp_path / "other", model=other) as kb:
-        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
-    with open_kb(path=tmp_path / "other", model=other, tenant="one") as kb:
-        assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens == 0
+    for tenant in ("", "one"):
+        with open_kb(path=tmp_path / "other", model=other, tenant=tenant) as kb:
+            assert found(kb) == (0, 0, 0), tenant
 
 
 def test_a_changed_document_takes_what_may_quote_it(open_kb):
@@ -225,17 +240,19 @@ def test_what_is_deleted_while_it_is_written_leaves_nothing(open_kb, monkeypatch
     assert not files(kb)
 
 
-def test_a_damaged_block_is_computed_and_written_again(open_kb, caplog):
+def test_damaged_blocks_are_computed_and_written_again(open_kb, caplog):
     with open_kb() as kb:
-        first = kb.chat(TALK, sampling=SHORT)
-    (path,) = files(kb)
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 255
-    path.write_bytes(data)
+        first = leave(kb)
+    for path in files(kb):
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 255
+        path.write_bytes(data)
     caplog.set_level(logging.WARNING)
     with open_kb() as kb:
         again = kb.chat(TALK, sampling=SHORT)
         assert (again.text, again.usage.cached_tokens) == (first.text, 0)
+        as_text = kb.complete(f"Read.\n{''.join(OUTSIDE)}\nWhat?", method="reposition", sampling=SHORT)
+        assert [hit.kv for hit in as_text.hits] == ["computed"] * 2
         assert "dropped from disk" in caplog.text
     with open_kb() as kb:
         assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens > 100
@@ -273,6 +290,8 @@ def test_reading_alone_writes_nothing(open_kb):
     with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
         assert kb.chat(TALK, sampling=SHORT).usage.cached_tokens > 100
         kb.complete(TEXTS["cats"] * 3, sampling=SHORT)
+        assert found(kb)[1:] == (0, 0)
+        assert found(kb)[1] == 0, "what is in memory alone is not found in a text"
     assert sorted(files(kb)) == before
 
 
@@ -331,3 +350,72 @@ def test_two_processes_write_at_once_and_one_is_killed(open_kb, model_directory,
             answer = kb.chat([TALK[0], {"role": "user", "content": question}], sampling=SHORT)
             assert answer.usage.prompt_tokens - answer.usage.cached_tokens <= LATE
         assert said == {f"{answer.text}\n"}
+
+
+# In memory alone
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("llama"))))
+
+
+def within(llama, budget_bytes, own_ids=()):
+    return Prefixes(llama, Unchanged(), Recipe.of("isolated"), "", PrefixCache(llama.shape, budget_bytes), own_ids)
+
+
+def test_what_goes_on_from_a_known_prefix_is_what_is_read_at_once(family):
+    """Sliding windows of 11 tokens begin before the cut and behind it; the third prefix parts from the second."""
+    llama, oracle = family
+    prompt = random_prompt(3, prefix=31, chunks=(7, 13))
+    prefixes = within(llama, 1 << 24)
+    ids = list(prompt.prefix_ids)
+    for prefix, ran in ((ids[:14], 14), (ids, 17), ([*ids[:20], 5, 6, 7], 3), (ids[:10], 0), (ids, 0)):
+        asked = replace(prompt, prefix_ids=prefix)
+        parts = rc.encode(llama, asked, recipe="isolated")
+        with prefixes.text(prefix) as made:
+            assert made.created_tokens == ran
+            fused = fuse(llama, asked, "reposition", parts, exact=made.exact)
+        assert_same(fused.next_logits, oracle_logits(oracle, asked, block_diagonal(asked)))
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 7])
+def test_a_prefix_that_does_not_fit_is_read_every_time_and_right(llama, tokens):
+    """Budgets of none, some and all but one of its tokens."""
+    prompt = random_prompt(4, prefix=8, chunks=(7, 5))
+    prefixes = within(llama, tokens * llama.kv_bytes_per_token)
+    expected = rc.fuse(llama, prompt, "reposition").next_logits
+    for known in (0, tokens):
+        with prefixes.text(prompt.prefix_ids) as made:
+            assert made.created_tokens == len(prompt.prefix_ids) - known
+            assert_same(rc.fuse(llama, prompt, "reposition", exact=made.exact).next_logits, expected)
+        assert prefixes.stats().num_bytes <= tokens * llama.kv_bytes_per_token
+
+
+def test_nothing_is_a_prefix_of_no_tokens(llama):
+    with within(llama, 0).text([]) as made:
+        assert made == (None, 0, 0.0, 0.0)
+
+
+def test_a_change_takes_what_may_quote_a_document(llama):
+    """The store's own prefix stays, and what a conversation has in common with it."""
+    prefixes = within(llama, 1 << 24, [3, 4, 5, 6])
+    talk = [3, 4, 5, 7, 8, 9]
+    assert [created(prefixes, ids) for ids in ([3, 4, 5, 6], talk, talk)] == [4, 3, 0]
+    prefixes.drop_deleted()
+    assert [created(prefixes, ids) for ids in ([3, 4, 5, 6], talk)] == [0, 3]
+
+
+def test_what_is_dropped_while_it_is_read_is_not_kept(llama, monkeypatch):
+    """It may quote a document that was deleted meanwhile."""
+    prefixes, read = within(llama, 1 << 24), llama.read
+
+    def read_and_drop(*arguments):
+        made = read(*arguments)
+        prefixes.drop_deleted()
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "read", read_and_drop)
+        assert created(prefixes, [3, 4, 5]) == 3
+    assert [created(prefixes, [3, 4, 5]) for _ in range(2)] == [3, 0]

@@ -1,23 +1,18 @@
-"""Random documents for tests."""
+"""Documents for tests."""
 
 import random
 
+SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
+
+
+def text_of(town: str, sentences: int = 5) -> str:
+    """A page with its town in every other sentence."""
+    return f"# {town}\n\n" + " ".join(f"{town} has mill number {n}. {SENTENCE}" for n in range(sentences)) + "\n"
+
+
 WORDS = [
-    "Tolvik",
-    "river",
-    "Alna",
-    "mill",
-    "the",
-    "of",
-    "was",
-    "founded",
-    "in",
-    "1823",
-    "bridge",
-    "club",
-    "Dr.",
-    "Osby",
-]
+    "Tolvik", "river", "Alna", "mill", "the", "of", "was", "founded", "in", "1823", "bridge", "club", "Dr.", "Osby"
+]  # fmt: skip
 
 
 def random_sentence(rng: random.Random) -> str:

@@ -17,7 +17,7 @@ from tiny_model import byte_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.ingest import text_blocks as structure
-from ragcache.ingest.text_blocks import split_blocks
+from ragcache.ingest.text_blocks import split_blocks, split_sentences
 
 
 def squeezed(text: str) -> str:
@@ -44,7 +44,7 @@ def assert_sound(tokenizer, text: str, chunks, max_tokens: int) -> None:
 words = st.text(alphabet="abcdefghijÅé好🎉 .!?#`-*>\n\t1", max_size=400)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(words, st.integers(16, 60), st.data())
 def test_any_text_is_cut_within_bounds_and_without_loss(tokenizer, text, max_tokens, data):
     min_tokens = data.draw(st.integers(0, max_tokens))
@@ -54,14 +54,14 @@ def test_any_text_is_cut_within_bounds_and_without_loss(tokenizer, text, max_tok
     assert chunks == chunker.split(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([16, 40, 100, 256]))
 def test_random_markdown_is_cut_within_bounds_and_without_loss(tokenizer, seed, max_tokens):
     text = random_markdown(random.Random(seed))
     assert_sound(tokenizer, text, chunker_of(tokenizer, max_tokens=max_tokens).split(text), max_tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([40, 100]), st.sampled_from([5, 20]))
 def test_overlap_repeats_only_what_came_just_before(tokenizer, seed, max_tokens, overlap):
     text = squeezed(source := random_markdown(random.Random(seed)))
@@ -339,3 +339,47 @@ def test_many_blank_lines_take_no_time(tokenizer):
     started = time.process_time()
     assert [chunk.text for chunk in chunker_of(tokenizer).split("Alna.\n" + "\n" * 300_000 + "Osby.")] != []
     assert time.process_time() - started < 60
+
+
+# Sentences
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! Three? Four", ["One. ", "Two! ", "Three? ", "Four"]),
+        ("Dr. Holm met Mrs. Berg. They spoke.", ["Dr. Holm met Mrs. Berg. ", "They spoke."]),
+        ("J. K. Holm wrote it. It sold.", ["J. K. Holm wrote it. ", "It sold."]),
+        ("It costs 3.50 kr. now. Cheap.", ["It costs 3.50 kr. now. ", "Cheap."]),
+        ("Rivers (e.g. Alna) rise. Lakes do not.", ["Rivers (e.g. Alna) rise. ", "Lakes do not."]),
+        ("Figs, e.g. Carica, grow. Yes.", ["Figs, e.g. Carica, grow. ", "Yes."]),
+        ('She said "Stop." He did.', ['She said "Stop." ', "He did."]),
+        ("Wait... what? No... Never.", ["Wait... what? ", "No... ", "Never."]),
+        ("In 1901 it closed. 1902 was worse.", ["In 1901 it closed. ", "1902 was worse."]),
+        ("3. Results are in. Good.", ["3. Results are in. ", "Good."]),
+        ("See example.com. Then go.", ["See example.com. ", "Then go."]),
+        ("一つ。二つ！三つ", ["一つ。", "二つ！", "三つ"]),
+        ("Eins. Über zwei. élan", ["Eins. ", "Über zwei. élan"]),
+        ("a title\n\nthen text", ["a title\n\n", "then text"]),
+        ("", []),
+        ("no end", ["no end"]),
+    ],
+)
+def test_sentences_end_where_a_reader_says(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+@given(st.text(alphabet=st.sampled_from("aB1 .!?。\n\"'(),Dr"), max_size=120))
+def test_sentences_joined_are_the_text(text):
+    sentences = split_sentences(text)
+    assert "".join(sentences) == text
+    assert all(sentences)
+
+
+@pytest.mark.parametrize(
+    "text", ["." * 300_000, "a" * 300_000, ". " * 100_000, '."' * 100_000, "。" * 100_000, " " * 300_000]
+)
+def test_hostile_texts_take_linear_time(text):
+    started = time.process_time()
+    assert "".join(split_sentences(text)) == text
+    assert time.process_time() - started < 5

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from blocks import tier_of
+from covering import covering
 from kit import Kit, chunker_of
+from random_texts import text_of
 
 from ragcache.errors import (
     ConfigError,
@@ -23,12 +25,6 @@ from ragcache.errors import (
 from ragcache.ingest.document import Document
 from ragcache.kv.block_key import digest
 from ragcache.store.directory import StoreLayout
-
-SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
-
-
-def text_of(town: str, sentences: int = 5) -> str:
-    return f"# {town}\n\n" + " ".join(f"{town} has mill number {n}. {SENTENCE}" for n in range(sentences)) + "\n"
 
 
 @pytest.fixture
@@ -305,8 +301,7 @@ def test_a_delete_cut_short_is_finished_by_the_next_run(kit, tmp_path, monkeypat
     assert vector.tobytes() not in (tmp_path / "kb" / "index.faiss").read_bytes()
 
 
-@pytest.mark.parametrize("stage", ["read", "encode", "embed", "commit"])
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize(("stage", "at"), covering(["read", "encode", "embed", "commit"], [1, 2, 4]))
 def test_an_interrupt_leaves_a_good_store_and_the_next_run_finishes(tmp_path, lm, stage, at):
     inputs = [Document(f"d{n}", text_of(f"Town{n}", 3)) for n in range(6)]
 

@@ -62,9 +62,8 @@ def test_byte_order_mark_and_line_ends_are_taken_off(write):
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".rst"])
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
+def test_files_that_are_no_text_say_why(write, suffix):
+    for data, reason in (
         (b"", "empty"),
         (b" \n\t\n", "empty"),
         (b"\xef\xbb\xbf", "empty"),
@@ -72,10 +71,8 @@ def test_byte_order_mark_and_line_ends_are_taken_off(write):
         (b"MZ\x00\x01\x02", "binary"),
         ("te\0xt".encode("utf-16"), "NUL"),
         (b"ends in the middle \xe5\xa5", "not UTF-8"),
-    ],
-)
-def test_files_that_are_no_text_say_why(write, suffix, data, reason):
-    assert reason in error_of(write("bad" + suffix, data))
+    ):
+        assert reason in error_of(write("bad" + suffix, data))
 
 
 def test_markdown_has_its_first_heading_as_title(write):

@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 from kit import Kit
+from random_texts import text_of
 from sqlalchemy import create_engine, text
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
 from ragcache.ingest import pipeline as run
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import Moved
-
-SENTENCE = "The river Alna rises near Osby and ends in the lake of Tolvik."
-
-
-def text_of(town: str, sentences: int = 5) -> str:
-    return f"# {town}\n\n" + " ".join(f"{town} has mill number {n}. {SENTENCE}" for n in range(sentences)) + "\n"
 
 
 @pytest.fixture

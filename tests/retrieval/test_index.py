@@ -278,11 +278,3 @@ def test_mmr_chooses_what_its_definition_says(vectors, k, weight):
             return weight * float(scores[i]) - (1 - weight) * max(float(vectors[i] @ vectors[j]) for j in before)
 
         assert picked == max(left, key=lambda i: (value(i), -i))
-
-
-def test_mmr_of_weight_one_is_the_plain_ranking():
-    rows = unit_rows(30, 6)
-    index = VectorIndex(6)
-    index.add(np.arange(30), rows)
-    ranked = index.search(rows[0], 30)
-    assert maximal_marginal_relevance(ranked.scores, index.vectors_present(ranked.ids)[1], 30, 1.0) == list(range(30))

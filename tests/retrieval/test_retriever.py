@@ -106,24 +106,17 @@ def test_mmr_of_one_is_the_ranking_and_less_avoids_copies(retriever, documents):
     assert len(set(varied)) == 4
 
 
-@pytest.mark.parametrize(
-    ("k", "options", "message"),
-    [
-        (0, {}, "k is 0"),
-        (-3, {}, "k is -3"),
-        (2, {"mmr_lambda": 1.1}, "mmr_lambda"),
-        (2, {"mmr_lambda": 0.5, "fetch_k": 1}, "fetch_k"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(retriever, k, options, message):
-    with pytest.raises(ConfigError, match=message):
-        retriever.retrieve("x", k, **options)
-
-
-@pytest.mark.parametrize("query", ["", "  \n"])
-def test_an_empty_question_is_refused(retriever, query):
-    with pytest.raises(PromptError, match="empty"):
-        retriever.retrieve(query)
+def test_what_cannot_be_asked_is_refused(retriever):
+    for query, k, options, error, message in (
+        ("x", 0, {}, ConfigError, "k is 0"),
+        ("x", -3, {}, ConfigError, "k is -3"),
+        ("x", 2, {"mmr_lambda": 1.1}, ConfigError, "mmr_lambda"),
+        ("x", 2, {"mmr_lambda": 0.5, "fetch_k": 1}, ConfigError, "fetch_k"),
+        ("", 2, {}, PromptError, "empty"),
+        ("  \n", 2, {}, PromptError, "empty"),
+    ):
+        with pytest.raises(error, match=message):
+            retriever.retrieve(query, k, **options)
 
 
 def test_an_empty_store_has_no_hits(tmp_path):

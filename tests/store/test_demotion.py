@@ -14,7 +14,7 @@ from bases import keep_basis
 from blocks import make_block, make_key, tier_of
 
 from ragcache.codecs import CODECS
-from ragcache.errors import ConfigError, MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
+from ragcache.errors import MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
 from ragcache.store.kv_store import KVStore
 from ragcache.store.tiers import memory as device_tier
 
@@ -240,12 +240,3 @@ def test_a_disk_that_fails_while_memory_hands_down_costs_no_question(
             assert loaded.block.equal(make_block(number))
             del loaded
         assert caplog.text.count("StoreFullError") == 1
-
-
-@pytest.mark.parametrize(
-    "options", [{"device_bytes": -1}, {"write_behind_bytes": -1}, {"disk_bytes": -1}, {"ttl_s": 0.0}]
-)
-def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        open_store(tmp_path / "kv", **options)
-    assert not (tmp_path / "kv").exists()

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from bases import ready
 from blocks import DTYPES, make_block, make_key, make_mixed_block
+from covering import covering
 from flushes import needs_proc, record_calls, unflushed
 from remotes import KINDS, remote_url
 from shared_tier import SharedTier
 
-from ragcache.codecs import RawCodec
-from ragcache.errors import ConfigError
+from ragcache.codecs import CODECS, Codec, RawCodec, get_codec
 from ragcache.kv.block import KVBlock
-from ragcache.store.eviction import LRU
+from ragcache.store.eviction import LRU, POLICIES, EvictionPolicy, get_policy
 from ragcache.store.remote import Connection, open_blobs
 from ragcache.store.tiers import (
+    BudgetedTier,
     CachedTier,
     DeviceTier,
     DiskTier,
@@ -61,20 +65,17 @@ def settle(tier: Tier) -> None:
         tier.flush()
 
 
-@pytest.mark.parametrize("make", [make_block, make_mixed_block])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [0, 1, 50])
-def test_a_block_comes_back_bit_for_bit(
-    tier: Tier, dtype: torch.dtype, num_tokens: int, make: Callable[..., KVBlock]
-) -> None:
-    block = make(1, num_tokens=num_tokens, dtype=dtype)
-    held = tier.put(make_key(1), block)
-    assert held is not None
-    assert held.equal(block)
-    got = tier.get(make_key(1))
-    assert got is not None
-    assert got.equal(block)
-    assert got.dtype == dtype
+def test_a_block_comes_back_bit_for_bit(tier: Tier) -> None:
+    for number, case in enumerate(product((make_block, make_mixed_block), DTYPES, (0, 1, 50))):
+        make, dtype, num_tokens = case
+        block, key = make(1, num_tokens=num_tokens, dtype=dtype), make_key(number)
+        held = tier.put(key, block)
+        assert held is not None, case
+        assert held.equal(block), case
+        got = tier.get(key)
+        assert got is not None, case
+        assert got.equal(block), case
+        assert got.dtype == dtype
 
 
 @pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
@@ -183,15 +184,6 @@ def test_threads_get_whole_blocks_or_none(tier: Tier) -> None:
         assert list(threads.map(work, range(4))) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("key", ["", "../../../etc/passwd", "A" * 64, "a" * 63, "a" * 65, "é" * 64, "a" * 64 + "\n"])
-def test_only_block_keys_become_paths(tmp_path: Path, key: str) -> None:
-    tier = DiskTier(tmp_path / "kv", RawCodec())
-    for action in (tier.get, tier.delete, tier.verify, tier.__contains__, lambda key: tier.put(key, make_block(0))):
-        with pytest.raises(ConfigError, match="no block key"):
-            action(key)
-    assert list(tmp_path.rglob("*")) == []
-
-
 def test_disk_is_sharded_and_survives_a_new_tier(tmp_path: Path) -> None:
     key = make_key(1)
     DiskTier(tmp_path, RawCodec()).put(key, make_block(1))
@@ -213,3 +205,77 @@ def test_disk_lists_nothing_but_blocks(tmp_path: Path) -> None:
     (tmp_path / "aa" / "note").write_text("")
     assert list(tier.keys()) == [key]
     assert tier.usage() == TierUsage(1, tier.path(key).stat().st_size)
+
+
+# Every tier with every policy, and every codec where it encodes: the same bits, never more bytes than the budget
+
+
+Make = Callable[[Path, Codec, int, EvictionPolicy], Tier]
+BUDGETED: dict[str, Make] = {
+    "device": lambda path, codec, budget, policy: DeviceTier(torch.device("cpu"), budget, policy),
+    "memory": lambda path, codec, budget, policy: MemoryTier(budget, policy),
+    "disk": lambda path, codec, budget, policy: DiskTier(path, codec, budget, policy),
+    "behind": lambda path, codec, budget, policy: WriteBehind(DiskTier(path, codec, budget, policy), 40_000),
+}
+
+
+def held_bytes(tier: Tier, root: Path) -> int:
+    """Bytes that can be got or are on disk, without asking the tier for its count."""
+    if isinstance(tier, BudgetedTier):
+        return sum(block.num_bytes for block in map(tier.get, list(tier.keys())) if block is not None)
+    if isinstance(tier, DurableTier):
+        tier.flush()
+    return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in (".safetensors", ".tmp"))
+
+
+def made(number: int) -> KVBlock:
+    """Every third block is one whose layers differ."""
+    return (make_block if number % 3 else make_mixed_block)(number, num_tokens=20 + number % 5)
+
+
+def recoded(codec: Codec, number: int) -> KVBlock:
+    return codec.decode(codec.encode(made(number)))
+
+
+ENCODING = {"disk", "behind"}
+"""The BUDGETED that encode what they hold."""
+
+
+@pytest.mark.parametrize(
+    ("tier_name", "policy", "codec_name"),
+    covering(
+        *(BUDGETED, sorted(POLICIES), sorted(CODECS)),
+        together=[(0, 1), (0, 2)],
+        where=lambda tier_name, policy, codec_name: tier_name in ENCODING or codec_name == "raw",
+    ),
+)
+def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name: str, tmp_path: Path) -> None:
+    rng, root = random.Random(f"{tier_name} {policy} {codec_name}"), tmp_path / "kv"
+    codec = ready(get_codec(codec_name), made(0), made(1))
+    expected = {number: recoded(codec, number) for number in range(6)}
+    budget = 3 * (max(block.num_bytes for block in expected.values()) + 1200)
+    tier = BUDGETED[tier_name](root, codec, budget, get_policy(policy, rng.choice(["all", "tinylfu"])))
+    served = 0
+    for _ in range(30):
+        number = rng.randrange(6)
+        key = make_key(number)
+        got = tier.get(key)
+        if got is None:
+            given = expected[number] if isinstance(tier, BudgetedTier) else made(number)
+            got = tier.put(key, given)
+        else:
+            served += 1
+        assert got is None or got.equal(expected[number])
+        if rng.random() < 0.1:
+            tier.delete(key)
+            assert tier.get(key) is None
+        del got
+        assert held_bytes(tier, root) <= budget
+    tier.close()
+    assert served > 3
+    if isinstance(tier, DiskTier):
+        reopened = DiskTier(root, codec, budget, get_policy(policy))
+        for key in list(reopened.keys()):
+            block = reopened.get(key)
+            assert block is not None
+            assert block.equal(expected[next(n for n in range(6) if make_key(n) == key)])

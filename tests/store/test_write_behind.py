@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import forked
 import pytest
 from blocks import make_block, make_key, tier_of
 from tiny_disk import run_on_tiny_disk
@@ -149,24 +148,6 @@ def test_what_cannot_be_written_is_named_and_dropped(
     assert list(DiskTier(tmp_path, RawCodec()).keys()) == [make_key(3)]
 
 
-def test_flushed_puts_do_not_wait_in_line(tmp_path: Path) -> None:
-    with KVStore(tmp_path, write_behind_bytes=10 * ONE) as store:
-        store.put(make_key(0), make_block(0), "flushed")
-        assert make_key(0) in store._durable.tier
-        assert store.stats().unwritten_bytes == 0
-
-
-def test_close_writes_what_waits(tmp_path: Path) -> None:
-    with KVStore(tmp_path, write_behind_bytes=20 * ONE, memory_bytes=0) as store:
-        for number in range(12):
-            store.put(make_key(number), make_block(number))
-    with KVStore(tmp_path, memory_bytes=0) as store:
-        for number in range(12):
-            loaded = store.get(make_key(number))
-            assert loaded is not None
-            assert loaded.block.equal(make_block(number))
-
-
 ENDS_WITHOUT_CLOSE = """
 import sys, time, torch
 from pathlib import Path
@@ -191,15 +172,9 @@ time.sleep(0.1)
 """
 
 
-def test_a_process_that_does_not_close_ends_after_the_block_that_is_being_written(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.mark.parametrize("run", [forked.run, pytest.param(forked.run_real, marks=pytest.mark.slow)])
+def test_a_process_that_does_not_close_ends_after_the_block_that_is_being_written(tmp_path: Path, run: Any) -> None:
+    done = run(ENDS_WITHOUT_CLOSE + forked.END, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["writing", "written"] * (done.stdout.count("written"))
     assert 1 <= done.stdout.count("written") <= 3
@@ -217,38 +192,6 @@ def test_a_late_block_of_a_deleted_document_is_deleted(tmp_path: Path) -> None:
         known.clear()
         store.put(make_key(2), make_block(2))
     assert list(DiskTier(tmp_path, RawCodec()).keys()) == [make_key(0)], "refresh looks at what was written late alone"
-
-
-def test_threads_stay_within_the_bound(tmp_path: Path) -> None:
-    bound, stop = 6 * ONE, threading.Event()
-    with KVStore(tmp_path, memory_bytes=3 * ONE, disk_bytes=9000, write_behind_bytes=bound) as store:
-
-        def look() -> int:
-            highest = 0
-            while not stop.is_set():
-                highest = max(highest, store._durable.unwritten_bytes)
-            return highest
-
-        def work(seed: int) -> int:
-            wrong = 0
-            for step in range(40):
-                number = (seed * 7 + step) % 9
-                loaded = store.get(make_key(number))
-                block = store.put(make_key(number), make_block(number)) if loaded is None else loaded.block
-                wrong += not block.equal(make_block(number))
-                if step % 10 == seed:
-                    store.delete(make_key(number))
-            return wrong
-
-        with ThreadPoolExecutor(4) as threads:
-            looking = threads.submit(look)
-            wrong = sum(threads.map(work, range(3)))
-            stop.set()
-            assert 0 < looking.result() <= bound
-        assert wrong == 0
-        store.flush()
-        for key in store.keys():  # noqa: SIM118
-            store.verify(key)
 
 
 TURNS_READ_ONLY = """
