@@ -72,7 +72,7 @@ def page_views(cache: Tensor, *, by_channel: bool) -> tuple[Tensor, Tensor]:
         keys, values = cache.view(num_pages, heads, 2 * tokens, width // 2).chunk(2, dim=2)
         keys = keys.view(num_pages, heads, width // 2, tokens).transpose(2, 3)
     else:
-        keys, values = cache.split(width // 2, dim=3)
+        keys, values = cache.split(width // 2, dim=3)  # type: ignore[no-untyped-call]
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
