@@ -1,7 +1,7 @@
 """Blocks that were written by the first version of each codec are read to the same bits, in every process.
 
-`PYTHONPATH=tests python tests/codecs/test_frozen.py` writes the files of codecs that have none yet; what is there stays as
-it is, but for `written.json`, the hashes of the bytes that this version writes.
+`PYTHONPATH=tests python tests/codecs/test_frozen.py` writes the files of codecs that have none yet; what is there stays
+as it is, but for `written.json`, the hashes of the bytes that this version writes.
 """
 
 from __future__ import annotations
