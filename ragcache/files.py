@@ -72,11 +72,14 @@ def read_at(descriptor: int, offset: int, num_bytes: int, into: memoryview, *, d
 
 
 def is_cached(descriptor: int, num_bytes: int) -> bool:
-    """Whether the page cache has a file, by its middle page: reading that alone makes the kernel read nothing ahead."""
+    """Whether the page cache has a file, by its middle page: reading that alone makes the kernel read nothing ahead.
+    True where the file system cannot say."""
     try:
         return bool(os.preadv(descriptor, [bytearray(1)], num_bytes // 2, os.RWF_NOWAIT))
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return True
 
 
 def file_digest(path: Path) -> bytes:

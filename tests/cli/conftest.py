@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -49,3 +50,12 @@ def made(model, folder, tmp_path_factory) -> Path:
 @pytest.fixture
 def store(made, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "kb"))
+
+
+@pytest.fixture(autouse=True)
+def _root_logger():
+    """basicConfig of one command is not to outlive its stream."""
+    yield
+    for handler in list(logging.getLogger().handlers):
+        if isinstance(handler, logging.StreamHandler) and "pytest" not in type(handler).__module__:
+            logging.getLogger().removeHandler(handler)

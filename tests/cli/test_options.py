@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import re
 import signal
@@ -205,15 +204,6 @@ def test_units():
         "0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.0 TiB",
     ]  # fmt: skip
     assert [seconds_text(s) for s in (0.0123, 1.5)] == ["12.3 ms", "1.50 s"]
-
-
-@pytest.fixture(autouse=True)
-def _root_logger():
-    """basicConfig of one command is not to outlive its stream."""
-    yield
-    for handler in list(logging.getLogger().handlers):
-        if isinstance(handler, logging.StreamHandler) and "pytest" not in type(handler).__module__:
-            logging.getLogger().removeHandler(handler)
 
 
 def test_damage_is_reported_in_one_line(store):
