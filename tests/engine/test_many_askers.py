@@ -305,6 +305,7 @@ def test_who_waits_to_grow_goes_before_who_waits_to_begin_and_may_give_up():
     assert admission.reserved_bytes == 10
 
 
+@pytest.mark.slow
 def test_answers_without_a_limit_share_memory_that_their_contexts_would_not(open_kb, tmp_path, pool):
     """The budget holds three contexts, and the beginnings of four answers, any of which may fill its own."""
     lm = rc.load_lm(save_tiny_llama(tmp_path / "lm", positions=1024))

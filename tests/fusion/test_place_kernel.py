@@ -176,8 +176,7 @@ def test_parts_of_blocks_go_to_their_slots_and_nowhere_else(kernel, order, page_
         assert pages.isnan().all(), "what has no slot was written to"
 
 
-@pytest.mark.parametrize("source", ["float32", "bfloat16", "uint8", "float8_e4m3fn"])
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize(("source", "page"), covering(["float32", "bfloat16", "uint8", "float8_e4m3fn"], [16, 0]))
 def test_it_compiles_for_a_card_that_is_not_here(source, page):
     """To a Hopper's machine code, in another process: here kernels are interpreted. It stores 16 bytes at once."""
     run = [sys.executable, "-c", COMPILE, source, str(page)]

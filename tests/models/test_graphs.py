@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from covering import covering
 from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 from graph_tape import Tape, TapeRecorder
 from hybrids import save_hybrid
@@ -115,8 +116,7 @@ def both_ways(lm, passes, runs, counts):
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 11])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize(("rows", "family"), covering([1, 3, 8, 11], ["llama", "gemma3", "gpt_oss", "deepseek_v2"]))
 def test_rows_of_different_lengths_run_in_one_recorded_pass(tmp_path, family, rows, monkeypatch):
     monkeypatch.setattr(graphs, "BUCKETS", JOINT)
     lm, _ = load_tiny(family, tmp_path)

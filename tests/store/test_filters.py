@@ -159,6 +159,7 @@ def test_no_filter_passes_everything(store: DocumentStore) -> None:
         assert len(store.documents(nothing)) == 2
 
 
+@pytest.mark.slow
 def test_long_lists_pass(store: DocumentStore) -> None:
     ids = fill(store, [{"n": number} for number in range(3)])
     assert store.vector_ids({"n": {"$in": list(range(1, 9000))}}) == set(ids[1:])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from blocks import make_block, make_key
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
@@ -40,8 +41,7 @@ def churn(tier: MemoryTier, seed: int, steps: int) -> int:
     return over
 
 
-@pytest.mark.parametrize("budget_tokens", [0, 1, 10, 37])
-@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(("budget_tokens", "num_threads"), covering([0, 1, 10, 37], [4, 1]))
 def test_bytes_that_exist_never_exceed_the_budget(live: LiveBytes, budget_tokens: int, num_threads: int) -> None:
     budget = budget_tokens * BYTES_PER_TOKEN
     tier = MemoryTier(budget, LRU())

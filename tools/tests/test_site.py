@@ -25,6 +25,7 @@ def site(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_home_is_the_readme_and_every_page_is_in_it(site):
     home = (site / "index.html").read_text(encoding="utf-8")
     assert (ROOT / "README.md").read_text(encoding="utf-8").split("\n")[2].split(":")[0] in home

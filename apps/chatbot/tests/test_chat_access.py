@@ -60,6 +60,7 @@ def tab_to(tab: Tab, selector: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {selector}")
 
 
+@pytest.mark.slow
 def test_everything_by_keyboard(tab: Tab):
     keyboard, box = tab.page.keyboard, tab.page.get_by_label("Question", exact=True)
     expect(box).to_be_focused()
@@ -111,6 +112,7 @@ def controls(tab: Tab) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_control_has_a_name(tab: Tab):
     turn = tab.ask(QUESTION)
     turn.locator(".prefill > summary").click()

@@ -40,6 +40,7 @@ def lengthen(event: dict[str, Any]) -> None:
             choice["delta"]["content"] += "and so on " * 60
 
 
+@pytest.mark.slow
 def test_finished_answer_is_in_view_below_its_question(sized: Tab):
     sized.ask(OTHER)
     turn = sized.ask(QUESTION)

@@ -179,6 +179,7 @@ def divergence(options, layers):
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
 def test_training_brings_answers_nearer_to_full_prefill_over_the_corpus(trained):
     options, report, losses = trained
     assert losses[-1] < 0.8 * losses[0]

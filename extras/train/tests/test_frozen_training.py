@@ -305,6 +305,7 @@ def test_anchors_are_rows_of_the_adapter(options, link_tokens):
     torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -396,6 +397,7 @@ def go_on(options, first, **changes):
     return Adapter.find(train(again).out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["link", "packet"])
 def test_training_goes_on_from_an_adapter(options, reuse, base, trained, untouched):
     """Not from rows of its own: those of another seed would be others."""

@@ -264,6 +264,7 @@ def test_more_link_tokens_keep_the_rows_of_those_that_were_there(options, traine
     torch.testing.assert_close(new[spec.kv_end_id], old[LINK.kv_end_id], atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 def test_lora_goes_on_from_the_rows_of_a_frozen_run(options):
     frozen = replace(options, lora_rank=0, freeze=True, header_tokens=0, steps=2, out=options.out.with_name("frozen"))
     rows = load_file(train(frozen).out / "adapter.safetensors")["rows"]
@@ -315,6 +316,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_adapter(options, tmp_path):
 # So many minutes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [

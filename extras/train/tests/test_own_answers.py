@@ -174,6 +174,7 @@ def test_rows_of_a_store_whose_documents_are_in_another_database(open_kb, base, 
         replace(options, store=None)
 
 
+@pytest.mark.slow
 def test_a_run_over_a_store_needs_no_data_and_resumes_with_the_same_rows(base, store, tmp_path):
     options = TrainOptions(
         base, (), tmp_path / "out", "packet", store=store, rows=3, passages=3, batch_tokens=900, steps=2, device="cpu"

@@ -115,6 +115,7 @@ def test_compiled_layers_compute_the_same_and_are_compiled_once(options, of_one_
     assert "cannot be compiled" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [pytest.param("fails", marks=pytest.mark.slow), "other numbers"])
 def test_layers_that_cannot_be_compiled_are_left_as_they_are(options, of_one_length, monkeypatch, caplog, fault):
     def backend(graph, inputs):
@@ -131,6 +132,7 @@ def test_layers_that_cannot_be_compiled_are_left_as_they_are(options, of_one_len
     assert ("no compiler here" if fault == "fails" else "loss ") in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_weights_beside_an_adapter_are_as_precise_as_the_passes(options, monkeypatch, precision):
     seen = []

@@ -139,6 +139,7 @@ async def test_it_needs_the_servers_key(serve):
         assert len((await client.list_tools()).tools) == 4
 
 
+@pytest.mark.slow
 async def test_the_command_over_standard_streams(tmp_path, mini_kb):
     kept = ("PATH", "PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
     env = {name: os.environ[name] for name in kept if name in os.environ}

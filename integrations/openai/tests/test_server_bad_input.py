@@ -327,6 +327,7 @@ uvicorn.run(create_app(kb), host="127.0.0.1", port=int(sys.argv[3]), log_level="
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_indexes(lm, made, tmp_path):
     """The next one goes on: every file is indexed, once."""
     path = shutil.copytree(made, tmp_path / "kb")

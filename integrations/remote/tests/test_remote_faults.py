@@ -102,10 +102,17 @@ def refusal(call: Callable[[], object]) -> RagCacheError:
     ("status", "text", "reading", "writing", "advice"),
     [
         (0, "", StoreUnreachableError, StoreUnreachableError, "no answer in time"),
-        (500, "InternalError", StoreUnreachableError, StoreUnreachableError, "try again later"),
+        pytest.param(
+            500,
+            "InternalError",
+            StoreUnreachableError,
+            StoreUnreachableError,
+            "try again later",
+            marks=pytest.mark.slow,
+        ),
         (503, "SlowDown", StoreUnreachableError, StoreUnreachableError, "try again later"),
         (403, "AccessDenied", StoreError, StoreReadOnlyError, "credentials"),
-        (401, "Unauthorized", StoreError, StoreReadOnlyError, "credentials"),
+        pytest.param(401, "Unauthorized", StoreError, StoreReadOnlyError, "credentials", marks=pytest.mark.slow),
         (400, "AuthorizationHeaderMalformed", StoreError, StoreReadOnlyError, "check the URL, the region"),
         (507, "XMinioStorageFull", StoreFullError, StoreFullError, "no space left"),
     ],
@@ -149,6 +156,7 @@ def test_a_service_that_is_down_is_unreachable(opened: Callable[[str], Blobs], m
             assert type(refusal(call)) is StoreUnreachableError
 
 
+@pytest.mark.slow
 def test_a_redis_that_hangs_is_unreachable(opened: Callable[[str], Blobs], monkeypatch: pytest.MonkeyPatch) -> None:
     be_impatient(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
