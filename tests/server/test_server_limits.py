@@ -154,7 +154,7 @@ def test_a_question_that_takes_too_long(serve):
 
 
 async def test_a_stream_that_takes_too_long_ends_with_an_error(serve):
-    served = serve(timeout_s=0.5)
+    served = serve(timeout_s=2)
     async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(
             model="tiny",
