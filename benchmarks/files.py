@@ -45,7 +45,7 @@ def file_system(path: Path) -> str:
 
 
 def read_blocks(loader: BlockLoader, keys: Sequence[str]) -> list[Loaded | None]:
-    """As a question reads them: what is in memory at once, the rest in the loader's threads."""
+    """Reads blocks as a question does: what is in memory at once, the rest in the loader's threads."""
     kv = loader.kv
     found: dict[str, Loaded | None] = {key: kv.fetch(key) for key in kv.lookup(keys, "memory")}
     slow = kv.lookup([key for key in keys if key not in found])

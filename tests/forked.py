@@ -75,7 +75,7 @@ def run(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> 
 
 
 END = "\nimport atexit; atexit._run_exitfuncs()\n"
-"""Behind a text that is about how a process ends: forks leave out what a real process does last."""
+"""The end of a text about how a process ends: forks leave out what a real process does last."""
 
 
 def run_real(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:

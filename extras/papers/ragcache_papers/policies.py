@@ -211,7 +211,7 @@ class LFU(GDSF):
     name: ClassVar[str] = "lfu"
 
     def cost(self, entry: Entry) -> float:
-        """As its size: a priority counts uses alone."""
+        """The entry's size, so that a priority counts uses alone."""
         return max(1, entry.num_bytes)
 
     def evict(self, key: str) -> None:

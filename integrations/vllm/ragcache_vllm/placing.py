@@ -158,7 +158,7 @@ class Placing:
 
 
 def _positions(load: Load) -> Tensor:
-    """Of the tokens that are placed, int64 [num_tokens]."""
+    """Positions of the tokens that are placed, int64 [num_tokens]."""
     return torch.cat([torch.arange(stretch.tokens.start, stretch.tokens.stop) for stretch in load.stretches])
 
 
