@@ -13,6 +13,7 @@ import torch
 from adapters import save_adapter
 from covering import covering
 from families import masks_of, oracle_model, random_prompt, save_tiny
+from run_options import run_options
 from safetensors.torch import load_file
 from tiny_model import byte_tokenizer
 
@@ -27,7 +28,6 @@ from ragcache_train.masked_pass import NAME, answer_logits, register
 from ragcache_train.row_encoder import passage_text
 from ragcache_train.special_tokens import choose_spec
 from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out
-from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import train
 
 LINK = TrainedTokens("link", "isolated", 2, 4, 199, 207, 208, first_packet_id=209, header_tokens=2)
@@ -173,19 +173,7 @@ LINES = [
 
 
 def options_of(base, folder):
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    return TrainOptions(
-        model=base,
-        data=(data,),
-        out=folder / "out",
-        freeze=True,
-        link_tokens=2,
-        link_slots=4,
-        batch_tokens=400,
-        log_every=1,
-        device="cpu",
-    )
+    return run_options(base, folder, LINES, freeze=True)
 
 
 @pytest.fixture

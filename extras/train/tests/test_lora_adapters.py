@@ -12,6 +12,7 @@ import reuse_oracle as oracle
 import torch
 from families import masks_of
 from peft import LoraConfig, PeftModel, get_peft_model
+from run_options import run_options
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, get_scheduler
@@ -22,7 +23,6 @@ from ragcache.models.load import checkpoint_digest, load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import ReuseTrainer, train
 from ragcache_vllm.merged_adapter import servable
 
@@ -54,20 +54,7 @@ def base(tmp_path_factory):
 
 
 def options_of(base, folder):
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    return TrainOptions(
-        model=base,
-        data=(data,),
-        out=folder / "out",
-        link_tokens=2,
-        link_slots=4,
-        lora_rank=3,
-        batch_tokens=400,
-        learning_rate=3e-2,
-        log_every=1,
-        device="cpu",
-    )
+    return run_options(base, folder, LINES, lora_rank=3, learning_rate=3e-2)
 
 
 @pytest.fixture(scope="module")

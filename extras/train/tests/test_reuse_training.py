@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from run_options import run_options
 from safetensors.torch import load_file
 
 import ragcache as rc
@@ -18,7 +19,6 @@ from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.masked_pass import NAME, answer_logits
 from ragcache_train.row_encoder import passage_text
 from ragcache_train.train_batches import Ask, EncodedRow, collate, lay_out
-from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import train
 
 PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
@@ -40,19 +40,7 @@ LINES = [
 
 
 def options_of(base, folder):
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    return TrainOptions(
-        model=base,
-        data=(data,),
-        out=folder / "out",
-        link_tokens=2,
-        link_slots=4,
-        batch_tokens=400,
-        learning_rate=3e-3,
-        log_every=1,
-        device="cpu",
-    )
+    return run_options(base, folder, LINES, learning_rate=3e-3)
 
 
 @pytest.fixture
