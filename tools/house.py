@@ -45,7 +45,7 @@ ROOMS = {
     # Annexes.
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),
     "extras/documents/ragcache_documents": Room(560, 6, 347, 5),
-    "extras/eval/ragcache_eval": Room(5_349, 35, 5_150, 23),
+    "extras/eval/ragcache_eval": Room(5_319, 31, 5_150, 23),
     "extras/train/ragcache_train": Room(3_222, 15, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_644, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_859, 26, 1_280, 10),

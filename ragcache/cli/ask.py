@@ -196,7 +196,7 @@ def print_answer(answer: Mapping[str, Any]) -> None:
     """Print the answer's sources and costs; its text is on the screen already. answer: as `Answer.to_json` has it"""
     say()
     if not answer["hits"]:
-        say("No passages were found: the answer rests on nothing.")
+        say("No passages were read: the answer rests on nothing in the store.")
     for rank, hit in enumerate(answer["hits"], 1):
         say(f"  [{rank}] {source_line(hit)}")
     if answer["dropped"]:

@@ -106,7 +106,7 @@ class LocalEngine:
             encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
             clock.read(times.prefill_s, ready.prefix.load_s + loaded.load_s, encode_s, times.place_s)
             try:
-                most = self._most(self._num_tokens(prompt, reading), reading)
+                most = self._most(fused.prompt_tokens, reading)
                 most = min(most, self.prompts.room(fused.next_position, reading))
                 yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
             finally:
@@ -166,7 +166,7 @@ class LocalEngine:
     def _need(self, prompt: Prompt, reading: RequestOptions) -> MemoryNeed:
         """Memory for the prompt, what the method adds, and the answer as far as it is limited; and for what stands
         behind the passages alone."""
-        read = self._num_tokens(prompt, reading)
+        read = reading.method.layout(self.lm, prompt.parts, self.lookup.encoder.recipe).num_tokens
         room, most = self.prompts.room_at_first(read, reading), self._most(read, reading)
         whole, own = (
             Size(
@@ -177,10 +177,6 @@ class LocalEngine:
             for before in (read, len(prompt.suffix_ids))
         )
         return MemoryNeed(whole, own)
-
-    def _num_tokens(self, prompt: Prompt, reading: RequestOptions) -> int:
-        """Of the prompt, with what the method adds."""
-        return reading.method.layout(self.lm, prompt.parts, self.lookup.encoder.recipe).num_tokens
 
     def _most(self, read: int, reading: RequestOptions) -> int:
         """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if

@@ -283,7 +283,8 @@ class Questions:
         def prepare(clock: Clock) -> Asked:
             ends, dropped = ends_of(0)
             parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
-            hits = find_passages(find(), parts.store.documents, parts.whole)
+            found = find() if reading.method.takes_passages else ()
+            hits = find_passages(found, parts.store.documents, parts.whole)
             clock.retrieve_s = time.perf_counter() - clock.started
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(ends) > parts.reader.prompts.room_before_answer(reading):

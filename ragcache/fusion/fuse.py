@@ -137,6 +137,12 @@ def fuse(
     added = chosen.added_to(lm, parts)
     recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
     layout = chosen.layout(lm, parts, recipe)
+    encodes = chunks and layout.separate and blocks is None and base is None
+    if encodes and recipe.sees_prefix and not isinstance(prompt, Prompt):
+        raise ConfigError(
+            f"recipe {recipe} encodes passages behind a Prompt's prefix, and a list of parts has none; give the "
+            "blocks, a Prompt, or recipe='isolated'"
+        )
     prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
     suffix_tokens = parts[-1].num_tokens
     if prefix_block is not None and layout.separate:

@@ -264,6 +264,7 @@ class FusionMethod:
     paper:          where it comes from
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
+    takes_passages: whether it reads passages at all (a cartridge does not): else none are searched for
     recipes:        recipes its blocks may be encoded under, the default first
     joins_states:   whether it can read with a model that has recurrent layers: nothing of a passage runs again, and no
                     token but text stands between passages
@@ -285,6 +286,7 @@ class FusionMethod:
     summary: ClassVar[str]
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
+    takes_passages: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
     joins_states: ClassVar[bool] = False
     takes_exact: ClassVar[bool] = False

@@ -169,6 +169,8 @@ def test_what_cannot_be_read_is_named(trained):
         rc.fuse(lm, parts, "a3", [])
     with pytest.raises(ConfigError, match="evict drops passages"):
         rc.fuse(lm, parts, "reposition", evict=2)
+    with pytest.raises(ConfigError, match="recipe 'prefix' encodes passages behind a Prompt's prefix"):
+        rc.fuse(lm, parts, "reposition", recipe="prefix")
     with pytest.raises(PromptError, match="ends with no text"):
         rc.fuse(lm, parts[:2], "reposition")
     tree, layout = PrefixCache(lm.shape, 1 << 24), get_method("reposition").layout(lm, parts, rc.Recipe())

@@ -159,7 +159,7 @@ def plan(
 ) -> None:
     """Say what a corpus takes: bytes by codec, precomputation, money, where stored KV breaks even, what to choose.
 
-    MachineRates and prices that are not given are those of KVLink's authors: Llama-3.1-8B on an A100, 1.79 USD an hour,
+    Rates and prices that are not given are those of KVLink's authors: Llama-3.1-8B on an A100, 1.79 USD an hour,
     0.023 USD for a GB a month.
     """
     from ragcache_plan.plan import make_plan

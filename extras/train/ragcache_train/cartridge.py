@@ -102,7 +102,7 @@ class Cartridge(FusionMethod):
     `ragcache train --reuse cartridge` makes one.
 
     file:     name without .safetensors in the directory of RAGCACHE_CARTRIDGES
-    passages: whether the prompt's passages are read behind it, as text; False: it stands in their place
+    passages: whether passages are searched for and read behind it, as text; False: it stands in their place
     """
 
     file: str = "cartridge"
@@ -119,6 +119,10 @@ class Cartridge(FusionMethod):
             raise ConfigError(f"file is {self.file!r}; give the name of a cartridge in {DIRECTORY}, no path")
         if not isinstance(self.passages, bool):
             raise ConfigError(f"passages is {self.passages!r}; give true or false")
+
+    @property
+    def takes_passages(self) -> bool:  # type: ignore[override]
+        return self.passages
 
     @property
     def keeps_context(self) -> bool:  # type: ignore[override]
@@ -150,7 +154,7 @@ class Cartridge(FusionMethod):
             super().check(lm, prompt)
 
     def layout(self, lm: ModelCard, parts: Sequence[Part], recipe: Recipe) -> Layout:
-        read = [part for part in parts if isinstance(part, Text) or (self.passages and part.chunk_ids)]
+        read = [part for part in parts if isinstance(part, Text) or (self.takes_passages and part.chunk_ids)]
         texts = list(takewhile(lambda part: isinstance(part, Text), read))
         first = tuple(id for part in texts if isinstance(part, Text) for id in part.ids)
         return super().layout(lm, (Text(self._standing_in(lm, first)), *read[len(texts) :]), recipe)

@@ -72,7 +72,7 @@ class FrozenOptions:
     passages: Annotated[int, option("--passages", "Neighbouring passages of such a row.")] = 8
     corpus: Annotated[Path | None, option("--corpus", "Text that a cartridge stands for: a file in UTF-8.")] = None
     cartridge_tokens: Annotated[int, option("--cartridge-tokens", "p: tokens of the cartridge.")] = 256
-    study_tokens: Annotated[int, option("--study-tokens", "Tokens of the corpus that a conversation is about.")] = 512
+    study_tokens: Annotated[int, option("--study-tokens", "Tokens of each chunk of the corpus.")] = 512
 
 
 @dataclass(frozen=True)

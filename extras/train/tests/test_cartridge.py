@@ -205,6 +205,7 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     with rc.RagCache.open(tmp_path / "kb", model=options.model, method="cartridge") as kb:
         kb.ingest([rc.Document("a", "Something else.")])
         answer = kb.ask("Who has boats?", k=1, sampling=sampling)
+        given = kb.ask("Who has boats?", hits=kb.retrieve("boats", k=1), sampling=sampling)
         exact = kb.ask("Who has boats?", k=1, sampling=sampling, approximate=False)
         tokenizer = kb.lm.tokenizer
     model, layers = oracle_model(str(options.model)), saved_layers(report.out / "cartridge.safetensors")
@@ -213,7 +214,8 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     while len(made) < 8:
         with torch.no_grad():
             made.append(int(plain_logits(model, layers, [*ids, *made])[-1].argmax()))
-    assert answer.text == tokenizer.decode(made)
+    assert answer.text == given.text == tokenizer.decode(made)
+    assert (answer.hits, given.hits, len(exact.hits)) == ([], [], 1), "sources are what was read"
     assert answer.method == "cartridge"
     assert answer.usage.prompt_tokens == 24 + len(ids)
     assert exact.method == "full", "a cartridge is none of what approximate=False allows"
@@ -238,6 +240,7 @@ def test_a_conversation_goes_on_behind_it_and_its_passages(trained, tmp_path, mo
             kb.chat(turns, method="cartridge", **options)
         alone = kb.chat(turns[:1], method="cartridge", sampling=options["sampling"])
     assert (first.method, again.method) == ("cartridge", "cartridge")
+    assert (len(first.hits), alone.hits) == (1, [])
     assert first.usage.prompt_tokens < again.usage.prompt_tokens < 2 * first.usage.prompt_tokens
     assert alone.usage.cached_tokens == 24
     assert 24 < alone.usage.prompt_tokens < first.usage.prompt_tokens, "no passage is read in its place"

@@ -11,6 +11,7 @@ const ORIGINS = {
   disk: ["from disk", "Its KV was read from the store on disk."],
   remote: ["from afar", "Its KV was read from the store that several machines share."],
   computed: ["computed now", "Its KV was in no tier: the model read the passage for this question. It is kept."],
+  shared: ["shared", "Another question over the same passages had placed their KV."],
   exact: ["from an earlier prompt", "An earlier prompt began with the same tokens: their KV was kept as it was."],
   unused: ["KV unused", "The method read the passage's text."],
 };
