@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from ragcache.codecs.container import ALIGNMENT
-from ragcache.errors import check_least
+from ragcache.errors import check_least, first_line
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
@@ -74,15 +76,24 @@ class BudgetedTier(Tier):
     def _where(self) -> dict[str, Any]:
         """Where this tier keeps its blocks, as options of `torch.empty`."""
 
+    def _made(self, make: Callable[..., Tensor]) -> Tensor:
+        """A tensor that `make` makes in this tier's memory."""
+        return make(**self._where)
+
     def _copy(self, tensor: Tensor) -> Tensor:
-        return private_copy(tensor, **self._where)
+        return self._made(partial(private_copy, tensor))
 
     def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, **self._where)
+        return self._made(partial(torch.empty, num_bytes, dtype=torch.uint8))
+
+    def taken(self, num_bytes: int) -> int:
+        """Bytes of memory that a tensor of so many takes."""
+        return num_bytes
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
+        num_bytes = sum(self.taken(tensor.nbytes) for tensor in _tensors(block))
         with BudgetedRoom(self, key) as room:
-            return room.hold(block.map(self._copy)) if self.make_room(room, block.num_bytes) else None
+            return room.hold(block.map(self._copy)) if self.make_room(room, num_bytes) else None
 
     def _hold(self, entry: Entry, held: KVBlock) -> KVBlock:
         with self._lock:
@@ -170,7 +181,8 @@ class BudgetedRoom(Room):
     buffer: Tensor | None = None
 
     def take(self, num_bytes: int) -> Tensor | None:
-        self.buffer = self.tier.empty(num_bytes) if self.tier.make_room(self, num_bytes) else None
+        has_room = self.tier.make_room(self, self.tier.taken(num_bytes))
+        self.buffer = self.tier.empty(num_bytes) if has_room else None
         return self.buffer
 
     def hold(self, block: KVBlock) -> KVBlock:
@@ -191,7 +203,7 @@ class BudgetedRoom(Room):
 class MemoryTier(BudgetedTier):
     """Blocks in host memory.
 
-    page_locked: new copies are in memory that a CUDA device reads without a detour
+    page_locked: new copies are in memory that a CUDA device reads without a detour, as long as the system locks it
     """
 
     name = "memory"
@@ -199,6 +211,10 @@ class MemoryTier(BudgetedTier):
 
     def on_device(self, device: torch.device) -> None:
         self.page_locked = self.page_locked or device.type == "cuda"
+
+    def taken(self, num_bytes: int) -> int:
+        """PyTorch makes page-locked tensors in powers of two."""
+        return 1 << (num_bytes - 1).bit_length() if self.page_locked and num_bytes else num_bytes
 
     def read(self, key: str, tier: DurableTier) -> KVBlock | None:
         """`tier.get`, read into this tier's memory where there is room for it; else what `put` keeps of it."""
@@ -212,19 +228,48 @@ class MemoryTier(BudgetedTier):
     def _where(self) -> dict[str, Any]:
         return {"pin_memory": self.page_locked}
 
+    def _made(self, make: Callable[..., Tensor]) -> Tensor:
+        where = self._where
+        try:
+            return make(**where)
+        except RuntimeError as error:
+            if not where["pin_memory"]:
+                raise
+            with self._lock:
+                is_first, self.page_locked = self.page_locked, False
+            if is_first:
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                log.warning(
+                    "the system page-locks no more memory (%s; limit: %s): further KV blocks are in ordinary memory, "
+                    "which a GPU reads more slowly; raise the limit (ulimit -l unlimited, docker run --ulimit "
+                    "memlock=-1), or give --memory less",
+                    first_line(error), "none" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes",
+                )  # fmt: skip
+            return make()
+
 
 def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
     """Whether a block needs no other memory, and a kernel can read it there: files of earlier versions hold tensors of
     codes at odd places."""
-    found, own, locked = [], buffer.untyped_storage().data_ptr(), buffer.is_pinned()
+    own, locked = buffer.untyped_storage().data_ptr(), buffer.is_pinned()
+
+    def is_odd(tensor: Tensor) -> bool:
+        return locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
+
+    held = [tensor for tensor in _tensors(block) if tensor.numel()]
+    return all(tensor.untyped_storage().data_ptr() == own and not is_odd(tensor) for tensor in held)
+
+
+def _tensors(block: KVBlock) -> list[Tensor]:
+    """All that a block holds."""
+    found = []
 
     def look(tensor: Tensor) -> Tensor:
-        odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
-        found.append(not tensor.numel() or (tensor.untyped_storage().data_ptr() == own and not odd))
+        found.append(tensor)
         return tensor
 
     block.map(look)
-    return all(found)
+    return found
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:
