@@ -27,6 +27,7 @@ from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
 from ragcache.plugins import Registry
@@ -75,7 +76,7 @@ class LocalEngine:
         keep = method.reuses_blocks and bool(prompt.chunk_ids)
         key = asked.context_key if self.lookup.shares_context_of(method) else None
         waiting = time.perf_counter()
-        with self.contexts.admit(key, need, limit, keep=keep) as seat:
+        with translate_device_errors(), self.contexts.admit(key, need, limit, keep=keep) as seat:
             clock.queue_s = time.perf_counter() - waiting
             with ExitStack() as leases:
                 with limited(limit):

@@ -240,14 +240,19 @@ def test_recurrent_layers_cannot_be_recorded(tmp_path, said):
     assert "has recurrent layers" in warned(said)
 
 
-def test_a_card_without_room(tiny, said, monkeypatch):
-    def full(self, num_tokens):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB\nand more")
+@pytest.mark.parametrize("where", ["arena", "second size"])
+def test_a_card_without_room(tiny, said, monkeypatch, where):
+    plain, record, left = answer(tiny, random_prompt()), TapeRecorder.record, iter(range(1))
 
-    plain = answer(tiny, random_prompt())
-    monkeypatch.setattr(BufferPool, "open_arena", full)
+    def full(*given):
+        if where == "arena" or next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB\nand more")
+        return record(*given)
+
+    monkeypatch.setattr(*((BufferPool, "open_arena") if where == "arena" else (TapeRecorder, "record")), full)
     assert graphed(tiny)[1] is None
     assert warned(said) == "OutOfMemoryError: CUDA out of memory. Tried to allocate 6.00 GiB"
+    assert tiny.pool.arena is None
     assert answer(tiny, random_prompt())[1] == plain[1]
     graphed(tiny)  # the store is opened again
     assert warned(said)
