@@ -20,12 +20,14 @@ from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.fusion.fuse import FuseOutput, fuse
 from ragcache.fusion.method import FusionMethod, Scope
+from ragcache.fusion.place_check import place_kernel
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
+from ragcache.models.graphs import use_graphs
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import PassStats
@@ -45,7 +47,11 @@ SHARED = "shared"
 
 @dataclass(eq=False, repr=False)
 class LocalEngine:
-    """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe."""
+    """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe.
+
+    graph_bytes: of the device, for CUDA graphs; see `use_graphs`. They are made for the first question, or `warm_up`:
+                 whoever only adds documents needs none
+    """
 
     lm: LanguageModel
     prompts: Prompts
@@ -53,6 +59,7 @@ class LocalEngine:
     prefixes: Prefixes
     contexts: SharedPrefixes
     estimate: PrefillEstimate
+    graph_bytes: int | None
 
     def __post_init__(self) -> None:
         self._eos = eos_token_ids(self.lm)
@@ -69,6 +76,7 @@ class LocalEngine:
 
         Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `Prompts.prompt` raises.
         """
+        use_graphs(self.lm, self.graph_bytes)
         asked = self._request(ends, hits, reading, clock, kept)
         prompt, reading, limit = asked.prompt, asked.reading, asked.limit
         method, need = reading.method, self._need(prompt, reading)
@@ -154,6 +162,8 @@ class LocalEngine:
 
     def warm_up(self) -> None:
         """Pay for what the first question would pay for: a model's first pass takes longer."""
+        use_graphs(self.lm, self.graph_bytes)
+        place_kernel(self.lm, ())  # compiled and compared
         cache = self.lm.new_cache(WARM_TOKENS)
         self.lm.run([rank % self.lm.vocab_size for rank in range(WARM_TOKENS)], 0, cache)
         cache.release()

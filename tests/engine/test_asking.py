@@ -238,6 +238,6 @@ def test_an_error_of_no_device_passes_as_it_is(kb):
         raise RuntimeError("shapes do not match")
 
     hook = kb.lm.model.get_input_embeddings().register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="^shapes do not match$"):
+    with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         kb.ask("Where do cats sleep?")
     hook.remove()
