@@ -367,12 +367,6 @@ def check_least(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name} is {value}; it must be at least {least:g}", name)
 
 
-def check_kept(kept: float) -> None:
-    """Raises ConfigError naming --kv-kept for what is no share of a passage's KV."""
-    if not 0 < kept <= 1:
-        raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
-
-
 @contextmanager
 def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Translate the operating system's write errors into store errors that name `path`.

@@ -49,8 +49,7 @@ SHARED = "shared"
 class LocalEngine:
     """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe.
 
-    graph_bytes: of the device, for CUDA graphs; see `use_graphs`. They are made for the first question, or `warm_up`:
-                 whoever only adds documents needs none
+    graph_bytes: see `use_graphs`. Graphs are made for the first question, or `warm_up`: adding documents needs none
     """
 
     lm: LanguageModel

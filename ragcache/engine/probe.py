@@ -85,9 +85,8 @@ def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
 
     Single pages, a first part, and then in one piece, as the store reads a block, as much as the time allows.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
+    with open(path, "rb", buffering=0) as file:
+        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         room = -(-max(1, min(size, MOST_READ_BYTES)) // PAGE) * PAGE
         # Aligned to a page, as O_DIRECT wants it, and there already, as page-locked memory is.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -113,8 +112,6 @@ def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
         if end < size and left > READ_BYTES:
             rate = _rate(*read(end, min(room, left)), latency_s)
         return latency_s, rate
-    finally:
-        os.close(descriptor)
 
 
 def _rate(seconds: float, moved: int, latency_s: float) -> float:

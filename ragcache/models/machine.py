@@ -12,8 +12,6 @@ from ragcache.runtime import torch
 AUTO = "auto"
 DEVICES = ("cuda", "xpu", "mps", "cpu")
 """Kinds of devices, in the order in which "auto" takes them."""
-DRIVERS = ("CUDA error", "[CUDA]")
-"""What errors of PyTorch's libraries and of Triton name."""
 
 
 def find_device(device: str | torch.device = AUTO) -> torch.device:
@@ -49,8 +47,8 @@ def translate_device_errors() -> Iterator[None]:
             f"the model's device has no memory left ({first_line(error)}); give --answer-memory, --device-memory or "
             "--graph-memory less"
         ) from error
-    except RuntimeError as error:
-        if not isinstance(error, torch.AcceleratorError) and not any(name in str(error) for name in DRIVERS):
+    except RuntimeError as error:  # PyTorch's own, its libraries', Triton's
+        if not (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "[CUDA]" in str(error)):
             raise
         raise DeviceError(
             f"the model's device failed ({first_line(error)}), and nothing runs there any more; what is stored is "

@@ -71,17 +71,9 @@ class BudgetedTier(Tier):
     def evictions(self) -> int:
         return self._ledger.evictions
 
-    @property
     @abstractmethod
-    def _where(self) -> dict[str, Any]:
-        """Where this tier keeps its blocks, as options of `torch.empty`."""
-
     def _made(self, make: Callable[..., Tensor]) -> Tensor:
-        """A tensor that `make` makes in this tier's memory."""
-        return make(**self._where)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return self._made(partial(private_copy, tensor))
+        """A tensor that `make`, which takes options of `torch.empty`, makes in this tier's memory."""
 
     def empty(self, num_bytes: int) -> Tensor:
         return self._made(partial(torch.empty, num_bytes, dtype=torch.uint8))
@@ -93,7 +85,9 @@ class BudgetedTier(Tier):
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
         num_bytes = sum(self.taken(tensor.nbytes) for tensor in _tensors(block))
         with BudgetedRoom(self, key) as room:
-            return room.hold(block.map(self._copy)) if self.make_room(room, num_bytes) else None
+            if not self.make_room(room, num_bytes):
+                return None
+            return room.hold(block.map(lambda tensor: self._made(partial(private_copy, tensor))))
 
     def _hold(self, entry: Entry, held: KVBlock) -> KVBlock:
         with self._lock:
@@ -181,8 +175,7 @@ class BudgetedRoom(Room):
     buffer: Tensor | None = None
 
     def take(self, num_bytes: int) -> Tensor | None:
-        has_room = self.tier.make_room(self, self.tier.taken(num_bytes))
-        self.buffer = self.tier.empty(num_bytes) if has_room else None
+        self.buffer = self.tier.empty(num_bytes) if self.tier.make_room(self, self.tier.taken(num_bytes)) else None
         return self.buffer
 
     def hold(self, block: KVBlock) -> KVBlock:
@@ -224,17 +217,12 @@ class MemoryTier(BudgetedTier):
                 return room.hold(block)
         return None if block is None else self.put(key, block) or block
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"pin_memory": self.page_locked}
-
     def _made(self, make: Callable[..., Tensor]) -> Tensor:
-        where = self._where
+        if not self.page_locked:
+            return make()
         try:
-            return make(**where)
+            return make(pin_memory=True)
         except RuntimeError as error:
-            if not where["pin_memory"]:
-                raise
             with self._lock:
                 is_first, self.page_locked = self.page_locked, False
             if is_first:
@@ -252,12 +240,11 @@ def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
     """Whether a block needs no other memory, and a kernel can read it there: files of earlier versions hold tensors of
     codes at odd places."""
     own, locked = buffer.untyped_storage().data_ptr(), buffer.is_pinned()
-
-    def is_odd(tensor: Tensor) -> bool:
-        return locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
-
-    held = [tensor for tensor in _tensors(block) if tensor.numel()]
-    return all(tensor.untyped_storage().data_ptr() == own and not is_odd(tensor) for tensor in held)
+    for tensor in (one for one in _tensors(block) if one.numel()):
+        is_odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
+        if is_odd or tensor.untyped_storage().data_ptr() != own:
+            return False
+    return True
 
 
 def _tensors(block: KVBlock) -> list[Tensor]:
@@ -316,9 +303,8 @@ class DeviceTier(BudgetedTier):
                     self._ledger.budget_bytes = self._whole_budget
         return held
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"device": self.device}
+    def _made(self, make: Callable[..., Tensor]) -> Tensor:
+        return make(device=self.device)
 
     def _shrink(self, error: BaseException) -> None:
         with self._lock:
