@@ -49,7 +49,7 @@ ROOMS = {
     "extras/train/ragcache_train": Room(3_222, 15, 2_390, 12),
     "extras/plan/ragcache_plan": Room(1_652, 8, 1_540, 8),
     "extras/papers/ragcache_papers": Room(3_870, 26, 1_280, 10),
-    "extras/watch/ragcache_watch": Room(178, 3, 150, 3),
+    "extras/watch/ragcache_watch": Room(174, 3, 150, 3),
     "integrations/completions/ragcache_completions": Room(463, 4, 300, 3),
     "integrations/mcp/ragcache_mcp": Room(391, 5, 320, 4),
     "integrations/ollama/ragcache_ollama": Room(786, 3, 725, 3),
