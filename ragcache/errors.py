@@ -10,6 +10,7 @@
     ├── ModelError
     │   ├── ModelNotFoundError          not a directory or hub id of a model
     │   ├── AdapterError                an adapter that is damaged, or belongs to another model
+    │   ├── DeviceError                 the model's device failed, or has no memory left
     │   └── UnsupportedModelError       a model whose keys cannot be moved exactly
     ├── EmbedderError                   the embedding model is absent or damaged
     ├── RerankerError                   the reranker is absent, damaged or no cross-encoder
@@ -112,6 +113,10 @@ class ModelNotFoundError(ModelError):
 
 class AdapterError(ModelError):
     """An adapter is damaged, or belongs to another model than the one that it names as its base."""
+
+
+class DeviceError(ModelError):
+    """The model's device failed amid a pass, or has no memory left for it."""
 
 
 class UnsupportedModelError(ModelError):
@@ -360,12 +365,6 @@ def check_least(name: str, value: float, least: float) -> None:
     check_type(name, value, Real, f"give a number, at least {least:g}")
     if not value >= least:
         raise ConfigError(f"{name} is {value}; it must be at least {least:g}", name)
-
-
-def check_kept(kept: float) -> None:
-    """Raises ConfigError naming --kv-kept for what is no share of a passage's KV."""
-    if not 0 < kept <= 1:
-        raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
 
 
 @contextmanager

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -345,15 +342,3 @@ def delete(
         say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
-    stop = threading.Event()
-    before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

@@ -32,7 +32,6 @@ from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
 from ragcache.errors import ConfigError, EmbedderMismatchError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.place_check import place_kernel
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import Chunker, ChunkerConfig, PassthroughSplitter
 from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
@@ -42,7 +41,6 @@ from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.card import ModelCard
-from ragcache.models.graphs import use_graphs
 from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
@@ -214,8 +212,6 @@ def _here(
     """own_blocks: how the store's blocks are made: recipe, ids before the first passage, tenant"""
     documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
-    place_kernel(lm, ())  # compiled and compared now, not at the first question
-    use_graphs(lm, config.graph_bytes)
     rates = None
     if config.load != ALWAYS:  # where nothing is chosen, nothing is measured
         rates = open_rates(store.rates, kv.root, lm, kv.codec, config.measure_s, recipe)
@@ -242,6 +238,7 @@ def _here(
         prefixes,
         SharedPrefixes(admission, tree),
         estimate,
+        config.graph_bytes,
     )
     return _Made(reader, encoder, admission, estimate, loader)
 

@@ -20,13 +20,16 @@ from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.fusion.fuse import FuseOutput, fuse
 from ragcache.fusion.method import FusionMethod, Scope
+from ragcache.fusion.place_check import place_kernel
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
+from ragcache.models.graphs import use_graphs
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
 from ragcache.plugins import Registry
@@ -44,7 +47,10 @@ SHARED = "shared"
 
 @dataclass(eq=False, repr=False)
 class LocalEngine:
-    """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe."""
+    """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe.
+
+    graph_bytes: see `use_graphs`. Graphs are made for the first question, or `warm_up`: adding documents needs none
+    """
 
     lm: LanguageModel
     prompts: Prompts
@@ -52,6 +58,7 @@ class LocalEngine:
     prefixes: Prefixes
     contexts: SharedPrefixes
     estimate: PrefillEstimate
+    graph_bytes: int | None
 
     def __post_init__(self) -> None:
         self._eos = eos_token_ids(self.lm)
@@ -68,6 +75,7 @@ class LocalEngine:
 
         Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `Prompts.prompt` raises.
         """
+        use_graphs(self.lm, self.graph_bytes)
         asked = self._request(ends, hits, reading, clock, kept)
         prompt, reading, limit = asked.prompt, asked.reading, asked.limit
         method, need = reading.method, self._need(prompt, reading)
@@ -75,7 +83,7 @@ class LocalEngine:
         keep = method.reuses_blocks and bool(prompt.chunk_ids)
         key = asked.context_key if self.lookup.shares_context_of(method) else None
         waiting = time.perf_counter()
-        with self.contexts.admit(key, need, limit, keep=keep) as seat:
+        with translate_device_errors(), self.contexts.admit(key, need, limit, keep=keep) as seat:
             clock.queue_s = time.perf_counter() - waiting
             with ExitStack() as leases:
                 with limited(limit):
@@ -153,6 +161,8 @@ class LocalEngine:
 
     def warm_up(self) -> None:
         """Pay for what the first question would pay for: a model's first pass takes longer."""
+        use_graphs(self.lm, self.graph_bytes)
+        place_kernel(self.lm, ())  # compiled and compared
         cache = self.lm.new_cache(WARM_TOKENS)
         self.lm.run([rank % self.lm.vocab_size for rank in range(WARM_TOKENS)], 0, cache)
         cache.release()

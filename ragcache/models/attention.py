@@ -102,19 +102,12 @@ class Projected(NamedTuple):
     scoring: Scoring
     window: int | None
 
-    def attention_received(self, key: Tensor, key_positions: Tensor) -> Tensor:
-        """Attention that each key gets from these rows, summed over rows and heads: float32 [length].
+    def weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
+        """Weights summed over heads, float32 [rows, length], of a few rows at a time, so that those of a long suffix
+        never stand in memory at once.
 
         key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one
         """
-        total = torch.zeros(key.shape[2], device=key.device)
-        for weights in self.weights(key, key_positions):
-            total += weights.sum(0)
-        return total
-
-    def weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
-        """Weights summed over heads, float32 [rows, length], of a few rows at a time, so that those of a long suffix
-        never stand in memory at once."""
         query, positions = self.query, self.positions
         step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
         for start in range(0, query.shape[2], step):

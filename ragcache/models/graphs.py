@@ -217,7 +217,7 @@ _lock = threading.Lock()
 
 
 def use_graphs(lm: LanguageModel, num_bytes: int | None = None, recorder: CudaRecorder | None = None) -> None:
-    """Let a model on CUDA run its short passes as graphs. Once: what it was first opened with counts.
+    """Let a model on CUDA run its short passes as graphs. Once: what it was first asked with counts.
 
     num_bytes: of the device's memory, for KV and graphs' scratch; None: an eighth of what is free; 0: no graphs
     """
@@ -225,15 +225,15 @@ def use_graphs(lm: LanguageModel, num_bytes: int | None = None, recorder: CudaRe
         if num_bytes == 0 or lm in _tried or (recorder is None and lm.device.type != "cuda"):
             return
         _tried.add(lm)
-    try:
-        if lm.shape.states:
-            raise UnsupportedModelError(f"{lm.name} has recurrent layers")
-        recorder = recorder or CudaRecorder(lm.device)
-        num_bytes = num_bytes or int(recorder.free_bytes() * DEFAULT_SHARE)
-        lm.scheduler.forward = GraphedPasses(lm, num_bytes, recorder).forward
-    except Exception as error:
-        lm.pool.arena = None
-        _warn(error)
+        try:  # others that ask meanwhile wait
+            if lm.shape.states:
+                raise UnsupportedModelError(f"{lm.name} has recurrent layers")
+            recorder = recorder or CudaRecorder(lm.device)
+            num_bytes = num_bytes or int(recorder.free_bytes() * DEFAULT_SHARE)
+            lm.scheduler.forward = GraphedPasses(lm, num_bytes, recorder).forward
+        except Exception as error:
+            lm.pool.arena = None
+            _warn(error)
 
 
 def _warn(error: Exception) -> None:

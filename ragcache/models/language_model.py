@@ -25,6 +25,7 @@ from ragcache.models.card import ModelCard
 from ragcache.models.encode import encode_batch
 from ragcache.models.kvzip import check_replay, evict_lowest, measure_worth, num_kept, replay_ids
 from ragcache.models.layerwise import BeforeLayer, walking
+from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import Scheduler
 from ragcache.models.support import text_config
 from ragcache.models.trained_tokens import TrainedTokens
@@ -92,6 +93,7 @@ class LanguageModel(ModelCard):
         return self.shape.token_bytes
 
     @team_ends()
+    @translate_device_errors()
     def encode(
         self,
         chunks: Sequence[Sequence[int]],

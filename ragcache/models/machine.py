@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, DeviceError, first_line
 from ragcache.runtime import torch
 
 AUTO = "auto"
@@ -33,6 +35,25 @@ def has_device(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
     return kind == "cpu" or bool(getattr(torch, kind).is_available())
+
+
+@contextmanager
+def translate_device_errors() -> Iterator[None]:
+    """Raises DeviceError for what a GPU's driver reports; other errors pass through."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"the model's device has no memory left ({first_line(error)}); give --answer-memory, --device-memory or "
+            "--graph-memory less"
+        ) from error
+    except RuntimeError as error:  # PyTorch's own, its libraries', Triton's
+        if not (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "[CUDA]" in str(error)):
+            raise
+        raise DeviceError(
+            f"the model's device failed ({first_line(error)}), and nothing runs there any more; what is stored is "
+            "whole. Start again, with --device cpu if it fails again"
+        ) from error
 
 
 def multiplies(dtype: torch.dtype) -> bool:

@@ -406,9 +406,7 @@ class DecodingSequence:
         if self.position >= self.last:
             self.end(None)
             return None
-        device = logits.device
-        ids = torch.tensor([token], device=device)
-        positions = torch.tensor([self.position - 1], device=device)
+        ids, positions = torch.tensor([[token], [self.position - 1]]).to(logits.device, non_blocking=True)  # one upload
         run, step = ForwardRequest(ids, positions, self.cache, ordered=True), self.cache.step
         alone = None if step is None else partial(step, self.cache, ids, positions)
         following = QueuedRequest(run, alone, sequence=self, limit=self.limit)

@@ -13,7 +13,7 @@ from tiny_model import save_tiny_llama
 from transformers import AutoTokenizer
 
 import ragcache as rc
-from ragcache.errors import CancelledError, ConfigError, ContextTooLongError
+from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, DeviceError
 from ragcache.models.generate import decode
 
 QUESTIONS = [
@@ -197,3 +197,47 @@ def test_a_stream_brings_the_same_ones(kb):
     assert len(found) == done.answer.usage.completion_tokens
     assert done.answer.to_json()["logprobs"][0]["text"] == found[0].text
     assert kb.ask(QUESTIONS[0], k=2).logprobs is None
+
+
+LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
+FAILURES = [
+    (LOST, r"device failed \(CUDA error: unspecified launch failure\), .* --device cpu"),
+    (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "device failed .*illegal memory"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), "device failed .*CUBLAS"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB"), "no memory left .*--answer-memory"),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), FAILURES)
+def test_a_device_that_fails_is_named_and_nothing_is_left_of_the_question(kb, error, said):
+    """Amid the answer, while the prompt is read, and at ingestion; the next question has all memory."""
+    left = iter(range(8))
+
+    def fail(*_):
+        if next(left, None) is None:
+            raise error
+
+    expected = kb.ask("Where do dogs bark?", sampling=rc.Sampling(max_tokens=20)).text
+    hook = kb.lm.model.get_input_embeddings().register_forward_hook(fail)
+    came = []
+    with pytest.raises(DeviceError, match=said):
+        came.extend(kb.stream("Where do dogs bark?", sampling=rc.Sampling(max_tokens=20)))
+    assert any(isinstance(event, rc.Token) for event in came)
+    with pytest.raises(DeviceError, match=said):
+        kb.ask("Where do cats sleep?")
+    with pytest.raises(DeviceError, match=said):
+        kb.ingest([rc.Document("new", "Foxes dig under the fence.")])
+    hook.remove()
+    assert kb.admission.reserved_bytes == 0
+    assert kb.ask("Where do dogs bark?", sampling=rc.Sampling(max_tokens=20)).text == expected
+    kb.ingest([rc.Document("new", "Foxes dig under the fence.")])
+
+
+def test_an_error_of_no_device_passes_as_it_is(kb):
+    def fail(*_):
+        raise RuntimeError("shapes do not match")
+
+    hook = kb.lm.model.get_input_embeddings().register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
+        kb.ask("Where do cats sleep?")
+    hook.remove()

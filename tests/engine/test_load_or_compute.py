@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import pytest
 from blocks import size_of
@@ -11,6 +13,7 @@ import ragcache as rc
 from ragcache.engine.probe import open_rates, probe_disk
 from ragcache.engine.rates import RateFigures, Rates, TierFigures, machine_key
 from ragcache.errors import ConfigError
+from ragcache.files import PAGE
 from ragcache.store.eviction import PrefillRate
 
 SHORT = rc.Sampling(max_tokens=6)
@@ -141,6 +144,28 @@ def test_a_probe_reads_any_file(tmp_path):
         latency_s, bytes_s = probe_disk(path, 0.01)
         assert latency_s > 0
         assert bytes_s > 0
+
+
+@pytest.mark.parametrize(("bytes_s", "pieces"), [(1e9, [256 << 10, 5 << 20]), (4e6, [256 << 10])])
+def test_a_probe_reads_a_block_in_one_piece_where_time_allows(tmp_path, monkeypatch, bytes_s, pieces):
+    """As the store does; of a slow disk no more than the first part. The rate is the disk's."""
+    path = tmp_path / "block"
+    path.write_bytes(bytes(PAGE + sum(pieces) + (0 if len(pieces) > 1 else 5 << 20)))
+    now, seen, preadv = [0.0], [], os.preadv
+
+    def read(descriptor, buffers, offset, flags=0):
+        done = preadv(descriptor, buffers, offset, flags)
+        now[0] += 1e-4 + done / bytes_s
+        seen.append((offset, done))
+        return done
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    latency_s, rate = probe_disk(path, 0.075)
+    assert latency_s == pytest.approx(1e-4 + PAGE / bytes_s)
+    assert rate == pytest.approx(bytes_s, rel=0.05)
+    assert [done for _, done in seen[:4]] == [PAGE] * 4
+    assert seen[4:] == [(PAGE + sum(pieces[:n]), count) for n, count in enumerate(pieces)]
 
 
 def test_rates_follow_reads_but_not_a_single_outlier():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
+from threading import Event
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_lo
 from graph_tape import Tape, TapeRecorder
 from hybrids import save_hybrid
 from late_lane import LateLane
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragcache as rc
 from ragcache.kv.buffers import BufferPool
 from ragcache.models import graphs
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
+from ragcache.models.deadline import NO_LIMIT
 from ragcache.models.generate import decode
 from ragcache.models.graphs import Bucket, GraphedPasses, use_graphs
 from ragcache.models.sampler import Sampling
+from ragcache.models.scheduler import DecodingSequence
 
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "gemma4", "deepseek_v2")
 ALONE = [Bucket(1, 1, 128), Bucket(1, 32, 128)]
@@ -240,14 +244,19 @@ def test_recurrent_layers_cannot_be_recorded(tmp_path, said):
     assert "has recurrent layers" in warned(said)
 
 
-def test_a_card_without_room(tiny, said, monkeypatch):
-    def full(self, num_tokens):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB\nand more")
+@pytest.mark.parametrize("where", ["arena", "second size"])
+def test_a_card_without_room(tiny, said, monkeypatch, where):
+    plain, record, left = answer(tiny, random_prompt()), TapeRecorder.record, iter(range(1))
 
-    plain = answer(tiny, random_prompt())
-    monkeypatch.setattr(BufferPool, "open_arena", full)
+    def full(*given):
+        if where == "arena" or next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB\nand more")
+        return record(*given)
+
+    monkeypatch.setattr(*((BufferPool, "open_arena") if where == "arena" else (TapeRecorder, "record")), full)
     assert graphed(tiny)[1] is None
     assert warned(said) == "OutOfMemoryError: CUDA out of memory. Tried to allocate 6.00 GiB"
+    assert tiny.pool.arena is None
     assert answer(tiny, random_prompt())[1] == plain[1]
     graphed(tiny)  # the store is opened again
     assert warned(said)
@@ -320,15 +329,59 @@ def test_graphs_are_for_cuda_and_off_by_an_option(tiny):
     assert graphed(tiny)[1] is not None
 
 
-def test_a_store_passes_its_option_on(open_kb, monkeypatch):
-    from ragcache.engine import assemble
+@pytest.mark.parametrize("by", ["ask", "warm_up"])
+def test_graphs_are_made_when_something_is_to_answer(open_kb, monkeypatch, by):
+    """Not to add documents; by the store's option."""
+    from ragcache.engine import local_engine
 
     seen = []
-    monkeypatch.setattr(assemble, "use_graphs", lambda lm, num_bytes: seen.append(num_bytes))
-    open_kb(store=rc.StoreConfig(graph_bytes=0))
+    monkeypatch.setattr(local_engine, "use_graphs", lambda lm, num_bytes: seen.append(num_bytes))
+    kb = open_kb(store=rc.StoreConfig(graph_bytes=3))
+    kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
+    assert not seen
+    kb.warm_up() if by == "warm_up" else kb.ask("Where?", sampling=rc.Sampling(max_tokens=1))
+    assert seen == [3]
     with pytest.raises(rc.errors.ConfigError, match="graph_bytes"):
         rc.StoreConfig(graph_bytes=-1)
-    assert seen == [0]
+
+
+def test_who_asks_meanwhile_waits_until_they_are_made(tiny):
+    recorder, began, go_on = TapeRecorder(), Event(), Event()
+
+    def record(*given):
+        began.set()
+        assert go_on.wait(10)
+        return TapeRecorder.record(recorder, *given)
+
+    recorder.record = record
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(use_graphs, tiny, ROOM, recorder)
+        assert began.wait(10)
+        second = pool.submit(use_graphs, tiny, ROOM, recorder)
+        assert not wait([second], 0.1).done
+        go_on.set()
+        second.result(10)
+        assert isinstance(getattr(tiny.scheduler.forward, "__self__", None), GraphedPasses)
+
+
+def test_a_decoded_token_takes_one_upload_that_nobody_waits_for(tiny):
+    """Counted on a device that computes nothing; what chooses the token reads it, and is not counted."""
+
+    class Uploads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("meta"):
+                waits.append(not (kwargs or {}).get("non_blocking", False))
+            return func(*args, **(kwargs or {}))
+
+    waits = []
+    sequence = DecodingSequence(tiny.new_cache(8), lambda _: 5, 3, 20, (), NO_LIMIT)
+    with Uploads():
+        for _ in range(3):
+            following = sequence.advance(torch.empty(199, device="meta"))
+    assert waits == [False] * 3
+    assert (following.run.ids.shape, following.run.positions.shape) == ((1,), (1,))
+    here = sequence.advance(torch.zeros(199))
+    assert (here.run.ids.tolist(), here.run.positions.tolist()) == ([5], [6])
 
 
 # The arena and the double.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -155,14 +155,14 @@ def test_a_block_of_a_document_that_another_process_deleted_is_not_written(tmp_p
 def test_a_device_without_memory_left_costs_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copy, full = device_tier.DeviceTier._copy, True
+    made, full = device_tier.DeviceTier._made, True
 
-    def fail(tier: device_tier.DeviceTier, tensor: torch.Tensor) -> torch.Tensor:
+    def fail(tier: device_tier.DeviceTier, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         if full:
             raise torch.OutOfMemoryError("no memory")
-        return copy(tier, tensor)
+        return made(tier, make)
 
-    monkeypatch.setattr(device_tier.DeviceTier, "_copy", fail)
+    monkeypatch.setattr(device_tier.DeviceTier, "_made", fail)
     with open_store(tmp_path, device_bytes=100 * ONE) as store:
         for number in range(3):
             store.put(make_key(number), make_block(number))

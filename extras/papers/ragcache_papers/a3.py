@@ -16,6 +16,7 @@ from ragcache.fusion.recompute import (
     chosen,
 )
 from ragcache.runtime import torch
+from ragcache_papers.gather import attention_received
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,7 @@ class A3(RecomputeMethod):
         """float32 [chunk tokens]: attention from the suffix (eq. 3)."""
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
-        scores = projected.attention_received(keys, context.positions)[context.prefix_tokens : context.num_tokens]
+        scores = attention_received(projected, keys, context.positions)[context.prefix_tokens : context.num_tokens]
         return pooled(scores, self.pool_tokens)
 
 

@@ -11,7 +11,7 @@ from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import highest
 from ragcache.models.card import ModelCard
 from ragcache.runtime import torch
-from ragcache_papers.gather import Gather, prefill_selecting
+from ragcache_papers.gather import Gather, attention_received, prefill_selecting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class Entropy(FusionMethod):
 
         def select(layer: int, suffix: Projected) -> Tensor:
             keys = torch.cat([gather.all_keys(layer)[None], suffix.key], dim=2)
-            drawn = suffix.attention_received(keys, torch.cat([gather.positions, suffix.positions]))
+            drawn = attention_received(suffix, keys, torch.cat([gather.positions, suffix.positions]))
             of_chunks = drawn[prefix : prefix + owners.shape[0]]
             best = highest(of_chunks.new_zeros(len(lengths)).index_add_(0, owners, of_chunks), self.top_k)
             return torch.cat([gather.slots[:prefix], prefix + torch.isin(owners, best).nonzero()[:, 0]])

@@ -21,6 +21,14 @@ Select = Callable[[int, "Projected"], "Tensor"]
 """What a layer keeps: slots, int64, ascending, given its index and the text's queries, keys and values in it."""
 
 
+def attention_received(asking: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
+    """Attention that each key gets from these rows, summed over rows and heads: float32 [length]."""
+    total = torch.zeros(key.shape[2], device=key.device)
+    for weights in asking.weights(key, key_positions):
+        total += weights.sum(0)
+    return total
+
+
 class Held(NamedTuple):
     """A cache whose first entries are the tokens at these slots, int64, ascending."""
 

@@ -17,6 +17,7 @@ from ragcache.fusion.recompute import (
     rerun,
 )
 from ragcache.runtime import torch
+from ragcache_papers.gather import attention_received
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +96,7 @@ def _measured(running: Running, context: RecomputeContext) -> tuple[Tensor, Tens
     new = projected.value[0, :, : running.slots.shape[0]]
     wrong = (new.float() - placed_values[0, :, chunks].float()).abs().sum((0, 2))
     keys = torch.cat([placed_keys[:, :, : context.prefix_tokens], projected.key], dim=2)
-    return projected.attention_received(keys, context.positions)[chunks], wrong
+    return attention_received(projected, keys, context.positions)[chunks], wrong
 
 
 class _Repair:
@@ -134,5 +135,5 @@ class _Repair:
         """float32 [stale tokens]"""
         asking = running.probe()
         (keys, _), (_, _, positions) = running.placed(), cache.layer_state(running.layer)
-        received = asking.attention_received(torch.cat([keys[:, :, :-1], asking.key], dim=2), positions)
+        received = attention_received(asking, torch.cat([keys[:, :, :-1], asking.key], dim=2), positions)
         return received[self._stale] * self._wrong[self._stale - self._first]

@@ -22,6 +22,7 @@ from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
 from ragcache.runtime import torch
 from ragcache_papers.a3 import check_pool, pooled
+from ragcache_papers.gather import attention_received
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +118,7 @@ def _attention(running: Running, context: RecomputeContext) -> Tensor:
     if asking.window is not None:
         seeing = asking.positions - positions[-1] < asking.window
         asking = asking._replace(query=asking.query[:, :, seeing], positions=asking.positions[seeing])
-    return asking.attention_received(keys[:, :, : context.num_tokens], positions)[context.prefix_tokens :]
+    return attention_received(asking, keys[:, :, : context.num_tokens], positions)[context.prefix_tokens :]
 
 
 def _layer_numbers(given: object) -> tuple[int, ...]:

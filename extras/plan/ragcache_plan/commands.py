@@ -12,7 +12,7 @@ import typer
 
 from ragcache.cli.flags import Json, option, size_option
 from ragcache.cli.terminal import bytes_text, command, print_json, print_table, say, seconds_text
-from ragcache.errors import ConfigError, check_kept, check_least
+from ragcache.errors import ConfigError, check_least
 
 if TYPE_CHECKING:
     from ragcache_plan.accesses import Accesses
@@ -300,6 +300,8 @@ def simulate(
 
 def generate_accesses(stream: WorkloadOptions, model: str | None, kept: float) -> Accesses:
     """The options' own stream, with the sizes of the model's blocks. Raises ConfigError for a share that is none."""
+    from ragcache_plan.plan import check_kept
+
     check_kept(kept)
     if stream.bytes_per_token is not None or model is None:
         stated = 131072 if stream.bytes_per_token is None else stream.bytes_per_token

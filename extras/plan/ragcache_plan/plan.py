@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ragcache.errors import ConfigError, check_kept, check_least
+from ragcache.errors import ConfigError, check_least
 from ragcache_plan.accesses import ranks_above, zipf_mass
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.shape import CodecSize, KVShape, codec_sizes
 
 GB = 1e9
 HOURS_A_MONTH = 730.0
+
+
+def check_kept(kept: float) -> None:
+    """Raises ConfigError naming --kv-kept for what is no share of a passage's KV."""
+    if not 0 < kept <= 1:
+        raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
 
 
 @dataclass(frozen=True)

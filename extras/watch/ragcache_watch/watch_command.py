@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +20,7 @@ from ragcache.cli.flags import (
     Wait,
     open_with_models,
 )
-from ragcache.cli.ingest import HotAfter, KvMode, print_report, stopped_by_signals
+from ragcache.cli.ingest import HotAfter, KvMode, print_report
 from ragcache.cli.terminal import command, say_error
 from ragcache.errors import CancelledError, ReaderError, StoreBusyError
 
@@ -58,3 +61,15 @@ def watch(
             return True
 
         watch_folders(folders, sync, say_error, stop)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    stop = threading.Event()
+    before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from ragcache.codecs.container import ALIGNMENT
-from ragcache.errors import check_least
+from ragcache.errors import check_least, first_line
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
@@ -69,20 +71,23 @@ class BudgetedTier(Tier):
     def evictions(self) -> int:
         return self._ledger.evictions
 
-    @property
     @abstractmethod
-    def _where(self) -> dict[str, Any]:
-        """Where this tier keeps its blocks, as options of `torch.empty`."""
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return private_copy(tensor, **self._where)
+    def _made(self, make: Callable[..., Tensor]) -> Tensor:
+        """A tensor that `make`, which takes options of `torch.empty`, makes in this tier's memory."""
 
     def empty(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, **self._where)
+        return self._made(partial(torch.empty, num_bytes, dtype=torch.uint8))
+
+    def taken(self, num_bytes: int) -> int:
+        """Bytes of memory that a tensor of so many takes."""
+        return num_bytes
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
+        num_bytes = sum(self.taken(tensor.nbytes) for tensor in _tensors(block))
         with BudgetedRoom(self, key) as room:
-            return room.hold(block.map(self._copy)) if self.make_room(room, block.num_bytes) else None
+            if not self.make_room(room, num_bytes):
+                return None
+            return room.hold(block.map(lambda tensor: self._made(partial(private_copy, tensor))))
 
     def _hold(self, entry: Entry, held: KVBlock) -> KVBlock:
         with self._lock:
@@ -170,7 +175,7 @@ class BudgetedRoom(Room):
     buffer: Tensor | None = None
 
     def take(self, num_bytes: int) -> Tensor | None:
-        self.buffer = self.tier.empty(num_bytes) if self.tier.make_room(self, num_bytes) else None
+        self.buffer = self.tier.empty(num_bytes) if self.tier.make_room(self, self.tier.taken(num_bytes)) else None
         return self.buffer
 
     def hold(self, block: KVBlock) -> KVBlock:
@@ -191,7 +196,7 @@ class BudgetedRoom(Room):
 class MemoryTier(BudgetedTier):
     """Blocks in host memory.
 
-    page_locked: new copies are in memory that a CUDA device reads without a detour
+    page_locked: new copies are in memory that a CUDA device reads without a detour, as long as the system locks it
     """
 
     name = "memory"
@@ -199,6 +204,10 @@ class MemoryTier(BudgetedTier):
 
     def on_device(self, device: torch.device) -> None:
         self.page_locked = self.page_locked or device.type == "cuda"
+
+    def taken(self, num_bytes: int) -> int:
+        """PyTorch makes page-locked tensors in powers of two."""
+        return 1 << (num_bytes - 1).bit_length() if self.page_locked and num_bytes else num_bytes
 
     def read(self, key: str, tier: DurableTier) -> KVBlock | None:
         """`tier.get`, read into this tier's memory where there is room for it; else what `put` keeps of it."""
@@ -208,23 +217,46 @@ class MemoryTier(BudgetedTier):
                 return room.hold(block)
         return None if block is None else self.put(key, block) or block
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"pin_memory": self.page_locked}
+    def _made(self, make: Callable[..., Tensor]) -> Tensor:
+        if not self.page_locked:
+            return make()
+        try:
+            return make(pin_memory=True)
+        except RuntimeError as error:
+            with self._lock:
+                is_first, self.page_locked = self.page_locked, False
+            if is_first:
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                log.warning(
+                    "the system page-locks no more memory (%s; limit: %s): further KV blocks are in ordinary memory, "
+                    "which a GPU reads more slowly; raise the limit (ulimit -l unlimited, docker run --ulimit "
+                    "memlock=-1), or give --memory less",
+                    first_line(error), "none" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes",
+                )  # fmt: skip
+            return make()
 
 
 def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
     """Whether a block needs no other memory, and a kernel can read it there: files of earlier versions hold tensors of
     codes at odd places."""
-    found, own, locked = [], buffer.untyped_storage().data_ptr(), buffer.is_pinned()
+    own, locked = buffer.untyped_storage().data_ptr(), buffer.is_pinned()
+    for tensor in (one for one in _tensors(block) if one.numel()):
+        is_odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
+        if is_odd or tensor.untyped_storage().data_ptr() != own:
+            return False
+    return True
+
+
+def _tensors(block: KVBlock) -> list[Tensor]:
+    """All that a block holds."""
+    found = []
 
     def look(tensor: Tensor) -> Tensor:
-        odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
-        found.append(not tensor.numel() or (tensor.untyped_storage().data_ptr() == own and not odd))
+        found.append(tensor)
         return tensor
 
     block.map(look)
-    return all(found)
+    return found
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:
@@ -271,9 +303,8 @@ class DeviceTier(BudgetedTier):
                     self._ledger.budget_bytes = self._whole_budget
         return held
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"device": self.device}
+    def _made(self, make: Callable[..., Tensor]) -> Tensor:
+        return make(device=self.device)
 
     def _shrink(self, error: BaseException) -> None:
         with self._lock:
