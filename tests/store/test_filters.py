@@ -89,14 +89,15 @@ FILTERS = st.recursive(
 )
 
 
+def chunk(id: str, metadata: dict[str, Any] | None = None) -> NewChunk:
+    return NewChunk(id, "text", [1], np.zeros(2, np.float32), metadata=metadata or {})
+
+
 def fill(store: DocumentStore, metadata: list[dict[str, Any]]) -> list[int]:
     """One document and chunk for each metadata object; returns the vector ids."""
     store.delete_documents([document.id for document in store.documents()])
-    ids = []
-    for number, values in enumerate(metadata):
-        chunk = NewChunk(f"c{number}", "text", [1], np.zeros(2, np.float32))
-        ids += store.replace_document(NewDocument(f"d{number}", metadata=values), [chunk])
-    return ids
+    documents = [NewDocument(f"d{number}", metadata=values) for number, values in enumerate(metadata)]
+    return [id for one in documents for id in store.replace_document(one, [chunk(f"c{one.id}")])]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -104,10 +105,7 @@ def fill(store: DocumentStore, metadata: list[dict[str, Any]]) -> list[int]:
 def test_sql_agrees_with_python(
     store: DocumentStore, metadata: list[dict[str, Any]], filters: list[dict[str, Any]]
 ) -> None:
-    chunks = [
-        NewChunk(f"c{number}", "text", [1], np.zeros(2, np.float32), metadata=values)
-        for number, values in enumerate(metadata)
-    ]
+    chunks = [chunk(f"c{number}", values) for number, values in enumerate(metadata)]
     ids = store.replace_document(NewDocument("d", metadata=metadata[0]), chunks)
     for condition in filters:
         passed = [holds(condition, {**metadata[0], **values}) for values in metadata]
@@ -138,12 +136,7 @@ def test_every_operator_on_every_pair_of_values(store: DocumentStore) -> None:
 
 
 def test_chunks_pass_by_their_own_metadata_on_top_of_their_documents(store: DocumentStore) -> None:
-    chunks = [
-        NewChunk(
-            f"c{page}", "text", [1], np.zeros(2, np.float32), metadata={"page": page} | ({"lang": "de"} if page else {})
-        )
-        for page in range(3)
-    ]
+    chunks = [chunk(f"c{page}", {"page": page} | ({"lang": "de"} if page else {})) for page in range(3)]
     ids = store.replace_document(NewDocument("d", metadata={"lang": "en", "year": 2024}), chunks)
     assert store.vector_ids({"year": 2024}) == set(ids)
     assert store.vector_ids({"lang": "en"}) == {ids[0]}
@@ -226,10 +219,7 @@ def test_a_documents_own_source_and_id_are_fields_beside_its_metadata(store: Doc
         NewDocument("/srv/b.md", source="/srv/b.md", metadata={"source": "https://example.org/b"}),
         NewDocument("x", source="a.md", metadata={"document_id": 7, "source": ["a", "b"]}),
     ]
-    ids = {
-        one.id: store.replace_document(one, [NewChunk(f"{one.id}#0", "text", [1], np.zeros(2, np.float32))])[0]
-        for one in documents
-    }
+    ids = {one.id: store.replace_document(one, [chunk(f"{one.id}#0")])[0] for one in documents}
     for where, passing in [
         ({"source": "/srv/b.md"}, "b"), ({"source": "https://example.org/b"}, "b"), ({"source": "a.md"}, "x"),
         ({"source": {"$glob": "/srv/*"}}, "ab"), ({"source": {"$glob": "https:*"}}, "b"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,10 @@ import forked
 import pytest
 from flushes import needs_proc, record_calls, unflushed
 from tiny_disk import run_on_tiny_disk
+from waiting import at_once
 
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreNotFoundError
 from ragcache.store.directory import StoreLayout
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_create_makes_a_store_once(tmp_path: Path) -> None:
@@ -87,14 +85,10 @@ def test_one_writer_at_a_time_among_threads(tmp_path: Path) -> None:
         with layout.writer(timeout_s=30):
             inside += 1
             highest = max(highest, inside)
-            time.sleep(0.02)
+            time.sleep(0.002)
             inside -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[work] * 5)
     assert highest == 1
 
 
@@ -107,20 +101,12 @@ def test_the_same_thread_may_hold_the_lock_twice(tmp_path: Path) -> None:
 
 
 def test_a_second_layout_of_the_same_store_waits_too(tmp_path: Path) -> None:
-    caught: list[BaseException] = []
-
     def work() -> None:
-        try:
-            with StoreLayout(tmp_path).writer(0):
-                pass
-        except StoreBusyError as error:
-            caught.append(error)
+        with pytest.raises(StoreBusyError), StoreLayout(tmp_path).writer(0):
+            pass
 
     with StoreLayout(tmp_path).writer(0):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert len(caught) == 1
+        at_once(work)
 
 
 HOLDER = """
@@ -145,25 +131,19 @@ def test_another_process_holds_the_lock_until_it_is_killed(tmp_path: Path) -> No
 
 
 READ_ONLY = """
-import subprocess, sys
 from ragcache.errors import StoreReadOnlyError
 from ragcache.store.directory import StoreLayout
-layout, new = StoreLayout(sys.argv[1] + "/kb"), StoreLayout(sys.argv[1] + "/new")
+layout, new = StoreLayout(disk / "kb"), StoreLayout(disk / "new")
 layout.create()
-subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+turn_read_only()
 layout.check()
 layout.create()
 def lock():
     with layout.writer(1):
         pass
 for action in (new.create, lock):
-    try:
+    with pytest.raises(StoreReadOnlyError, match=str(disk)):
         action()
-    except StoreReadOnlyError as error:
-        assert sys.argv[1] in str(error)
-    else:
-        raise SystemExit("written to a read-only disk")
-print("done")
 """
 
 

@@ -14,7 +14,6 @@ from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, tex
 
 from ragcache.errors import SchemaVersionError
 from ragcache.store import schema
-from ragcache.store import schema as migrations
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument
 
@@ -129,10 +128,10 @@ def fail(connection: Connection) -> None:
     raise RuntimeError("stop")
 
 
-def use_migrations(patch: pytest.MonkeyPatch, *steps: migrations.Migration) -> None:
+def use_migrations(patch: pytest.MonkeyPatch, *steps: schema.Migration) -> None:
     """Let the code be some versions ahead of today's."""
     added = {TODAY + number: step for number, step in enumerate(steps)}
-    patch.setattr(migrations, "MIGRATIONS", {**migrations.MIGRATIONS, **added})
+    patch.setattr(schema, "MIGRATIONS", {**schema.MIGRATIONS, **added})
     patch.setattr(schema, "SCHEMA_VERSION", TODAY + len(steps))
 
 
@@ -191,5 +190,5 @@ def test_a_newer_version_is_refused_and_untouched(url: str, engine: Engine, read
 
 
 def test_there_is_a_step_from_every_version() -> None:
-    assert sorted(migrations.MIGRATIONS) == list(range(1, schema.SCHEMA_VERSION))
+    assert sorted(schema.MIGRATIONS) == list(range(1, schema.SCHEMA_VERSION))
     assert all((FROZEN / f"v{version}.sqlite.sql").exists() for version in VERSIONS)

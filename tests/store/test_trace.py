@@ -1,4 +1,4 @@
-"""What a store's trace says, and what is said of one that cannot be read."""
+"""What a store's trace says."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ragcache.errors import TraceError
 from ragcache.store import trace as trace_module
 from ragcache.store.counters import Loaded
 from ragcache.store.kv_store import KVStore
-from ragcache.store.trace import Access
 from ragcache_plan.accesses import read_trace
-
-GOOD = {"at": 1.5, "request": "a.0", "handle": "h", "bytes": 8, "tokens": 2, "tier": "disk"}
 
 
 def ask(store: KVStore, *keys: str) -> list[Loaded | None]:
@@ -55,7 +52,8 @@ def test_every_access_is_one_line(tmp_path: Path) -> None:
     ]
     first, second, third, fourth = dict.fromkeys(access.request for access in found)
     assert [access.request for access in found] == [first] * 3 + [second] + [third] * 2 + [fourth]
-    assert all(set(json.loads(line)) == set(GOOD) for line in path.read_text().splitlines())
+    written = {"at", "request", "handle", "bytes", "tokens", "tier"}
+    assert all(set(json.loads(line)) == written for line in path.read_text().splitlines())
 
 
 def test_no_trace_unless_asked(tmp_path: Path) -> None:
@@ -98,44 +96,3 @@ def test_what_is_never_made_is_not_remembered_for_ever(tmp_path: Path, monkeypat
         for number in range(5):
             store.put(make_key(number), make_block(number), "memory")
     assert [a.handle for a in read_trace(tmp_path / "trace.jsonl")] == [make_key(3), make_key(4)]
-
-
-def test_a_good_line_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | {"more": 1}) + "\n")
-    assert list(read_trace(path)) == [Access("a.0", "h", 8, 2, "disk", 1.5)] * 2
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "not a JSON object"),
-        (json.dumps({name: value for name, value in GOOD.items() if name != "bytes"}), "no 'bytes'"),
-        (json.dumps(GOOD | {"bytes": -1}), "whole numbers"),
-        (json.dumps(GOOD | {"bytes": 10**26}), "whole numbers"),
-        (json.dumps(GOOD | {"tokens": 2**40 + 1}), "whole numbers"),
-        (json.dumps(GOOD | {"tokens": 1.5}), "whole numbers"),
-        (json.dumps(GOOD | {"tokens": True}), "whole numbers"),
-        (json.dumps(GOOD | {"handle": ""}), "not empty"),
-        (json.dumps(GOOD | {"tier": 3}), "not empty"),
-        (json.dumps(GOOD | {"at": "noon"}), "number of seconds"),
-        (json.dumps(GOOD | {"at": float("inf")}), "number of seconds"),
-        (b"\xff\xfe\x00", "not UTF-8"),
-        (json.dumps(GOOD)[:40], "not JSON"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, reason: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"%b\n\n%b\n" % (json.dumps(GOOD).encode(), line.encode() if isinstance(line, str) else line))
-    with pytest.raises(TraceError, match=r"trace\.jsonl, line 3: ") as caught:
-        list(read_trace(path))
-    assert (caught.value.path, caught.value.line) == (str(path), 3)
-    assert reason in caught.value.reason
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    for name in ("", "absent"):  # a directory, and nothing
-        with pytest.raises(TraceError, match="cannot be read"):
-            list(read_trace(tmp_path / name))
