@@ -40,8 +40,8 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
 @contextmanager
 def beside(*calls: Callable[[], object]) -> Iterator[None]:
     """Within, each of these is called in a thread of its own again and again, once at least; what one of them raised
-    is raised behind."""
-    over = threading.Event()
+    is raised behind. Threads take turns fifty times as often as usual, so that they meet in more places."""
+    over, interval = threading.Event(), sys.getswitchinterval()
 
     def repeat(call: Callable[[], object]) -> None:
         call()
@@ -50,9 +50,11 @@ def beside(*calls: Callable[[], object]) -> Iterator[None]:
 
     with ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(repeat, call) for call in calls]
+        sys.setswitchinterval(interval / 50)
         try:
             yield
         finally:
+            sys.setswitchinterval(interval)
             over.set()
         for done in running:
             done.result()

@@ -11,7 +11,6 @@ import select
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +98,7 @@ def children() -> Iterator[Children]:
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: int) -> None:
+def test_killed_while_putting_blocks(tmp_path, children, kills):
     """Kills go on beyond `kills` until one has hit a write."""
     rng = random.Random(kills)
     present: dict[int, bool] = {}
@@ -128,7 +127,7 @@ def test_killed_while_putting_blocks(tmp_path: Path, children: Children, kills: 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "s3" else kind for kind in KINDS]
 )
-def test_killed_while_putting_blocks_remotely(tmp_path: Path, kind: str) -> None:
+def test_killed_while_putting_blocks_remotely(tmp_path, kind):
     """Another machine finds what was put, whole, and nothing of what was under way or deleted."""
     rng, url = random.Random(kind), remote_url(kind, tmp_path / "kv")
     children = Children()  # the environment names the server by now
@@ -152,7 +151,7 @@ def test_killed_while_putting_blocks_remotely(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_killed_while_writing_behind(tmp_path: Path, children: Children, kills: int) -> None:
+def test_killed_while_writing_behind(tmp_path, children, kills):
     """What was flushed is there, but for a deletion under way; of the others each is whole or absent."""
     rng = random.Random(kills)
     flushed: set[int] = set()
@@ -177,7 +176,7 @@ def test_killed_while_writing_behind(tmp_path: Path, children: Children, kills: 
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_killed_while_replacing_documents(url: str, children: Children, kills: int) -> None:
+def test_killed_while_replacing_documents(url, children, kills):
     rng = random.Random(kills)
     committed: dict[int, int] = {}
     version = highest_id = 0

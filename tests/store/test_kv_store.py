@@ -1,7 +1,9 @@
-"""The tiers together."""
+"""The tiers together: what they keep, for how long, and what their trace says."""
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import random
@@ -10,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,14 @@ from ragcache.errors import (
     MissingBlockError,
     SchemaVersionError,
     StoreReadOnlyError,
+    TraceError,
 )
 from ragcache.kv.block import KVBlock
-from ragcache.store.counters import KVStats
+from ragcache.store import trace as trace_module
+from ragcache.store.counters import KVStats, Loaded
 from ragcache.store.kv_store import KVStore
+from ragcache.store.retention import Expiry
+from ragcache_plan.accesses import read_trace
 
 KEY = make_key(1)
 
@@ -54,7 +59,7 @@ def damage(root: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: torch.dtype) -> None:
+def test_a_block_is_bit_identical_from_every_tier(root, dtype):
     block = make_block(1, dtype=dtype)
     with KVStore(root) as store:
         store.put(KEY, block)
@@ -65,7 +70,7 @@ def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: torch.dtype
     assert all(load.block.equal(block) for load in loads if load)
 
 
-def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
+def test_an_unknown_key_is_nowhere(store):
     assert store.get(KEY) is None
     assert tier_of(store, KEY) is None
     assert KEY not in store
@@ -74,7 +79,7 @@ def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
         store.verify(KEY)
 
 
-def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVStore) -> None:
+def test_size_is_what_a_read_from_the_fastest_tier_moves(root, store):
     block = make_block(1)
     assert size_of(store, KEY) is None
     store.put(KEY, block)
@@ -88,7 +93,7 @@ def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVSt
     assert tier_of(store, KEY) == "memory"
 
 
-def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
+def test_deletion_reaches_every_tier(root, store):
     store.put(KEY, make_block(1))
     store.put(make_key(2), make_block(2))
     assert path_of(root, KEY).exists()
@@ -101,21 +106,20 @@ def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
 
 
 @pytest.mark.parametrize("way", ["get", "put"])
-def test_a_block_deleted_while_it_is_kept_does_not_stay_in_memory(
-    root: Path, store: KVStore, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_a_block_deleted_while_it_is_kept_does_not_stay_in_memory(root, store, monkeypatch, way):
     """It is on disk, and not in memory yet, when the deletion comes."""
     store.put(KEY, make_block(1))
     with KVStore(root) as other:
         read, go = threading.Event(), threading.Event()
-        promote = other._tiers._promote
+        memory = other._tiers.memory
+        hold = memory._hold
 
-        def slow_promote(*arguments: object) -> object:
+        def slow_hold(*arguments):
             read.set()
             go.wait(10)
-            return promote(*arguments)  # type: ignore[arg-type]
+            return hold(*arguments)
 
-        monkeypatch.setattr(other._tiers, "_promote", slow_promote)
+        monkeypatch.setattr(memory, "_hold", slow_hold)
         with ThreadPoolExecutor(2) as threads:
             loading = threads.submit(other.get, KEY) if way == "get" else threads.submit(other.put, KEY, make_block(1))
             assert read.wait(10)
@@ -127,9 +131,7 @@ def test_a_block_deleted_while_it_is_kept_does_not_stay_in_memory(
         assert tier_of(other, KEY) is None
 
 
-def test_a_damaged_block_is_reported_dropped_and_not_served(
-    root: Path, store: KVStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_is_reported_dropped_and_not_served(root, store, caplog):
     store.put(KEY, make_block(1))
     damage(root, KEY)
     assert served_from(store, KEY, make_block(1)) == "memory", "a whole copy is"
@@ -146,7 +148,7 @@ def test_a_damaged_block_is_reported_dropped_and_not_served(
         other.verify(KEY)
 
 
-def test_a_read_only_store_serves_and_changes_nothing(root: Path, store: KVStore) -> None:
+def test_a_read_only_store_serves_and_changes_nothing(root, store):
     for number in (1, 2):
         store.put(make_key(number), make_block(number))
     damage(root, make_key(2))
@@ -163,9 +165,7 @@ def test_a_read_only_store_serves_and_changes_nothing(root: Path, store: KVStore
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(
-    root: Path, store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(root, store, monkeypatch, caplog):
     store.put(KEY, make_block(1))
     damage(root, KEY)
 
@@ -179,7 +179,7 @@ def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(
     assert "cannot be removed" in caplog.text
 
 
-def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore) -> None:
+def test_a_newer_versions_block_is_refused_and_stays(root, store):
     store.put(KEY, make_block(1))
     tensors, metadata = read_container(path_of(root, KEY))
     write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"})
@@ -190,7 +190,7 @@ def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore)
         assert tier_of(other, KEY) == "disk"
 
 
-def test_statistics_are_those_of_what_happened(root: Path) -> None:
+def test_statistics_are_those_of_what_happened(root):
     one = make_block(1).num_bytes
     with KVStore(root, memory_bytes=2 * one) as store:
         for number in range(3):
@@ -210,14 +210,14 @@ def test_statistics_are_those_of_what_happened(root: Path) -> None:
         assert sorted(store.keys()) == sorted(make_key(number) for number in range(3))
 
 
-def test_a_budget_below_one_block_serves_from_disk(root: Path) -> None:
+def test_a_budget_below_one_block_serves_from_disk(root):
     with KVStore(root, memory_bytes=make_block(1).num_bytes - 1) as store:
         store.put(KEY, make_block(1))
         assert [served_from(store, KEY, make_block(1)) for _ in range(2)] == ["disk", "disk"]
         assert store.stats().bytes_by_tier["memory"] == 0
 
 
-def test_sweep_removes_leftovers_of_dead_writers(root: Path, store: KVStore) -> None:
+def test_sweep_removes_leftovers_of_dead_writers(root, store):
     store.put(KEY, make_block(1))
     directory = path_of(root, KEY).parent
     old, ours = (directory / f".x.safetensors.{pid}-0123abcd.tmp" for pid in (2**22 + 1, os.getpid()))
@@ -244,13 +244,13 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS)
-def test_bad_options_are_refused(root: Path, options: dict[str, Any], words: str) -> None:
+def test_bad_options_are_refused(root, options, words):
     with pytest.raises(ConfigError, match=words):
         KVStore(root, **options).use_device(torch.device("cpu"))
     assert not root.exists()
 
 
-def test_bad_keys_are_refused(store: KVStore) -> None:
+def test_bad_keys_are_refused(store):
     for key in ("", "handle", "../" * 21 + "x"):
         for action in (store.get, store.delete, store.verify):
             with pytest.raises(ConfigError, match="no block key"):
@@ -297,12 +297,12 @@ with KVStore(disk / "kv", memory_bytes=0) as store:
 
 
 @pytest.mark.parametrize("script", [FULL_DISK, READ_ONLY_DISK], ids=["full", "read-only"])
-def test_a_disk_that_takes_nothing_more(tmp_path: Path, script: str) -> None:
+def test_a_disk_that_takes_nothing_more(tmp_path, script):
     run_on_tiny_disk(tmp_path, script)
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path: Path, deleted: bool) -> None:
+def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path, deleted):
     """Somebody computed a block that the disk had when he began."""
     with KVStore(tmp_path) as store:
         store.put(make_key(1), make_block(1))
@@ -368,7 +368,7 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     return kinds
 
 
-def test_no_damaged_block_is_served(tmp_path: Path, damaged: dict[int, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_damaged_block_is_served(tmp_path, damaged, caplog):
     numbers = range(NUM_BLOCKS * 3 // 2)
     assert len(damaged) == NUM_BLOCKS
     assert len(set(damaged.values())) == len(DAMAGES)
@@ -386,3 +386,208 @@ def test_no_damaged_block_is_served(tmp_path: Path, damaged: dict[int, str], cap
         store.put(make_key(again), make_block(again))
     with KVStore(tmp_path) as store:
         assert served_from(store, make_key(again), make_block(again)) == "disk"
+
+
+# Time to live, by a clock of the test's own
+
+
+OLD = make_key(0)
+
+
+class Clocks:
+    """monotonic never jumps; wall may."""
+
+    def __init__(self, at: float = 1_000_000.0) -> None:
+        self.monotonic = 50.0
+        self.wall = at
+
+    def pass_(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds
+
+
+def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: bool = False) -> KVStore:
+    store = KVStore(root, ttl_s=ttl_s, read_only=read_only)
+    store._expiry = Expiry(
+        ttl_s, store._durable, writable=not read_only, clock=lambda: clocks.monotonic, wall=lambda: clocks.wall
+    )
+    return store
+
+
+def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        for _ in range(5):
+            clocks.pass_(99)
+            assert store.get(OLD) is not None, "each use prolongs it"
+        clocks.pass_(100)
+        assert (tier_of(store, OLD), size_of(store, OLD), OLD in store) == (None, None, False)
+        assert store.get(OLD) is None
+        assert store.stats().bytes_by_tier == {"memory": 0, "disk": 0}
+        assert store.put(OLD, make_block(0)).equal(make_block(0))
+        assert store.get(OLD) is not None
+
+
+def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        store.put(make_key(1), make_block(1))
+        clocks.pass_(90)
+        assert store.get(OLD) is not None
+    clocks.pass_(20)
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is not None
+        assert store.get(make_key(1)) is None
+
+
+def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        for number in range(3):
+            store.put(make_key(number), make_block(number))
+        store.pin([make_key(2)])
+        clocks.pass_(150)
+        assert sorted(store.expire()) == sorted([make_key(0), make_key(1)])
+        assert list(store.keys()) == [make_key(2)]
+        store.unpin([make_key(2)])
+        store.sweep()
+        assert list(store.keys()) == []
+
+
+@pytest.mark.parametrize("jump", [-500_000.0, 500_000.0])
+def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        clocks.wall += jump
+        clocks.pass_(99)
+        assert store.get(OLD) is not None
+        clocks.wall -= 2 * jump
+        clocks.pass_(99)
+        assert store.get(OLD) is not None
+        clocks.pass_(100)
+        assert store.get(OLD) is None
+
+
+def test_files_from_the_future_count_as_used_now(tmp_path):
+    """The clock went back between two processes."""
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+    clocks.wall -= 500_000
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is not None
+        assert os.stat(store._durable.path(OLD)).st_mtime == pytest.approx(clocks.wall)
+    clocks.pass_(101)
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is None, "it does not live for ever"
+
+
+def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+    clocks.wall += 500_000
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is None
+        store.put(OLD, make_block(0))
+        clocks.pass_(50)
+        assert store.get(OLD) is not None
+
+
+def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        path = store._durable.path(OLD)
+    before = path.stat()
+    clocks.pass_(50)
+    with open_store(tmp_path, clocks, read_only=True) as reader:
+        assert reader.get(OLD) is not None
+        clocks.pass_(150)
+        assert reader.get(OLD) is None
+    after = path.stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+
+
+# The trace
+
+
+def ask(store: KVStore, *keys: str) -> list[Loaded | None]:
+    """One request for several blocks."""
+    request, found = store.ask(keys), [store.fetch(key) for key in keys]
+    for key, loaded in zip(keys, found, strict=True):
+        store.serve(request, key, loaded)
+    return found
+
+
+def test_every_access_is_one_line(tmp_path):
+    path, (a, b, c) = tmp_path / "trace.jsonl", (make_key(n) for n in range(3))
+    with KVStore(tmp_path / "kv", trace=path) as store:
+        store.put(a, make_block(0, num_tokens=3))
+        store.put(b, make_block(1, num_tokens=4))
+        assert path.read_text() == "", "ingestion is no access"
+        assert ask(store, a, c, b)[1] is None
+        store.put(c, make_block(2, num_tokens=5))
+        store.get(c)
+    with KVStore(tmp_path / "kv", trace=path) as store:
+        ask(store, c, a)
+        store.get(make_key(9))
+        store.put(make_key(9), make_block(9, num_tokens=7), "memory")
+    found = list(read_trace(path))
+    size = make_block(0, num_tokens=1).num_bytes
+    assert [access[1:5] for access in found] == [
+        (a, 3 * size, 3, "memory"),
+        (b, 4 * size, 4, "memory"),
+        (c, 5 * size, 5, "computed"),
+        (c, 5 * size, 5, "memory"),
+        (c, 5 * size, 5, "disk"),
+        (a, 3 * size, 3, "disk"),
+        (make_key(9), 7 * size, 7, "computed"),
+    ]
+    first, second, third, fourth = dict.fromkeys(access.request for access in found)
+    assert [access.request for access in found] == [first] * 3 + [second] + [third] * 2 + [fourth]
+    written = {"at", "request", "handle", "bytes", "tokens", "tier"}
+    assert all(set(json.loads(line)) == written for line in path.read_text().splitlines())
+
+
+def test_no_trace_unless_asked(tmp_path):
+    with KVStore(tmp_path / "kv") as store:
+        store.put(make_key(0), make_block(0))
+        store.get(make_key(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+def test_a_trace_that_cannot_be_opened_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="cannot be written") as caught:
+        KVStore(tmp_path / "kv", trace=tmp_path / "nowhere" / "trace.jsonl")
+    assert caught.value.line is None
+
+
+def test_a_full_disk_ends_the_trace_and_no_answer(tmp_path, monkeypatch, caplog):
+    class FullDisk:
+        def __getattr__(self, name: str) -> object:
+            return getattr(os, name)
+
+        def write(self, descriptor: int, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with KVStore(tmp_path / "kv", trace=tmp_path / "trace.jsonl") as store:
+        store.put(make_key(0), make_block(0))
+        monkeypatch.setattr(trace_module, "os", FullDisk())
+        with caplog.at_level(logging.WARNING):
+            assert store.get(make_key(0)) is not None
+            assert store.get(make_key(0)) is not None
+    assert [record.message.count("the trace ends here") for record in caplog.records] == [1]
+
+
+def test_what_is_never_made_is_not_remembered_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_module, "MOST_AWAITED", 2)
+    with KVStore(tmp_path / "kv", trace=tmp_path / "trace.jsonl") as store:
+        for number in range(5):
+            store.get(make_key(number))
+        for number in range(5):
+            store.put(make_key(number), make_block(number), "memory")
+    assert [a.handle for a in read_trace(tmp_path / "trace.jsonl")] == [make_key(3), make_key(4)]

@@ -85,20 +85,19 @@ def settle(tier: Tier) -> None:
         tier.flush()
 
 
-def test_a_block_comes_back_bit_for_bit(tier: Tier) -> None:
+def test_a_block_comes_back_bit_for_bit(tier):
     for number, case in enumerate(product((make_block, make_mixed_block), DTYPES, (0, 1, 50))):
         make, dtype, num_tokens = case
         block, key = make(1, num_tokens=num_tokens, dtype=dtype), make_key(number)
         assert same(tier.put(key, block), block), case
         got = tier.get(key)
         assert same(got, block), case
-        assert got is not None
         assert got.dtype == dtype
 
 
 @pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
 @needs_proc
-def test_names_of_blocks_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None) -> None:
+def test_names_of_blocks_are_flushed(tmp_path, monkeypatch, budget_bytes):
     """What is put, replaced or deleted is so after a power cut, too."""
     tier, calls = DiskTier(tmp_path / "new" / "kv", RawCodec(), budget_bytes), record_calls(monkeypatch)
     for step in (
@@ -112,7 +111,7 @@ def test_names_of_blocks_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert unflushed(calls) == []
 
 
-def test_an_empty_tier_has_nothing(tier: Tier) -> None:
+def test_an_empty_tier_has_nothing(tier):
     assert tier.get(make_key(1)) is None
     assert make_key(1) not in tier
     assert list(tier.keys()) == []
@@ -120,7 +119,7 @@ def test_an_empty_tier_has_nothing(tier: Tier) -> None:
     tier.delete(make_key(1))
 
 
-def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
+def test_keys_and_usage_are_those_of_the_blocks_held(tier):
     blocks = {make_key(number): make_block(number) for number in range(20)}
     for key, block in blocks.items():
         tier.put(key, block)
@@ -135,7 +134,7 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
     assert tier.usage() == TierUsage(0, 0)
 
 
-def test_putting_a_key_again_replaces_its_block(tier: Tier) -> None:
+def test_putting_a_key_again_replaces_its_block(tier):
     tier.put(make_key(1), make_block(1))
     settle(tier)
     before = tier.usage()
@@ -145,7 +144,7 @@ def test_putting_a_key_again_replaces_its_block(tier: Tier) -> None:
     assert same(tier.get(make_key(1)), make_block(2))
 
 
-def test_blocks_in_use_outlive_deletion_replacement_and_close(tier: Tier) -> None:
+def test_blocks_in_use_outlive_deletion_replacement_and_close(tier):
     tier.put(make_key(1), make_block(1))
     held = tier.get(make_key(1))
     tier.put(make_key(1), make_block(2))
@@ -156,26 +155,25 @@ def test_blocks_in_use_outlive_deletion_replacement_and_close(tier: Tier) -> Non
     assert same(replaced, make_block(2))
 
 
-def test_a_block_is_held_by_value(tier: Tier) -> None:
+def test_a_block_is_held_by_value(tier):
     block = make_block(1)
     tier.put(make_key(1), block)
     block.keys.zero_()
     assert same(tier.get(make_key(1)), make_block(1))
 
 
-def test_slices_of_a_batch_are_held_without_the_batch(tier: Tier) -> None:
+def test_slices_of_a_batch_are_held_without_the_batch(tier):
     batch = torch.randn(2, 2, 1000, 4)
     part = batch[:, :, 100:105]
     tier.put(make_key(1), KVBlock(part, part))
     got = tier.get(make_key(1))
     assert same(got, KVBlock(part, part))
-    assert got is not None
     assert got.keys.is_contiguous()
     settle(tier)
     assert tier.usage().num_bytes < batch.nbytes
 
 
-def test_threads_get_whole_blocks_or_none(tier: Tier) -> None:
+def test_threads_get_whole_blocks_or_none(tier):
     """Four threads put, get and delete the same few keys."""
     keys = [make_key(number) for number in range(4)]
 
@@ -196,7 +194,7 @@ def test_threads_get_whole_blocks_or_none(tier: Tier) -> None:
         assert list(threads.map(work, range(4))) == [0, 0, 0, 0]
 
 
-def test_disk_is_sharded_and_survives_a_new_tier(tmp_path: Path) -> None:
+def test_disk_is_sharded_and_survives_a_new_tier(tmp_path):
     key = make_key(1)
     DiskTier(tmp_path, RawCodec()).put(key, make_block(1))
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [
@@ -205,7 +203,7 @@ def test_disk_is_sharded_and_survives_a_new_tier(tmp_path: Path) -> None:
     assert same(DiskTier(tmp_path, RawCodec()).get(key), make_block(1))
 
 
-def test_disk_lists_nothing_but_blocks(tmp_path: Path) -> None:
+def test_disk_lists_nothing_but_blocks(tmp_path):
     tier, key = DiskTier(tmp_path, RawCodec()), make_key(1)
     tier.put(key, make_block(1))
     (tier.path(key).parent / f".{key}.safetensors.1-01234567.tmp").write_bytes(b"x" * 100)
@@ -259,7 +257,7 @@ ENCODING = {"disk", "behind"}
         where=lambda tier_name, policy, codec_name: tier_name in ENCODING or codec_name == "raw",
     ),
 )
-def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name: str, tmp_path: Path) -> None:
+def test_the_same_bits_within_the_budget(tier_name, policy, codec_name, tmp_path):
     rng, root = random.Random(f"{tier_name} {policy} {codec_name}"), tmp_path / "kv"
     codec = ready(get_codec(codec_name), made(0), made(1))
     expected = {number: recoded(codec, number) for number in range(6)}
@@ -314,7 +312,7 @@ def int8(block: KVBlock) -> KVBlock:
     return Int8Codec().decode(Int8Codec().encode(block))
 
 
-def test_blocks_outlive_the_tier_that_was_given_them(open_tier: Callable[[], DurableTier]) -> None:
+def test_blocks_outlive_the_tier_that_was_given_them(open_tier):
     first = open_tier()
     held = {key: first.put(key, make_block(1), flushed=flushed) for key, flushed in ((KEY, False), (OTHER, True))}
     first.close()
@@ -325,7 +323,7 @@ def test_blocks_outlive_the_tier_that_was_given_them(open_tier: Callable[[], Dur
         assert same(second.get(key), block)
 
 
-def test_a_flushed_put_and_flush_leave_nothing_to_wait_for(open_tier: Callable[[], DurableTier]) -> None:
+def test_a_flushed_put_and_flush_leave_nothing_to_wait_for(open_tier):
     """Another process sees the block at once, while the first goes on."""
     first, second = open_tier(), open_tier()
     first.put(KEY, make_block(1), flushed=True)
@@ -337,13 +335,13 @@ def test_a_flushed_put_and_flush_leave_nothing_to_wait_for(open_tier: Callable[[
     assert first.unwritten_bytes == 0
 
 
-def test_a_tier_that_writes_late_says_so(open_tier: Callable[[], DurableTier]) -> None:
+def test_a_tier_that_writes_late_says_so(open_tier):
     first, second = open_tier(), open_tier()
     first.put(KEY, make_block(1))
     assert first.writes_late or KEY in second
 
 
-def test_a_roundtrip_is_what_put_returns_and_keeps_nothing(open_tier: Callable[[], DurableTier]) -> None:
+def test_a_roundtrip_is_what_put_returns_and_keeps_nothing(open_tier):
     tier = open_tier()
     back = tier.roundtrip(KEY, make_block(1))
     assert KEY not in tier
@@ -351,7 +349,7 @@ def test_a_roundtrip_is_what_put_returns_and_keeps_nothing(open_tier: Callable[[
     assert same(tier.put(KEY, make_block(1)), back)
 
 
-def test_an_encoded_block_keeps_its_bits(open_tier: Callable[[], DurableTier]) -> None:
+def test_an_encoded_block_keeps_its_bits(open_tier):
     """Encoding it again would lose more of it, or bring it into another codec."""
     first = open_tier()
     held, plain = first.roundtrip(KEY, make_block(1)), make_block(2)
@@ -363,7 +361,7 @@ def test_an_encoded_block_keeps_its_bits(open_tier: Callable[[], DurableTier]) -
     assert same(second.get(OTHER), plain)
 
 
-def test_verify_finds_what_is_kept_and_no_sweep_takes_it(open_tier: Callable[[], DurableTier]) -> None:
+def test_verify_finds_what_is_kept_and_no_sweep_takes_it(open_tier):
     tier = open_tier()
     assert tier.sweep(0.0) == 0
     with pytest.raises(MissingBlockError):
@@ -377,7 +375,7 @@ def test_verify_finds_what_is_kept_and_no_sweep_takes_it(open_tier: Callable[[],
         tier.verify(KEY)
 
 
-def test_marks_of_use_are_seen_by_all(open_tier: Callable[[], DurableTier]) -> None:
+def test_marks_of_use_are_seen_by_all(open_tier):
     first, second = open_tier(), open_tier()
     assert first.used_at(KEY) is None
     first.mark_used(KEY, 1_000.0)
@@ -389,13 +387,13 @@ def test_marks_of_use_are_seen_by_all(open_tier: Callable[[], DurableTier]) -> N
     assert second.used_at(KEY) is None
 
 
-def test_only_one_with_a_budget_has_been_bounded(open_tier: Callable[[], DurableTier]) -> None:
+def test_only_one_with_a_budget_has_been_bounded(open_tier):
     tier = open_tier()
     assert tier.has_been_bounded == (tier.budget_bytes is not None)
     assert tier.evictions == 0
 
 
-def test_every_process_sees_that_blocks_were_bounded(tmp_path: Path) -> None:
+def test_every_process_sees_that_blocks_were_bounded(tmp_path):
     DiskTier(tmp_path, RawCodec(), ROOMY).put(KEY, make_block(1))
     later = DiskTier(tmp_path, RawCodec())
     assert later.budget_bytes is None
@@ -403,7 +401,7 @@ def test_every_process_sees_that_blocks_were_bounded(tmp_path: Path) -> None:
     assert WriteBehind(later, ROOMY).has_been_bounded
 
 
-def test_only_block_keys_are_taken_and_become_paths(open_tier: Callable[[], DurableTier], tmp_path: Path) -> None:
+def test_only_block_keys_are_taken_and_become_paths(open_tier, tmp_path):
     tier = open_tier()
     for key in ("", "../../../etc/passwd", "A" * 64, "a" * 63, "a" * 65, "é" * 64, "a" * 64 + "\n"):
         for action in (tier.get, tier.delete, tier.verify, tier.size, tier.used_at, tier.__contains__):
@@ -424,7 +422,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return lambda **options: KVStore(tmp_path, durable="shared", write_behind_bytes=bound, **options)
 
 
-def test_a_store_over_another_durable_tier(shared: Callable[..., KVStore], tmp_path: Path) -> None:
+def test_a_store_over_another_durable_tier(shared, tmp_path):
     with shared(codec="int8") as store:
         assert tier_of(store, KEY) is None
         assert not store.gives_up
@@ -443,7 +441,7 @@ def test_a_store_over_another_durable_tier(shared: Callable[..., KVStore], tmp_p
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_what_another_process_deletes_goes_from_memory(shared: Callable[..., KVStore]) -> None:
+def test_what_another_process_deletes_goes_from_memory(shared):
     with shared() as store, shared() as other:
         store.put(KEY, make_block(1), "flushed")
         other.delete(KEY)
@@ -451,7 +449,7 @@ def test_what_another_process_deletes_goes_from_memory(shared: Callable[..., KVS
         assert KEY not in store
 
 
-def test_time_to_live_and_pins_need_no_files(shared: Callable[..., KVStore]) -> None:
+def test_time_to_live_and_pins_need_no_files(shared):
     with shared(ttl_s=60.0) as store:
         for key in (KEY, OTHER):
             store.put(key, make_block(1), "flushed")
@@ -464,7 +462,7 @@ def test_time_to_live_and_pins_need_no_files(shared: Callable[..., KVStore]) -> 
         assert list(store.keys()) == [OTHER]
 
 
-def test_a_full_tier_is_named(shared: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_tier_is_named(shared, monkeypatch):
     one = make_block(1).num_bytes
     monkeypatch.setattr(SharedTier, "budget_bytes", one + one // 2)
     with shared() as store:
@@ -473,9 +471,7 @@ def test_a_full_tier_is_named(shared: Callable[..., KVStore], monkeypatch: pytes
             store.pin([KEY])
 
 
-def test_every_tier_is_told_of_the_device_and_of_the_end(
-    shared: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tier_is_told_of_the_device_and_of_the_end(shared, monkeypatch):
     told: list[object] = []
     monkeypatch.setattr(SharedTier, "on_device", lambda tier, device: told.append(device), raising=False)
     monkeypatch.setattr(SharedTier, "close", lambda tier: told.append("closed"))
@@ -487,7 +483,7 @@ def test_every_tier_is_told_of_the_device_and_of_the_end(
     assert told == [*[torch.device("cpu")] * 2, "closed"]
 
 
-def test_host_memory_is_page_locked_for_a_cuda_device_alone() -> None:
+def test_host_memory_is_page_locked_for_a_cuda_device_alone():
     memory = tiers.MemoryTier(ROOMY, LRU())
     for device, expected in (("cpu", False), ("cuda", True), ("cpu", True)):
         memory.on_device(torch.device(device))

@@ -6,7 +6,6 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
@@ -41,7 +40,7 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path / "kv")
 
 
-def test_put_returns_before_the_disk_has_the_block(gate: Gate) -> None:
+def test_put_returns_before_the_disk_has_the_block(gate):
     behind = WriteBehind(gate, 10 * ONE)
     behind.put(make_key(0), make_block(0))
     assert gate.reached.wait(30)
@@ -62,7 +61,7 @@ def test_put_returns_before_the_disk_has_the_block(gate: Gate) -> None:
     behind.close()
 
 
-def test_put_waits_at_the_bound(gate: Gate) -> None:
+def test_put_waits_at_the_bound(gate):
     behind = WriteBehind(gate, 2 * ONE)
     for number in range(2):
         behind.put(make_key(number), make_block(number))
@@ -78,7 +77,7 @@ def test_put_waits_at_the_bound(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_the_bound_holds_to_the_byte(tmp_path: Path, missing: int) -> None:
+def test_the_bound_holds_to_the_byte(tmp_path, missing):
     """While all that waited is in use, what fits exactly waits beside it; with a byte less it is written at once."""
     disk = DiskTier(tmp_path / "kv", RawCodec())
     lone = WriteBehind(disk, ONE - missing)
@@ -94,7 +93,7 @@ def test_the_bound_holds_to_the_byte(tmp_path: Path, missing: int) -> None:
     assert len(list(disk.keys())) == len(held)
 
 
-def test_who_holds_what_waited_writes_the_next_one_himself(gate: Gate) -> None:
+def test_who_holds_what_waited_writes_the_next_one_himself(gate):
     """Blocks of one question, all in use: no thread waits for itself."""
     gate.open.set()
     behind = WriteBehind(gate, 2 * ONE)
@@ -106,7 +105,7 @@ def test_who_holds_what_waited_writes_the_next_one_himself(gate: Gate) -> None:
     behind.close()
 
 
-def test_deletion_while_a_block_waits_or_is_written(gate: Gate) -> None:
+def test_deletion_while_a_block_waits_or_is_written(gate):
     behind = WriteBehind(gate, 10 * ONE)
     for number in range(3):
         behind.put(make_key(number), make_block(number))
@@ -121,7 +120,7 @@ def test_deletion_while_a_block_waits_or_is_written(gate: Gate) -> None:
     behind.close()
 
 
-def test_a_block_that_is_put_again_while_it_is_written_is_written_again(gate: Gate) -> None:
+def test_a_block_that_is_put_again_while_it_is_written_is_written_again(gate):
     behind = WriteBehind(gate, 10 * ONE)
     behind.put(make_key(0), make_block(0))
     assert gate.reached.wait(30)
@@ -131,9 +130,7 @@ def test_a_block_that_is_put_again_while_it_is_written_is_written_again(gate: Ga
     assert same(gate.get(make_key(0)), make_block(1))
 
 
-def test_what_cannot_be_written_is_named_and_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_written_is_named_and_dropped(tmp_path, monkeypatch, caplog):
     with (
         KVStore(tmp_path, memory_bytes=10 * ONE, write_behind_bytes=10 * ONE) as store,
         caplog.at_level(logging.WARNING),
@@ -181,14 +178,14 @@ time.sleep(0.1)
 
 
 @pytest.mark.parametrize("run", [forked.run, pytest.param(forked.run_real, marks=pytest.mark.slow)])
-def test_a_process_that_does_not_close_ends_after_the_block_that_is_being_written(tmp_path: Path, run: Any) -> None:
+def test_a_process_that_does_not_close_ends_after_the_block_that_is_being_written(tmp_path, run):
     done = run(ENDS_WITHOUT_CLOSE + forked.END, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["writing", "written"] * (done.stdout.count("written"))
     assert 1 <= done.stdout.count("written") <= 3
 
 
-def test_a_late_block_of_a_deleted_document_is_deleted(tmp_path: Path) -> None:
+def test_a_late_block_of_a_deleted_document_is_deleted(tmp_path):
     known = {make_key(0), make_key(1)}
     with KVStore(tmp_path, write_behind_bytes=9 * ONE, referenced=lambda keys: known & set(keys)) as store:
         for number in range(2):
@@ -217,5 +214,5 @@ with KVStore(disk / "kv", write_behind_bytes=100_000, disk_bytes=100_000) as sto
 """
 
 
-def test_a_disk_that_turns_read_only(tmp_path: Path) -> None:
+def test_a_disk_that_turns_read_only(tmp_path):
     run_on_tiny_disk(tmp_path, TURNS_READ_ONLY)
