@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -183,6 +184,15 @@ def test_a_process_that_does_not_close_ends_after_the_block_that_is_being_writte
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["writing", "written"] * (done.stdout.count("written"))
     assert 1 <= done.stdout.count("written") <= 3
+
+
+def test_the_end_of_a_store_writes_what_waits(tmp_path, monkeypatch):
+    with KVStore(tmp_path, write_behind_bytes=20 * ONE, memory_bytes=0) as store:
+        disk, put = store._durable.tier, store._durable.tier.put
+        monkeypatch.setattr(disk, "put", lambda *given, **how: (time.sleep(0.01), put(*given, **how))[1])
+        for number in range(12):
+            store.put(make_key(number), make_block(number))
+    assert sorted(disk.keys()) == sorted(make_key(number) for number in range(12))
 
 
 def test_a_late_block_of_a_deleted_document_is_deleted(tmp_path):
