@@ -53,6 +53,17 @@ def one(tmp_path: Path) -> int:
     return tier.path(make_key(0)).stat().st_size
 
 
+@contextmanager
+def threads_that_meet() -> Iterator[None]:
+    """Threads take turns far more often than usual, and so meet in more places."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def keys(*numbers: int) -> list[str]:
     return sorted(map(make_key, numbers))
 
@@ -122,10 +133,11 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(make):
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
     live = LiveBytes()
     monkeypatch.setattr(memory, "private_copy", live.copy)
-    return live
+    with threads_that_meet():
+        yield live
 
 
 def put_and_delete(tier: MemoryTier, seed: int, steps: int) -> int:
@@ -515,16 +527,11 @@ class Worker:
 @contextmanager
 def counting() -> Iterator[dict[str, LiveBytes]]:
     live = {"device": LiveBytes(), "memory": LiveBytes()}
-    interval = sys.getswitchinterval()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, threads_that_meet():
         for tier in (DeviceTier, MemoryTier):
             patch.setattr(tier, "_copy", lambda own, tensor: live[own.name].copy(tensor))
             patch.setattr(tier, "empty", lambda own, num_bytes: live[own.name].empty(num_bytes))
-        sys.setswitchinterval(1e-5)  # threads meet in more places
-        try:
-            yield live
-        finally:
-            sys.setswitchinterval(interval)
+        yield live
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
