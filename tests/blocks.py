@@ -73,6 +73,18 @@ def make_unequal(block: KVBlock, seed: int = 0) -> KVBlock:
     return keep(block, masks)
 
 
+def same(found: KVBlock | None, block: KVBlock) -> bool:
+    """Whether a block was found that is this one bit for bit."""
+    return found is not None and found.equal(block)
+
+
+def served_from(store: KVStore, key: str, block: KVBlock) -> str | None:
+    """The tier that gives the block, after a look at its bits; None where none does."""
+    loaded = store.get(key)
+    assert loaded is None or loaded.block.equal(block)
+    return None if loaded is None else loaded.tier
+
+
 def tier_of(store: KVStore, key: str) -> str | None:
     """The fastest tier that has the block."""
     stored = store.lookup([key]).get(key)

@@ -1,4 +1,5 @@
-"""The documents of the store that most tests here ask, and a template. A module, since every folder has a conftest."""
+"""The documents of the store that most tests here ask, a template, and messages. A module, since every folder has a
+conftest."""
 
 TEXTS = {
     "cats": "The cat sat on the mat. It was happy there.\n",
@@ -10,3 +11,12 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts) if len(parts) > 1 else parts[0]}
+
+
+def said(answer):
+    """An answer, or its text."""
+    return {"role": "assistant", "content": getattr(answer, "text", answer)}

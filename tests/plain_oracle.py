@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
+@cache
 def plain_transformers(directory):
-    """The model and its tokenizer, without any of ours."""
+    """The model and its tokenizer, without any of ours. For directories whose files do not change."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return model.eval(), AutoTokenizer.from_pretrained(directory)
 
@@ -18,12 +21,13 @@ def greedy(model, tokenizer, prompt, allowed, count):
 
 
 def greedy_ids(model, tokenizer, prompt, allowed, count):
-    """Token by token, each a plain forward of everything under an explicit mask."""
+    """Token by token, each a plain forward of everything under an explicit mask; None: all see what is before them."""
     ids, made = list(prompt.ids), []
     while len(made) < count:
         n = len(ids)
         mask = torch.ones(n, n, dtype=torch.bool).tril()
-        mask[: allowed.shape[0], : allowed.shape[0]] = allowed
+        if allowed is not None:
+            mask[: allowed.shape[0], : allowed.shape[0]] = allowed
         bias = torch.zeros(n, n).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
         with torch.no_grad():
             token = int(model(input_ids=torch.tensor([ids]), attention_mask=bias).logits[0, -1].argmax())

@@ -120,7 +120,7 @@ OUTSIDE = [
     *PACKAGE.parent.glob("integrations/langchain/langchain_ragcache/**/*.py"),
     *PACKAGE.parent.glob("integrations/llama-index/llama_index/**/*.py"),
     *PACKAGE.parent.glob("apps/chatbot/ragcache_chatbot/**/*.py"),
-    *PACKAGE.parent.glob("examples/**/*.py"),
+    *PACKAGE.parent.glob("examples/*.py"),
 ]
 
 

@@ -16,6 +16,7 @@ from ragcache.models.trained_tokens import TrainedTokens
 BOS, EOS = "<|bos|>", "<|eos|>"
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 PROMPT = rc.Prompt(IDS[:2], [IDS[2:6], IDS[6:9]], IDS[9:])
+LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
 
 
 def last_logits(model: PreTrainedModel) -> Tensor:

@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,6 +29,35 @@ def in_own_loop(coroutine: Coroutine[object, object, T]) -> T:
     pytest-asyncio keeps, unclosed."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
+
+
+def at_once(*calls: Callable[[], T]) -> list[T]:
+    """What these return, each called in a thread of its own; what one of them raised is raised."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [done.result() for done in [threads.submit(call) for call in calls]]
+
+
+@contextmanager
+def beside(*calls: Callable[[], object]) -> Iterator[None]:
+    """Within, each of these is called in a thread of its own again and again, once at least; what one of them raised
+    is raised behind. Threads take turns fifty times as often as usual, so that they meet in more places."""
+    over, interval = threading.Event(), sys.getswitchinterval()
+
+    def repeat(call: Callable[[], object]) -> None:
+        call()
+        while not over.is_set():
+            call()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        running = [threads.submit(repeat, call) for call in calls]
+        sys.setswitchinterval(interval / 50)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval)
+            over.set()
+        for done in running:
+            done.result()
 
 
 def stacks() -> str:

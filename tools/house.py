@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = "ragcache"
-BESIDE = ("extras/*", "integrations/*", "apps/*", "benchmarks", "tools")
+BESIDE = ("extras/*", "integrations/*", "apps/*", "benchmarks", "examples", "tools")
 
 
 class Room(NamedTuple):

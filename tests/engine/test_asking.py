@@ -1,19 +1,21 @@
-"""Answers of the engine against plain transformers, its own stream, and itself under many threads."""
+"""Answers of the engine against plain transformers, its own stream, and itself from an event loop: the same answers, a
+loop that runs on, work that stops when nobody wants it."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 import torch
-from engine_texts import CHAT
+from engine_texts import CHAT, user
 from families import block_diagonal
 from plain_oracle import greedy
 from tiny_model import save_tiny_llama
 from transformers import AutoTokenizer
 
 import ragcache as rc
-from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, DeviceError
+from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, DeviceError, PromptError
 from ragcache.models.generate import decode
 
 QUESTIONS = [
@@ -22,7 +24,8 @@ QUESTIONS = [
     "When does the rowing club meet?",
     "Is the cat happy?",
 ]
-SHORT = rc.Sampling(max_tokens=12)
+TURNS = [user(QUESTIONS[0])]
+SHORT, FEW = rc.Sampling(max_tokens=12), rc.Sampling(max_tokens=4)
 
 
 def oracle_prompt(tokenizer, question, hits):
@@ -42,7 +45,7 @@ def test_an_answer_is_what_plain_transformers_says(kb, oracle, question, method)
     answer = kb.ask(question, k=3, method=method, sampling=SHORT)
     prompt = oracle_prompt(tokenizer, question, answer.hits)
     n = prompt.num_tokens
-    allowed = torch.ones(n, n, dtype=torch.bool).tril() if method == "full" else block_diagonal(prompt)
+    allowed = None if method == "full" else block_diagonal(prompt)
     assert answer.text == greedy(model, tokenizer, prompt, allowed, SHORT.max_tokens)
     assert answer.usage.prompt_tokens == n
     prefix = len(prompt.prefix_ids)  # computed by the first question, kept for the others
@@ -106,18 +109,6 @@ def test_every_phase_is_timed(kb):
     assert all(part >= 0 for part in parts)
     assert min(timings.retrieve_s, timings.place_s, timings.prefill_s) > 0
     assert sum(parts) <= timings.ttft_s < timings.total_s
-
-
-def test_hits_may_be_given(kb):
-    hits = kb.retrieve(QUESTIONS[0], k=3)
-    answer = kb.ask(QUESTIONS[0], hits=hits[::-1], sampling=SHORT)
-    assert [hit.chunk.id for hit in answer.hits] == [hit.chunk.id for hit in hits[::-1]]
-
-
-def test_no_passages_still_answer(open_kb):
-    answer = open_kb().ask(QUESTIONS[0], sampling=SHORT)
-    assert answer.hits == []
-    assert answer.usage.completion_tokens > 0
 
 
 def test_passages_that_do_not_fit_are_refused_or_trimmed_as_asked(kb):
@@ -241,3 +232,102 @@ def test_an_error_of_no_device_passes_as_it_is(kb):
     with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         kb.ask("Where do cats sleep?")
     hook.remove()
+
+
+# From an event loop
+
+
+async def events(stream):
+    return [event async for event in stream]
+
+
+async def test_async_twins_answer_alike(kb):
+    assert [hit.chunk.id for hit in await kb.aretrieve(QUESTIONS[0], 2)] == [
+        h.chunk.id for h in kb.retrieve(QUESTIONS[0], 2)
+    ]
+    assert (await kb.aask(QUESTIONS[0], 2, sampling=SHORT)).text == kb.ask(QUESTIONS[0], 2, sampling=SHORT).text
+    assert (await kb.achat(TURNS, k=2, sampling=SHORT)).text == kb.chat(TURNS, k=2, sampling=SHORT).text
+    assert (await kb.acomplete("Once", sampling=SHORT)).text == kb.complete("Once", sampling=SHORT).text
+    streams = [
+        (kb.astream(QUESTIONS[0], 2, sampling=SHORT), kb.stream(QUESTIONS[0], 2, sampling=SHORT)),
+        (kb.astream_chat(TURNS, k=2, sampling=SHORT), kb.stream_chat(TURNS, k=2, sampling=SHORT)),
+        (kb.astream_completion("Once", sampling=SHORT), kb.stream_completion("Once", sampling=SHORT)),
+    ]
+    for one, other in streams:
+        found, expected = await events(one), list(other)
+        assert found[1:-1] == expected[1:-1]
+        assert (type(found[0]), found[-1].answer.text) == (rc.Sources, expected[-1].answer.text)
+    assert (await kb.aingest(rc.Document("new", "A new text."))).added == ["new"]
+    assert await kb.adelete(["new", "absent"]) == ["new"]
+
+
+@pytest.mark.usefixtures("slow_model")
+async def test_the_loop_runs_on(kb):
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.create_task(tick())
+    seen = [ticks async for _ in kb.astream(QUESTIONS[0], 2, sampling=FEW)]
+    await kb.aask(QUESTIONS[0], 2, sampling=FEW)
+    ticking.cancel()
+    assert ticks > 2 * len(seen)  # a blocked loop ticks once an event at most
+
+
+async def test_a_closed_stream_stops_the_work(kb):
+    long = rc.Sampling(max_tokens=100_000)
+    stream = kb.astream(QUESTIONS[0], 1, sampling=long)
+    await anext(stream)
+    await stream.aclose()
+    task = asyncio.create_task(kb.aask(QUESTIONS[0], 1, sampling=long))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(kb.close)  # waits for the threads: it would hang, had they gone on
+
+
+async def test_a_stream_that_waits_when_the_store_is_closed_ends(kb):
+    kb._threads._pool._max_workers = 1
+    long = rc.Sampling(max_tokens=100_000)
+    running = kb.astream(QUESTIONS[0], 1, sampling=long)
+    await anext(running)
+    waiting = asyncio.create_task(events(kb.astream(QUESTIONS[0], 1, sampling=SHORT)))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(asyncio.to_thread(kb.close))
+    with pytest.raises(CancelledError):
+        await waiting
+    await running.aclose()
+    await closing
+
+
+def test_tokens_are_counted_without_special_ones(kb):
+    assert kb.count_tokens("abc") == len(kb.lm.tokenizer("abc", add_special_tokens=False)["input_ids"])
+
+
+# Many questions
+
+
+@pytest.mark.usefixtures("slow_model")
+async def test_answers_are_those_of_one_by_one_in_fewer_passes(kb):
+    start = kb.pass_stats().passes
+    together = kb.ask_many(iter(QUESTIONS), 2, sampling=FEW)
+    middle = kb.pass_stats().passes
+    alone = [kb.ask(question, 2, sampling=FEW) for question in QUESTIONS]
+    assert middle - start < kb.pass_stats().passes - middle
+    expected = [(answer.text, [hit.chunk.id for hit in answer.hits]) for answer in alone]
+    assert [(answer.text, [hit.chunk.id for hit in answer.hits]) for answer in together] == expected
+    assert [answer.text for answer in await kb.aask_many(QUESTIONS, 2, sampling=FEW)] == [a.text for a in alone]
+    assert kb.ask_many([]) == []
+
+
+def test_the_first_error_ends_the_others(kb):
+    assert kb.ask(QUESTIONS[0], sampling=rc.Sampling(200)).usage.completion_tokens == 200
+    before = kb.pass_stats().passes
+    with pytest.raises(PromptError, match="the question is empty"):
+        kb.ask_many(["  ", *QUESTIONS * 20], sampling=rc.Sampling(200))
+    assert kb.pass_stats().passes - before < 200

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from engine_texts import CHAT
-from plain_oracle import greedy
+from plain_oracle import greedy, plain_transformers
 from scripted import script
 from templates import CHATML, FAMILIES, template_tokenizer
 from tiny_model import save_tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.engine.conversation import Conversation
@@ -35,8 +34,7 @@ def prompt_ids(tokenizer, *messages) -> list[int]:
 
 def read(lm, ids) -> str:
     """What plain transformers goes on with."""
-    model = AutoModelForCausalLM.from_pretrained(lm.name, dtype=torch.float32).eval()
-    return greedy(model, lm.tokenizer, rc.Prompt([], [], ids), torch.ones(1, 1, dtype=torch.bool), SHORT.max_tokens)
+    return greedy(*plain_transformers(lm.name), rc.Prompt([], [], ids), None, SHORT.max_tokens)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

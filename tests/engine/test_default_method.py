@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from tiny_model import save_tiny_llama
+from tiny_model import LINK, save_tiny_llama
 from vllm_double import VllmDouble, serving
 
 import ragcache as rc
@@ -16,11 +16,9 @@ from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
-from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.store.eviction import PrefillRate
 from ragcache_vllm.request_layout import served_name
 
-LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
 QUESTION = "Where do dogs bark?"
 SHORT = rc.Sampling(max_tokens=8)
 PLAIN = MethodVerdict("reposition", {}, "isolated", True, "", 0.05)

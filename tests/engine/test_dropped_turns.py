@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from engine_texts import TEXTS
+from engine_texts import TEXTS, said, user
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -15,14 +15,6 @@ from ragcache.errors import ContextTooLongError
 LONGEST = 512  # of the tiny model, whose tokens are bytes
 SHORT = rc.Sampling(max_tokens=4)
 SYSTEM = {"role": "system", "content": "Be kind."}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def said(content):
-    return {"role": "assistant", "content": content}
 
 
 def talk(pairs, last="And now?"):
@@ -86,7 +78,7 @@ def test_what_may_not_go_is_named(open_kb):
     with open_kb() as kb:
         for last in ("word " * 200, rc.Passage("word " * 200)):
             with pytest.raises(ContextTooLongError, match="shorten these"):
-                kb.chat([*talk(3)[:-1], user([last, "What?"])])
+                kb.chat([*talk(3)[:-1], user(last, "What?")])
         with pytest.raises(ContextTooLongError, match="ask a shorter one"):
             kb.chat([user("word " * 200)])
 
@@ -152,7 +144,7 @@ def test_passages_in_the_messages_stay(open_kb):
     with open_kb() as kb:
         passage = rc.Passage("The cat sleeps on the warm stove all day long. " * 4)
         for context in ("last", "keep"):
-            answer = kb.chat([*talk(8)[:-1], user([passage, "Why?"])], sampling=SHORT, context=context)
+            answer = kb.chat([*talk(8)[:-1], user(passage, "Why?")], sampling=SHORT, context=context)
             assert len(answer.hits) == 1
             assert answer.dropped_turns > 0
 
@@ -165,7 +157,7 @@ def test_a_kept_conversation_finds_what_its_later_turns_read(open_kb):
         for n in range(9):
             messages.append(user(f"Where do dogs bark, and who says so, number {n}?"))
             answer = kb.chat(messages, **options)
-            messages.append(said(answer.text))
+            messages.append(said(answer))
         assert answer.dropped_turns > 0
         assert answer.usage.prompt_tokens <= LONGEST
         assert answer.hits

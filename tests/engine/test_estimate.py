@@ -1,14 +1,18 @@
-"""The estimate of a full prefill: learnt from what is read anyway, and never from how loaded the machine was."""
+"""Estimates: the time of a full prefill, learnt from what is read anyway and never from how loaded the machine was, and
+the KV of an ingestion."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+from reportlab.pdfgen.canvas import Canvas
 
 import ragcache as rc
 from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate
 from ragcache.store.eviction import PrefillRate
+from ragcache_demo.bag_of_words import BagOfWords
 
 SHORT = rc.Sampling(max_tokens=1)
 LONG = " ".join(f"word{number}" for number in range(30))
@@ -81,3 +85,87 @@ def test_a_prompt_that_goes_on_from_an_earlier_one_is_no_sample(open_kb):
         answer = kb.ask("Which word?", **asked)
     assert answer.usage.cached_tokens > 0
     assert kb.full_prefill_samples == 1
+
+
+# What the KV of an ingestion takes on disk: said about before, exactly afterwards
+
+
+SENTENCE = "The river Arno rises in the Vale hills and flows past {} on its way to the sea. "
+
+
+def text(name: str, sentences: int) -> str:
+    return "".join(SENTENCE.format(f"{name}{n}") for n in range(sentences))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for n in range(12):
+        (folder / f"{n}.txt").write_text(text(f"Town {n} ", 3 + n), encoding="utf-8")
+    (folder / "umlauts.md").write_text(text("Flöße über Öresund ", 9), encoding="utf-8")
+    return folder
+
+
+def files_of(kb: rc.RagCache) -> int:
+    """What the operating system says."""
+    return sum(path.stat().st_size for path in kb.store.layout.kv.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("codec", ["raw", pytest.param("int8", marks=pytest.mark.slow), "fp8"])
+def test_the_estimate_is_near_and_the_report_exact(open_kb, folder, codec):
+    kb = open_kb(store=rc.StoreConfig(codec=codec))
+    inputs = [folder, rc.Document("own", text("Own ", 40))]
+    estimate = kb.estimate_kv(inputs)
+    assert files_of(kb) == 0
+    report = kb.ingest(inputs)
+    assert report.kv_bytes == files_of(kb) > 0
+    # A tiny model's blocks are a few KB: their files' heads, which the estimate leaves out, are a part of them.
+    heads = 1500 * report.chunks
+    assert report.tokens == pytest.approx(estimate.tokens, rel=0.05)
+    assert 0.9 * estimate.num_bytes < report.kv_bytes < 1.1 * estimate.num_bytes + heads
+    assert estimate.text_bytes == len(text("Own ", 40)) + sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_only_what_this_run_wrote_is_counted(open_kb, folder):
+    kb = open_kb()
+    kb.ingest(folder)
+    before = files_of(kb)
+    assert kb.ingest(folder).kv_bytes == 0
+    (folder / "new.txt").write_text(text("New ", 5), encoding="utf-8")
+    assert kb.ingest(folder).kv_bytes == files_of(kb) - before > 0
+    assert kb.ingest(rc.Document("later", text("Later ", 5)), kv="lazy").kv_bytes == 0
+
+
+def test_a_pdf_is_named_apart(open_kb, tmp_path):
+    page = Canvas(str(tmp_path / "paper.pdf"))
+    page.drawString(72, 720, "The river Arno rises in the Vale hills.")
+    page.save()
+    (tmp_path / "note.txt").write_text("A note of some words.\n")
+    estimate = open_kb().estimate_kv([tmp_path / "paper.pdf", tmp_path / "note.txt", tmp_path / "absent.txt"])
+    assert (estimate.unknown, estimate.text_bytes) == (1, 22)
+    assert "1 PDF file" in str(estimate)
+
+
+def test_nothing_to_ingest_takes_nothing(open_kb, tmp_path):
+    assert open_kb().estimate_kv(tmp_path / "absent").num_bytes == 0
+
+
+@pytest.mark.slow
+def test_progress_says_both(open_kb, folder, capsys):
+    kb = open_kb()
+    estimate = kb.estimate_kv(folder)
+    report = kb.ingest(folder, progress=True)
+    said = capsys.readouterr().err
+    assert said.index(str(estimate)) < said.index("Storing documents") < said.index(report.kv_text)
+
+
+def test_the_models_own_numbers_decide(lm, tmp_path):
+    """2 x layers x heads x width x bytes of a number, as any introduction to KV caches has it."""
+    config = lm.model.config
+    width = config.hidden_size // config.num_attention_heads
+    by_hand = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 4
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords()) as kb:
+        estimate = kb.estimate_kv(rc.Document("a", text("A ", 3)))
+    assert estimate.num_bytes == estimate.tokens * by_hand

@@ -122,12 +122,8 @@ def test_what_was_checked_over_whole_kv_says_nothing_of_less(sparse, open_kb, tm
 
 
 def test_another_engine_is_refused(sparse, open_kb, tmp_path):
-    with serving(VllmDouble(served_name(sparse.lm.fingerprint), [5])) as vllm:
-        assert_refused_there(open_kb, tmp_path, vllm)
-
-
-def assert_refused_there(open_kb, tmp_path, vllm):
-    with pytest.raises(ConfigError, match=r"leave out tokens.*leave out the engine"):
+    refused = pytest.raises(ConfigError, match=r"leave out tokens.*leave out the engine")
+    with serving(VllmDouble(served_name(sparse.lm.fingerprint), [5])) as vllm, refused:
         open_kb(tmp_path / "sparse", model=None, engine=vllm.url, method="reposition")
 
 

@@ -67,67 +67,52 @@ def test_an_ingestion_says_which_model_it_is_for_before_it_begins(tmp_path, mini
     assert first.startswith("reading for the model mini, a toy that knows examples/corpus alone")
 
 
-ASK = "say sampling=rc.Sampling({}=...)"
-OPEN = "say RagCache.open(..., {}=...)"
+ASK, OPEN, KNOWN = "say sampling=rc.Sampling({}=...)", "say RagCache.open(..., {}=...)", "the options are {}, "
+SAID = {
+    "max_tokens": ASK.format("max_tokens"),
+    "n_predict": ASK.format("max_tokens"),
+    "top_k": "say k=... for passages, sampling=rc.Sampling(top_k=...) for tokens",
+    "similarity_top_k": "say k=...",
+    "model_name": OPEN.format("model"),
+    "embedding_model": OPEN.format("embedder"),
+    "colour": KNOWN.format("search"),
+}
+SAID_OF_OPENING = {
+    "model_name": "say model=...",
+    "read_only": "say store=rc.StoreConfig(read_only=...)",
+    "chunk_size": "say chunker=rc.ChunkerConfig(max_tokens=...)",
+    "max_tokens": "say ask(..., sampling=rc.Sampling(max_tokens=...))",
+}
+SAID_OF_CONFIGURATIONS = [
+    (rc.Sampling, "max_new_tokens", "say rc.Sampling(max_tokens=...)"),
+    (rc.Sampling, "temp", "say rc.Sampling(temperature=...)"),
+    (rc.Sampling, "colour", KNOWN.format("max_tokens")),
+    (rc.ChunkerConfig, "chunk_size", "say rc.ChunkerConfig(max_tokens=...)"),
+    (rc.ChunkerConfig, "chunk_overlap", "say rc.ChunkerConfig(overlap=...)"),
+    (rc.StoreConfig, "memory", KNOWN.format("database")),
+    (rc.IngestConfig, "colour", KNOWN.format("window_tokens")),
+    (ReadLimits, "timeout", KNOWN.format("seconds")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        ("max_tokens", ASK.format("max_tokens")),
-        ("n_predict", ASK.format("max_tokens")),
-        ("top_k", "say k=... for passages, sampling=rc.Sampling(top_k=...) for tokens"),
-        ("similarity_top_k", "say k=..."),
-        ("model_name", OPEN.format("model")),
-        ("embedding_model", OPEN.format("embedder")),
-        ("colour", "the options are search, "),
-    ],
-)
-def test_a_wrong_option_is_told_how_it_is_said(tmp_path, mini, name, way_out):
-    with store(tmp_path / "kb", mini, []) as kb, pytest.raises(rc.errors.ConfigError) as caught:
-        kb.ask("Who?", **{name: 3})
-    assert str(caught.value).startswith(f"there is no option {name}; {way_out}")
-
-
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        ("model_name", "say model=..."),
-        ("read_only", "say store=rc.StoreConfig(read_only=...)"),
-        ("chunk_size", "say chunker=rc.ChunkerConfig(max_tokens=...)"),
-        ("max_tokens", "say ask(..., sampling=rc.Sampling(max_tokens=...))"),
-    ],
-)
-def test_what_is_no_option_of_opening_is_told_where_it_is_said(tmp_path, name, way_out):
-    with pytest.raises(rc.errors.ConfigError, match="there is no option") as caught:
-        rc.RagCache.open(tmp_path / "kb", **{name: 3})
-    assert str(caught.value).endswith(way_out)
-    assert not (tmp_path / "kb").exists()
-
-
-FIELDS = "the options are {}, "
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "way_out"),
-    [
-        (rc.Sampling, "max_new_tokens", "say rc.Sampling(max_tokens=...)"),
-        (rc.Sampling, "temp", "say rc.Sampling(temperature=...)"),
-        (rc.Sampling, "colour", FIELDS.format("max_tokens")),
-        (rc.ChunkerConfig, "chunk_size", "say rc.ChunkerConfig(max_tokens=...)"),
-        (rc.ChunkerConfig, "chunk_overlap", "say rc.ChunkerConfig(overlap=...)"),
-        (rc.StoreConfig, "memory", FIELDS.format("database")),
-        (rc.IngestConfig, "colour", FIELDS.format("window_tokens")),
-        (ReadLimits, "timeout", FIELDS.format("seconds")),
-    ],
-)
-def test_a_wrong_option_of_a_configuration_is_told_how_it_is_said(config, name, way_out):
-    """A TypeError too, as any other class's."""
-    with pytest.raises(TypeError) as caught:
-        config(**{name: 3})
-    assert isinstance(caught.value, rc.errors.ConfigError)
-    assert caught.value.option == name
-    assert str(caught.value).startswith(f"there is no option {name}; {way_out}")
+def test_a_wrong_option_is_told_how_it_is_said(tmp_path, mini):
+    """A configuration's by a TypeError too, as any other class's."""
+    for name, way_out in SAID_OF_OPENING.items():
+        with pytest.raises(rc.errors.ConfigError, match="there is no option") as caught:
+            rc.RagCache.open(tmp_path / "kb", **{name: 3})
+        assert str(caught.value).endswith(way_out)
+        assert not (tmp_path / "kb").exists()
+    with store(tmp_path / "kb", mini, []) as kb:
+        for name, way_out in SAID.items():
+            with pytest.raises(rc.errors.ConfigError) as caught:
+                kb.ask("Who?", **{name: 3})
+            assert str(caught.value).startswith(f"there is no option {name}; {way_out}")
+    for config, name, way_out in SAID_OF_CONFIGURATIONS:
+        with pytest.raises(TypeError) as caught:
+            config(**{name: 3})
+        assert isinstance(caught.value, rc.errors.ConfigError)
+        assert caught.value.option == name
+        assert str(caught.value).startswith(f"there is no option {name}; {way_out}")
 
 
 def test_configurations_stay_what_dataclasses_are():

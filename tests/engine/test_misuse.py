@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from engine_texts import TEXTS
+from engine_texts import TEXTS, user
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreClosedError, UnknownHandleError
@@ -14,10 +14,6 @@ from ragcache_demo.bag_of_words import BagOfWords
 QUESTION = "Where do dogs bark?"
 HALF = f"{QUESTION} \ud83d"
 ONE = rc.Sampling(max_tokens=1)
-
-
-def user(*parts):
-    return {"role": "user", "content": list(parts) if len(parts) > 1 else parts[0]}
 
 
 TURNS = [user(QUESTION)]

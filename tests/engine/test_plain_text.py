@@ -7,9 +7,8 @@ import torch
 from engine_texts import TEXTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plain_oracle import greedy
-from tiny_model import bpe_tokenizer, save_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from plain_oracle import greedy, plain_transformers
+from tiny_model import LINK, bpe_tokenizer, save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine import local_engine
@@ -18,7 +17,6 @@ from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import fuse
-from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Who meets on Monday?"
@@ -90,12 +88,10 @@ def reads(kb, monkeypatch):
 
 def continued(model_directory, ids, passages, count=8):
     """Plain transformers: every token sees all before it, those of passages (spans) their own passage alone."""
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
     allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     for start, end in passages:
         allowed[start:end, :start] = False
-    return greedy(model.eval(), tokenizer, rc.Prompt(ids[:1], [], ids[1:]), allowed, count)
+    return greedy(*plain_transformers(model_directory), rc.Prompt(ids[:1], [], ids[1:]), allowed, count)
 
 
 def places(ids, hits):
@@ -170,8 +166,7 @@ def test_a_conversation_goes_on_behind_the_passages_that_its_messages_quote(tmp_
 
 def test_methods_that_add_tokens_read_text_as_text(tmp_path, open_kb, said):
     """Link tokens between the passages would make another prompt of it."""
-    spec = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
-    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", reuse=spec))) as kb:
+    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", reuse=LINK))) as kb:
         kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
         text = "".join(hit.chunk.text for hit in kb.retrieve(QUESTION, k=3)) + QUESTION
         answer = kb.complete(text, sampling=ONE)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
 from plain_oracle import greedy
-from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -53,15 +51,14 @@ def last_answer(found) -> rc.Answer:
     return found if isinstance(found, rc.Answer) else list(found)[-1].answer
 
 
-def test_without_approximation_answers_are_those_of_a_model_alone(kb, model_directory):
+def test_without_approximation_answers_are_those_of_a_model_alone(kb, oracle):
     """Passages are read, and a prompt's beginning is reused still: the second time all but its end is known."""
     assert kb.method == "reposition"
     first, again = (kb.ask(QUESTION, 3, **EXACT) for _ in range(2))
     text = prompt_format(kb.lm.tokenizer)
     chunks = [hit.chunk.token_ids for hit in first.hits]
     prompt = Prompt(text.prefix_ids, chunks, text.suffix_ids(kb.lm.tokenizer, QUESTION))
-    oracle, causal = AutoModelForCausalLM.from_pretrained(model_directory), torch.ones(1, 1, dtype=torch.bool)
-    assert first.text == again.text == greedy(oracle, kb.lm.tokenizer, prompt, causal, 6)
+    assert first.text == again.text == greedy(*oracle, prompt, None, 6)
     assert (first.method, first.method_reason) == ("full", "asked for: approximate=False")
     assert {hit.kv for hit in first.hits} == {"unused"}
     assert first.usage.computed_tokens > 100 > 2 >= again.usage.computed_tokens

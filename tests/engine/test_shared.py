@@ -7,6 +7,7 @@ import weakref
 import forked
 import pytest
 from tiny_model import save_tiny_llama
+from waiting import at_once
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelMismatchError, StoreClosedError
@@ -21,6 +22,14 @@ def directory(tmp_path_factory):
 @pytest.fixture
 def embedder():
     return BagOfWords()
+
+
+@pytest.fixture
+def only_new_garbage():
+    """Collecting looks at what is made from now on: all else takes a second each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -54,6 +63,7 @@ def test_two_stores_of_one_model_have_one_set_of_weights(shared, tmp_path, direc
         assert third.lm is not shared.lm
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_the_last_one_closes_it(tmp_path, directory, embedder):
     one = rc.open_shared(tmp_path / "kb", model=directory, embedder=embedder)
     two = rc.open_shared(tmp_path / "kb")
@@ -81,17 +91,13 @@ def test_one_that_was_closed_is_opened_again(shared, tmp_path, embedder):
 
 
 def test_threads_that_open_at_once_get_one(tmp_path, directory, embedder):
-    found, start = [], threading.Barrier(4)
+    start = threading.Barrier(4)
 
     def work():
         start.wait()
-        found.append(rc.open_shared(tmp_path / "kb", model=directory, embedder=embedder))
+        return rc.open_shared(tmp_path / "kb", model=directory, embedder=embedder)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = at_once(*[work] * 4)
     assert len(set(map(id, found))) == 1
     found[0].close()
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import forked
 import pytest
-import torch
 from engine_texts import TEXTS
 from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt, save_tiny
 from plain_oracle import greedy
@@ -139,13 +138,10 @@ def test_a_text_goes_on_after_every_restart(open_kb, oracle, codec):
             assert before - LATE <= usage.cached_tokens <= before
             before = usage.prompt_tokens
             assert usage.computed_tokens + usage.cached_tokens == before
-        prompt = rc.Prompt([], [], oracle[1](text, add_special_tokens=False).input_ids)
-        n = prompt.num_tokens
-        if n + 1 == before:  # a BOS
-            prompt = replace(prompt, prefix_ids=[oracle[1].bos_token_id])
-        n = prompt.num_tokens
-        assert n == before
-        assert answer.text == greedy(*oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril(), SHORT.max_tokens)
+        tokenizer = oracle[1]
+        prompt = rc.Prompt([tokenizer.bos_token_id], [], tokenizer(text, add_special_tokens=False).input_ids)
+        assert prompt.num_tokens == before
+        assert answer.text == greedy(*oracle, prompt, None, SHORT.max_tokens)
         text += more
 
 
@@ -275,11 +271,12 @@ def test_the_budget_holds_and_what_was_evicted_is_computed(open_kb, monkeypatch)
 @pytest.mark.parametrize("store", [rc.StoreConfig(foreign_cache=0), rc.StoreConfig(prefix_bytes=0)])
 def test_nothing_is_kept_where_there_is_no_place_for_it(open_kb, store):
     with open_kb(store=store) as kb:
-        first = kb.chat(TALK, sampling=SHORT)
+        first = leave(kb) if store.foreign_cache == 0 else kb.chat(TALK, sampling=SHORT)
         assert not kb.store.layout.foreign.exists()
     with open_kb(store=store) as kb:
         again = kb.chat(TALK, sampling=SHORT)
         assert (again.text, again.usage.cached_tokens) == (first.text, 0)
+        assert found(kb)[1:] == (0, 0)
 
 
 def test_reading_alone_writes_nothing(open_kb):

@@ -7,13 +7,11 @@ import re
 
 import jsonschema
 import pytest
-import torch
 from families import block_diagonal
-from plain_oracle import greedy
+from plain_oracle import greedy, plain_transformers
 from scripted import script
 from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
 from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from ragcache.engine.conversation import Conversation
@@ -165,8 +163,7 @@ def test_passages_that_a_tool_returned_are_read_as_blocks(kb, directory):
     head, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split("@@"))
     read = [tokenizer(f"{one.text.rstrip()}\n", add_special_tokens=False)["input_ids"] for one in passages]
     prompt = rc.Prompt(head, read, tail)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    assert answer.text == greedy(model, tokenizer, prompt, block_diagonal(prompt), SHORT.max_tokens)
+    assert answer.text == greedy(*plain_transformers(directory), prompt, block_diagonal(prompt), SHORT.max_tokens)
 
 
 def test_a_kept_conversation_reads_a_tools_passages_once(kb, monkeypatch):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tiny_model import save_tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from plain_oracle import plain_transformers
+from tiny_model import LINK, save_tiny_llama
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
 from ragcache.models.trained_tokens import TrainedTokens
 
-LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265)
 REORDERED = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="reordered")
 COMPOSITE = TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite")
 SPECS = {"link": LINK, "reordered": REORDERED, "composite": COMPOSITE}
@@ -66,8 +67,7 @@ def put_together(spec, tokenizer, question, texts):
 
 def oracle_answer(directory, spec, question, texts, count):
     """Token by token, each a plain forward of everything under an explicit mask; added ids are ruled out."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model, tokenizer = plain_transformers(directory)
     ids, positions, owners = put_together(spec, tokenizer, question, texts)
     size, made = len(ids), []
     while len(made) < count:
@@ -175,10 +175,7 @@ def test_a_method_without_its_training_is_refused_at_once(kb, open_kb):
 
 
 def test_the_recipe_follows_the_training(open_kb, tmp_path):
-    spec = TrainedTokens(
-        "link", "prefix", link_tokens=2, link_slots=3, first_link_id=258, kv_start_id=264, kv_end_id=265
-    )
-    directory = save_tiny_llama(tmp_path / "model", reuse=spec)
+    directory = save_tiny_llama(tmp_path / "model", reuse=replace(LINK, recipe="prefix"))
     kb = open_kb(model=directory)
     kb.ingest(rc.Document("dogs", TEXTS[0]))
     bos, chunk = kb.lm.tokenizer.bos_token_id, kb.retrieve(QUESTION, 1)[0].chunk

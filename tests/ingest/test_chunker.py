@@ -3,8 +3,8 @@
 import hashlib
 import json
 import random
-import threading
 import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,6 +14,7 @@ from kit import chunker_of
 from markdown_it import MarkdownIt
 from random_texts import random_markdown
 from tiny_model import byte_tokenizer
+from waiting import at_once
 
 from ragcache.errors import ConfigError
 from ragcache.ingest import text_blocks as structure
@@ -205,7 +206,7 @@ def test_a_heading_never_ends_a_chunk(tokenizer):
             assert not chunk.text.strip().splitlines()[-1].startswith("#")
 
 
-@pytest.mark.parametrize("word", ["x" * 50_000, "🎉" * 5_000, "好" * 9_000, "=" * 30_000, "é" * 9_000])
+@pytest.mark.parametrize("word", ["x" * 10_000, "🎉" * 1_000, "好" * 2_000, "=" * 6_000, "é" * 2_000])
 def test_one_enormous_word_is_cut_between_characters(tokenizer, word):
     chunks = chunker_of(tokenizer, max_tokens=64).split(word)
     assert_sound(tokenizer, word, chunks, 64)
@@ -268,14 +269,7 @@ def test_settings_are_json_and_differ_with_the_configuration(tokenizer):
 def test_many_threads_cut_alike(tokenizer):
     chunker = chunker_of(tokenizer, max_tokens=50)
     text = random_markdown(random.Random(3))
-    expected = chunker.split(text)
-    results: list[object] = []
-    threads = [threading.Thread(target=lambda: results.append(chunker.split(text))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected] * 8
+    assert at_once(*[partial(chunker.split, text)] * 8) == [chunker.split(text)] * 8
 
 
 def test_blocks_tile_the_text_and_know_headings():
@@ -337,8 +331,8 @@ def test_no_long_text_is_tokenised_or_parsed_whole(tokenizer, monkeypatch):
 def test_many_blank_lines_take_no_time(tokenizer):
     """Seen from each of them anew, they take many minutes."""
     started = time.process_time()
-    assert [chunk.text for chunk in chunker_of(tokenizer).split("Alna.\n" + "\n" * 300_000 + "Osby.")] != []
-    assert time.process_time() - started < 60
+    assert [chunk.text for chunk in chunker_of(tokenizer).split("Alna.\n" + "\n" * 100_000 + "Osby.")] != []
+    assert time.process_time() - started < 5
 
 
 # Sentences

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from blocks import tier_of
 from covering import covering
 from kit import Kit, chunker_of
 from random_texts import text_of
+from waiting import at_once, beside
 
 from ragcache.errors import (
     ConfigError,
@@ -87,9 +89,9 @@ def test_a_table_alone_makes_the_hash_another_than_that_of_versions_that_cut_its
 def test_unchanged_input_costs_no_model_time(kit, folder):
     kit.ingestor.ingest([folder])
     before = (kit.encoder.tokens, kit.embedder.texts, kit.documents.generation())
-    report = kit.ingestor.ingest([folder])
+    report = kit.ingestor.ingest([folder, folder / "sub", folder / "a.md"])
     assert sorted(report.unchanged) == kit.ids()
-    assert (report.added, report.updated, report.computed_tokens) == ([], [], 0)
+    assert (report.added, report.updated, report.failed, report.computed_tokens) == ([], [], [], 0)
     assert (kit.encoder.tokens, kit.embedder.texts, kit.documents.generation()) == before
 
 
@@ -347,29 +349,22 @@ def test_a_second_writer_waits_and_then_gives_up(kit, folder, tmp_path):
     taken.wait()
     started = time.monotonic()
     with pytest.raises(StoreBusyError, match="kb"):
-        kit.ingestor.ingest([folder], timeout_s=0.3)
+        kit.ingestor.ingest([folder], timeout_s=0.1)
     with pytest.raises(StoreBusyError):
         kit.ingestor.delete(["x"], timeout_s=0)
-    assert time.monotonic() - started >= 0.3
-    threading.Timer(0.3, release.set).start()
+    assert time.monotonic() - started >= 0.1
+    threading.Timer(0.1, release.set).start()
     assert len(kit.ingestor.ingest([folder], timeout_s=30).added) == 4
     thread.join()
 
 
 def test_two_ingestions_at_once_both_end_well(tmp_path, lm):
-    reports = {}
-
-    def work(name: str) -> None:
+    def added(name: str) -> int:
         with Kit(tmp_path / "kb", lm) as kit:
             inputs = [Document(f"{name}{n}", text_of(f"{name}{n}", 2)) for n in range(5)]
-            reports[name] = kit.ingestor.ingest([*inputs, Document("same", "Mora has a club.")])
+            return len(kit.ingestor.ingest([*inputs, Document("same", "Mora has a club.")]).added)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(len(report.added) for report in reports.values()) == [5, 6]
+    assert sorted(at_once(partial(added, "a"), partial(added, "b"))) == [5, 6]
     with Kit(tmp_path / "kb", lm) as kit:
         assert len(kit.ids()) == 11
         kit.check()
@@ -378,28 +373,15 @@ def test_two_ingestions_at_once_both_end_well(tmp_path, lm):
 def test_readers_beside_an_ingestion_see_whole_documents(kit):
     inputs = [Document(f"d{n}", text_of(f"Town{n}", 4), {"n": n}) for n in range(12)]
     expected = len(kit.chunker.split(inputs[0].text))
-    errors: list[BaseException] = []
-    done = threading.Event()
 
     def read() -> None:
-        try:
-            while not done.is_set():
-                hits = kit.retriever.retrieve("mill Town3", 200)
-                for hit in hits:
-                    assert kit.kv.get(hit.handle) is not None
-                counts = np.unique([hit.chunk.document_id for hit in hits], return_counts=True)[1]
-                assert all(abs(count - expected) <= 1 for count in counts)
-        except BaseException as error:
-            errors.append(error)
+        hits = kit.retriever.retrieve("mill Town3", 200)
+        assert all(kit.kv.get(hit.handle) is not None for hit in hits)
+        counts = np.unique([hit.chunk.document_id for hit in hits], return_counts=True)[1]
+        assert all(abs(count - expected) <= 1 for count in counts)
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    kit.ingestor.ingest(inputs)
-    done.set()
-    for reader in readers:
-        reader.join()
-    assert not errors, errors
+    with beside(read, read):
+        kit.ingestor.ingest(inputs)
 
 
 def test_the_embedder_reads_titles_and_headings_that_a_chunk_lacks(kit, monkeypatch):

@@ -1,41 +1,16 @@
 """What each reader makes of good and bad files."""
 
-import io
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-from pypdf import PdfReader, PdfWriter
-from reportlab.lib.pagesizes import A4
-from reportlab.lib.styles import getSampleStyleSheet
-from reportlab.pdfgen import canvas
-from reportlab.platypus import Paragraph, SimpleDocTemplate
+from read_files import error_of, read_one, read_path
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers import find_files, read_file, readers
-from ragcache_documents.pdf import join_wrapped_lines
-
-
-def read_path(path: Path) -> list[Document | ReaderError]:
-    """The documents in a file or folder, behind what cannot be read in it."""
-    found = find_files([path])
-    return [*found.failed, *(one for file in found.files for one in read_file(file))]
-
-
-def read_one(path: Path) -> Document:
-    (document,) = read_path(path)
-    assert isinstance(document, Document), document
-    return document
-
-
-def error_of(path: Path) -> str:
-    (error,) = read_path(path)
-    assert isinstance(error, ReaderError)
-    assert error.path == str(path)
-    return error.reason
+from ragcache.ingest.readers import find_files, readers
 
 
 @pytest.fixture
@@ -124,123 +99,6 @@ def test_hostile_front_matter_takes_little_time_and_memory(write, lines):
     assert time.perf_counter() - started < 5
     assert len(json.dumps(document.metadata)) < 20_000
     assert document.text.endswith("Text.\n")
-
-
-# HTML
-
-PAGE = """<!doctype html><html><head><title> The  Alna </title><style>p {color: red}</style></head><body>
-<nav><a href="/">Home</a></nav><h1>The <em>Alna</em></h1><p>The river
-   rises <b>near</b>&nbsp;Osby.<br>It ends in a lake.</p><!-- hidden --><script>alert("x")</script>
-<ul><li>First</li><li>Second <p>inner</p></li></ul>
-<pre><code>def f():
-    return `1`
-
-</code></pre><table><tr><th>Town</th><th>Year</th></tr><tr><td>Osby</td><td>1901</td></tr></table>
-<div>Loose <span>words</span></div></body></html>"""
-
-
-def test_html_becomes_its_visible_text_in_blocks(write):
-    document = read_one(write("a.html", PAGE))
-    assert document.title == "The Alna"
-    assert document.text == (
-        "# The Alna\n\nThe river rises near Osby.\nIt ends in a lake.\n\n- First\n\n- Second\n\n  inner\n\n"
-        "```\ndef f():\n    return `1`\n```\n\n| Town | Year |\n| --- | --- |\n| Osby | 1901 |\n\nLoose words"
-    )
-
-
-def test_html_in_the_encoding_that_it_declares(write):
-    page = '<html><head><meta charset="iso-8859-1"></head><body><p>Størrelse</p></body></html>'
-    assert read_one(write("a.html", page.encode("latin-1"))).text == "Størrelse"
-    assert "declares" in error_of(write("b.html", page.replace("iso-8859-1", "nonsense").encode("latin-1")))
-    assert "no text" in error_of(write("c.html", "<html><body><script>1</script></body></html>"))
-
-
-def test_html_nested_without_end_is_read_or_refused(write):
-    (result,) = read_path(write("deep.html", "<div>" * 20_000 + "deep"))
-    assert "nested too deeply" in result.reason
-    (result,) = read_path(write("fences.html", "<pre>" + "`" * 5 + "\ncode</pre>"))
-    assert result.text == "``````\n`````\ncode\n``````"
-
-
-def test_html_shows_what_the_page_shows(write):
-    page = (
-        "<p>1. Opening\n hours</p><p># none</p><ol start=3><li>a<li>b</ol><div style='display:none'>a tab</div>"
-        "<form><label>Berth</label></form><div class='menu'>Soup</div><blockquote><b>q</b></blockquote>"
-        "<pre>1\\. x  \n\\- y</pre>"
-    )
-    assert read_one(write("a.html", page)).text == (
-        "1. Opening hours\n\n\\# none\n\n3. a\n4. b\n\na tab\n\nBerth\n\nSoup\n\n> q\n\n```\n1\\. x  \n\\- y\n```"
-    )
-
-
-# PDF
-
-
-def pdf_of(pages: list[str], title: str | None = None) -> bytes:
-    stream = io.BytesIO()
-    page = canvas.Canvas(stream, pagesize=A4)
-    if title:
-        page.setTitle(title)
-    for text in pages:
-        for row, line in enumerate(text.splitlines()):
-            page.drawString(72, 760 - 16 * row, line)
-        page.showPage()
-    page.save()
-    return stream.getvalue()
-
-
-def test_pdf_pages_and_title(write):
-    document = read_one(path := write("a.pdf", pdf_of(["Page one.", "Page two."], "The Alna")))
-    assert (document.id, document.title, document.text) == (str(path), "The Alna", "Page one.\n\nPage two.")
-    assert read_one(write("b.pdf", pdf_of(["Text."]))).title == ""
-
-
-def test_pdf_paragraphs_wrapped_by_a_typesetter_are_unwrapped_and_kept_apart(tmp_path):
-    style = getSampleStyleSheet()["Normal"]
-    paragraphs = [
-        " ".join(f"Town{n} has mill number {i}, by the river Alna." for i in range(n)) for n in (7, 10, 11, 12)
-    ]
-    path = tmp_path / "a.pdf"
-    SimpleDocTemplate(str(path), pagesize=A4).build([Paragraph(text, style) for text in paragraphs])
-    wrapped = PdfReader(path).pages[0].extract_text().splitlines()
-    lines = read_one(path).text.splitlines()
-    assert " ".join(lines) == " ".join(paragraphs)
-    assert len(wrapped) > 12
-    # Every paragraph begins a line, and a line ends only where a sentence does.
-    assert all(any(line.startswith(text[:40]) for line in lines) for text in paragraphs)
-    assert all(line.endswith("Alna.") for line in lines)
-
-
-def test_wrapped_lines_join_and_lists_and_short_lines_stay():
-    wrapped = "This is a line that was wrapped at the mar-\ngin and goes on to here, where it\nends at last."
-    rest = "- an item\n- another\nShort."
-    joined = "This is a line that was wrapped at the margin and goes on to here, where it ends at last."
-    assert join_wrapped_lines(f"Title\n\n{wrapped}\n{rest}\n") == f"Title\n\n{joined}\n{rest}"
-    assert join_wrapped_lines("") == ""
-
-
-def test_pdfs_that_cannot_be_read_say_why(write, tmp_path):
-    assert "OCR" in error_of(write("scan.pdf", pdf_of(["", ""])))
-    assert "not a PDF" in error_of(write("fake.pdf", "hello"))
-    assert "empty" in error_of(write("empty.pdf", b""))
-    good = pdf_of(["Some text."])
-    assert "damaged" in error_of(write("cut.pdf", good[: len(good) // 3]))
-    writer = PdfWriter(clone_from=io.BytesIO(good))
-    writer.encrypt("secret", algorithm="RC4-128")
-    writer.write(tmp_path / "locked.pdf")
-    assert "password" in error_of(tmp_path / "locked.pdf")
-
-
-def test_a_pdf_flipped_anywhere_is_read_or_refused_but_never_fatal(write):
-    import random
-
-    good, rng = pdf_of(["Some text about the Alna.", "More."]), random.Random(4)
-    for _ in range(60):
-        bad = bytearray(good)
-        for _ in range(8):
-            bad[rng.randrange(len(bad))] = rng.randrange(256)
-        (result,) = read_path(write("bad.pdf", bytes(bad)))
-        assert isinstance(result, Document | ReaderError)
 
 
 # JSON lines
@@ -344,30 +202,6 @@ def test_a_name_that_is_not_utf8_gets_a_printable_id(tmp_path):
 
 
 # What the eye reads
-
-
-@pytest.mark.parametrize(
-    ("markup", "text"),
-    [
-        ("10<sup>6</sup> litres", "10^6 litres"),
-        ("1,200<sup><a href='#n3'>3</a></sup> crowns", "1,200[3] crowns"),
-        ("tides<sup><a href='#n1'>[1]</a></sup>", "tides[1]"),
-        ("the 2<sup>nd</sup> berth", "the 2nd berth"),
-        ("CO<sub>2</sub>", "CO2"),
-        ("tides<sup><span><a href='notes.html#n1'>1</a></span></sup>", "tides[1]"),
-        ("<a href='#x'>a</a> 10<sup>6</sup> litres", "a 10^6 litres"),
-        ("costs <del>12</del> <s>13</s> 15 crowns", "costs ~~12~~ ~~13~~ 15 crowns"),
-    ],
-)
-def test_raised_and_struck_text_joins_no_other(write, markup, text):
-    assert read_one(write("page.html", f"<p>{markup}</p>")).text == text
-
-
-@pytest.mark.parametrize("declared", ["utf-16", "UTF-16LE", "unicode", "utf-32"])
-@pytest.mark.parametrize("pad", ["", " "])
-def test_a_page_that_declares_utf_16_in_ascii_is_utf_8(write, declared, pad):
-    page = f"<head><meta charset='{declared}'></head><body><p>Caf\u00e9 at nine.</p>{pad}</body>"
-    assert read_one(write("page.html", page)).text == "Caf\u00e9 at nine."
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-8"])

@@ -64,24 +64,6 @@ def test_two_folders_with_a_readme_each_are_two_documents(kit, tmp_path):
     kit.check()
 
 
-def test_a_file_named_in_other_ways_is_the_same_document(kit, docs, monkeypatch):
-    kit.ingestor.ingest([docs])
-    before, cost = content(kit), costs(kit)
-    (docs.parent / "link").symlink_to(docs)
-    monkeypatch.chdir(docs)
-    for paths in (
-        ["."],
-        ["sub"],
-        ["../docs/"],
-        ["../link"],
-        ["a.md", docs / "b.md", "sub/../a.md"],
-        [docs, docs / "sub", "a.md"],
-    ):
-        report = kit.ingestor.ingest(paths)
-        assert (report.added, report.updated, report.moved, report.failed) == ([], [], [], []), paths
-    assert (content(kit), costs(kit)) == (before, cost)
-
-
 def test_records_of_two_files_with_one_id_are_an_error_that_names_both(kit, docs):
     write_records(docs / "e.jsonl", {"id": "x", "text": "Another."}, {"id": "y", "text": "Its own."})
     for _ in range(2):

@@ -6,14 +6,16 @@ at another place, is seen.
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import takewhile
+from operator import eq
 from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import at_once, beside
 
 from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import CacheShape, LayerShape
@@ -65,12 +67,7 @@ def check(lease, namespace, elements):
 
 
 def common(one, other):
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+    return sum(takewhile(bool, map(eq, one, other)))
 
 
 def longest(kept, namespace, elements):
@@ -263,17 +260,13 @@ def test_threads(seed):
     """Askers, inserters and deletions at once: nothing wrong is served, and the bytes are watched all the time."""
     tokens = 60
     tree = PrefixCache(SHAPE, tokens * TOKEN_BYTES, page_tokens=3)
-    done = threading.Event()
-    over = []
 
     def watch():
-        while not done.is_set():
-            if tree.stats().num_bytes > tokens * TOKEN_BYTES:
-                over.append(tree.stats())
+        assert tree.stats().num_bytes <= tokens * TOKEN_BYTES
 
     def work(number):
         random = Random(100 * seed + number)
-        for _ in range(150):
+        for _ in range(50):
             sequence = [random.randrange(3) for _ in range(random.randrange(1, 20))]
             namespace = random.choice("ab")
             with tree.match(namespace, sequence) as lease:
@@ -284,14 +277,7 @@ def test_threads(seed):
                     tree.drop({random.randrange(4)})
                 check(lease, namespace, sequence)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        with ThreadPoolExecutor(6) as pool:
-            list(pool.map(work, range(6)))
-    finally:
-        done.set()
-        watcher.join()
-    assert not over
+    with beside(watch):
+        at_once(*(partial(work, number) for number in range(6)))
     tree.clear()
     assert (tree.stats().num_bytes, tree.stats().tokens, tree.stats().nodes) == (0, 0, 0)

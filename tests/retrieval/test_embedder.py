@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
+from waiting import at_once, until
 
 from ragcache.errors import CancelledError, ConfigError, EmbedderError, EmbedderMismatchError
 from ragcache.models.batches import plan_batches
@@ -123,23 +126,14 @@ def test_windows_of_texts_come_back_in_order(bert_directory, monkeypatch):
 def test_many_threads_get_what_one_gets(bert_directory):
     embedder = load_embedder(bert_directory)
     expected = embedder.embed(TEXTS)
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            for step in range(10):
-                row = (seed * 5 + step) % len(TEXTS)
-                np.testing.assert_allclose(embedder.embed_query(TEXTS[row]), expected[row], atol=1e-5)
-                np.testing.assert_allclose(embedder.embed(TEXTS), expected, atol=1e-5)
-        except BaseException as error:
-            errors.append(error)
+        for step in range(10):
+            row = (seed * 5 + step) % len(TEXTS)
+            np.testing.assert_allclose(embedder.embed_query(TEXTS[row]), expected[row], atol=1e-5)
+            np.testing.assert_allclose(embedder.embed(TEXTS), expected, atol=1e-5)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    at_once(*(partial(work, seed) for seed in range(4)))
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 9), st.integers(1, 100))
@@ -260,15 +254,10 @@ def test_a_question_goes_before_passages_that_came_first():
             order.append(name)
 
     waiting = [(PASSAGES, "first"), (PASSAGES, "second"), (QUESTION, "question"), (QUESTION, "question 2")]
-    with lock.hold(PASSAGES):
-        threads = []
+    with ThreadPoolExecutor(len(waiting)) as threads, lock.hold(PASSAGES):
         for number, one in enumerate(waiting, start=1):
-            threads.append(threading.Thread(target=take, args=one))
-            threads[-1].start()
-            while len(lock._waiting) < number:
-                time.sleep(0.001)
-    for thread in threads:
-        thread.join()
+            threads.submit(take, *one)
+            until(lambda: len(lock._waiting) == number)  # noqa: B023
     assert order == ["question", "question 2", "first", "second"]
 
 
@@ -291,7 +280,7 @@ def test_a_question_waits_for_one_batch_of_a_large_request(bert_directory):
         batches.append(len(texts))
         if len(batches) == 2:
             asked.set()
-        time.sleep(0.1)
+        time.sleep(0.05)
         return encode(texts, **options)
 
     embedder._model.encode_document = slow

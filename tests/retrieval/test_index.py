@@ -1,13 +1,13 @@
 """VectorIndex against NumPy brute force, and its file against every kind of damage."""
 
 import os
-import threading
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from waiting import beside
 
 from ragcache.errors import ConfigError, DamagedIndexError, StoreReadOnlyError
 from ragcache.retrieval.retriever import maximal_marginal_relevance
@@ -203,28 +203,23 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path, monkeypat
 def test_wrong_arguments_are_refused_and_change_nothing():
     index = VectorIndex(4)
     index.add([1, 2], np.eye(4, dtype=np.float32)[:2])
-    one = np.ones(4, np.float32)
-    for k in (0, -1):
-        with pytest.raises(ConfigError, match="k is"):
-            index.search(one, k)
-    with pytest.raises(ConfigError, match="shape"):
-        index.search(np.ones(5, np.float32), 1)
-    with pytest.raises(ConfigError, match="NaN"):
-        index.add([3], np.full((1, 4), np.nan, np.float32))
-    with pytest.raises(ConfigError, match="already"):
-        index.add([3, 2], np.ones((2, 4), np.float32))
-    with pytest.raises(ConfigError, match="twice"):
-        index.add([3, 3], np.ones((2, 4), np.float32))
+    one, two = np.ones(4, np.float32), np.ones((2, 4), np.float32)
+    for call, words in (
+        (lambda: index.search(one, 0), "k is 0"),
+        (lambda: index.search(one, -1), "k is -1"),
+        (lambda: index.search(np.ones(5, np.float32), 1), "shape"),
+        (lambda: index.add([3], np.full((1, 4), np.nan, np.float32)), "NaN"),
+        (lambda: index.add([3, 2], two), "already"),
+        (lambda: index.add([3, 3], two), "twice"),
+        (lambda: index.add([3, -1], two), "below 0"),
+        (lambda: VectorIndex(4, kind="annoy"), "annoy"),
+        (lambda: VectorIndex(0), "dimension"),
+        (lambda: VectorIndex(4, kind="ivfpq"), "needs a store"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()
     rows, found = index.vectors_present(np.array([3, 2, 9]))
     assert (rows.tolist(), found.tolist()) == ([1], [[0, 1, 0, 0]])
-    with pytest.raises(ConfigError, match="annoy"):
-        VectorIndex(4, kind="annoy")
-    with pytest.raises(ConfigError, match="dimension"):
-        VectorIndex(0)
-    with pytest.raises(ConfigError, match="below 0"):
-        index.add([3, -1], np.ones((2, 4), np.float32))
-    with pytest.raises(ConfigError, match="needs a store"):
-        VectorIndex(4, kind="ivfpq")
     assert index.ids == frozenset({1, 2})
     assert len(index.search(one, 1000).ids) == 2
 
@@ -234,28 +229,16 @@ def test_readers_beside_a_writer_see_only_whole_states(kind):
     """Ids come and go in pairs with the same vector: a reader sees both of a pair or none."""
     index = make(8, kind)
     rows = unit_rows(40, 8)
-    errors: list[BaseException] = []
-    done = threading.Event()
 
     def read() -> None:
-        try:
-            while not done.is_set():
-                found = set(index.search(rows[0], 100).ids.tolist())
-                assert {i ^ 1 for i in found} == found
-        except BaseException as error:
-            errors.append(error)
+        found = set(index.search(rows[0], 100).ids.tolist())
+        assert {i ^ 1 for i in found} == found
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for pair in range(40):
-        index.add([2 * pair, 2 * pair + 1], rows[[pair, pair]])
-        if pair % 3 == 2:
-            index.remove([2 * (pair - 1), 2 * (pair - 1) + 1])
-    done.set()
-    for reader in readers:
-        reader.join()
-    assert not errors
+    with beside(read, read, read):
+        for pair in range(40):
+            index.add([2 * pair, 2 * pair + 1], rows[[pair, pair]])
+            if pair % 3 == 2:
+                index.remove([2 * (pair - 1), 2 * (pair - 1) + 1])
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,11 +1,13 @@
 """The retriever over a real SQLite store: what it finds, and how it keeps up with other processes."""
 
 import logging
-import threading
+import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 from postgres_server import pgvector_schema
+from waiting import beside
 
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError
 from ragcache.retrieval.retriever import Retriever
@@ -33,20 +35,34 @@ def kind(request):
     return request.param
 
 
+def fill(store: DocumentStore) -> None:
+    for n, text in enumerate(TEXTS):
+        put(store, f"d{n}", [text], town=text.split()[0], number=n)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    path = tmp_path_factory.mktemp("filled") / "store.sqlite3"
+    with DocumentStore.open(path) as store:
+        fill(store)
+    return path
+
+
 @pytest.fixture
-def database(request, tmp_path):
+def database(request, tmp_path, filled):
     """SQLite, but PostgreSQL for the kind that lives there."""
     if "kind" in request.fixturenames and request.getfixturevalue("kind") == "pgvector":
-        yield from pgvector_schema()
+        for url in pgvector_schema():
+            with DocumentStore.open(url) as store:
+                fill(store)
+            yield url
     else:
-        yield tmp_path / "store.sqlite3"
+        yield shutil.copy(filled, tmp_path)
 
 
 @pytest.fixture
 def documents(database):
     with DocumentStore.open(database) as store:
-        for n, text in enumerate(TEXTS):
-            put(store, f"d{n}", [text], town=text.split()[0], number=n)
         yield store
 
 
@@ -202,32 +218,20 @@ def test_apply_does_not_hide_a_commit_of_someone_else(documents, database, tmp_p
 
 
 def test_readers_beside_a_writer_always_get_k_living_chunks(retriever, database):
-    errors: list[BaseException] = []
-    done = threading.Event()
+    def read(query: str, **options: object) -> None:
+        hits = retriever.retrieve(query, 10, **options)
+        assert len(hits) == 10
+        assert len({hit.chunk.vector_id for hit in hits}) == 10
+        assert {"Osby has a river.", "Osby has a mill."} & {hit.chunk.text for hit in hits}
 
-    def read(query: str, options: dict[str, object]) -> None:
-        try:
-            while not done.is_set():
-                hits = retriever.retrieve(query, 10, **options)
-                assert len(hits) == 10
-                assert len({hit.chunk.vector_id for hit in hits}) == 10
-                assert {"Osby has a river.", "Osby has a mill."} & {hit.chunk.text for hit in hits}
-        except BaseException as error:
-            errors.append(error)
-
-    work = [("Osby river", {}), ("Osby mill", {"mmr_lambda": 0.7}), ("Osby mill", {"filter": {"number": {"$lt": 20}}})]
-    readers = [threading.Thread(target=read, args=job) for job in work]
-    for reader in readers:
-        reader.start()
-    with DocumentStore.open(database) as writer:
-        for n in range(30):
+    varied, few = (
+        partial(read, "Osby mill", **more) for more in ({"mmr_lambda": 0.7}, {"filter": {"number": {"$lt": 20}}})
+    )
+    with DocumentStore.open(database) as writer, beside(partial(read, "Osby river"), varied, few):
+        for n in range(15):
             put(writer, f"new{n % 3}", [f"Osby has a river {n}."] * (n % 4))
             if n % 5 == 4:
                 writer.delete_documents(["new0", "new1"])
-    done.set()
-    for reader in readers:
-        reader.join()
-    assert not errors, errors
     assert retriever.refresh() in (True, False)
     assert retriever.index.ids == retriever.documents.vector_ids()
 

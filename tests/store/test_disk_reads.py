@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import make_block, make_key
+from blocks import make_block, make_key, served_from
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,13 +137,12 @@ def open_store(root: Path, device: str = "cpu", **options: Any) -> KVStore:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_kernel_copies_each_byte_once_to_where_it_stays_and_nobody_copies_it_again(
-    tmp_path: Path, pool: PageLocked, kernel: Kernel, codec: str, device: str
-) -> None:
+    tmp_path, pool, kernel, codec, device
+):
     held = kept(tmp_path, codec, cold=False)
     with open_store(tmp_path, device) as store:
         with Copies() as copies:
             loaded = store.get(KEY)
-        assert loaded is not None
         assert loaded.block.equal(held)
         assert loaded.tier == "disk"
         [room] = pool.given
@@ -151,7 +150,6 @@ def test_the_kernel_copies_each_byte_once_to_where_it_stays_and_nobody_copies_it
         assert kernel.reads[0][1] <= room.nbytes < kernel.reads[0][1] + PAGE
         assert not {"copy_", "clone", "_to_copy"} & copies.calls.keys()
         again = store.get(KEY)
-        assert again is not None
         assert again.tier == "memory"
         assert store.stats().bytes_by_tier["memory"] == room.nbytes
         assert all(pool.holds(tensor) for one in (loaded, again) for tensor in tensors_of(one.block))
@@ -161,28 +159,23 @@ def test_the_kernel_copies_each_byte_once_to_where_it_stays_and_nobody_copies_it
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_with_a_cuda_device_a_cold_file_comes_past_the_page_cache(
-    tmp_path: Path, pool: PageLocked, kernel: Kernel, codec: str
-) -> None:
+def test_with_a_cuda_device_a_cold_file_comes_past_the_page_cache(tmp_path, pool, kernel, codec):
     held = kept(tmp_path, codec, cold=True)
     with open_store(tmp_path, "cuda") as store:
         loaded = store.get(KEY)
-        assert loaded is not None
         assert loaded.block.equal(held)
         assert kernel.moved.keys() == {"direct"}
         assert all(pool.holds(tensor) for tensor in tensors_of(loaded.block))
 
 
-def test_on_a_cpu_it_goes_through_the_page_cache(tmp_path: Path, pool: PageLocked, kernel: Kernel) -> None:
+def test_on_a_cpu_it_goes_through_the_page_cache(tmp_path, pool, kernel):
     kept(tmp_path, "raw", cold=True)
     with open_store(tmp_path) as store:
         assert store.get(KEY) is not None
     assert kernel.moved.keys() == {"buffered"}
 
 
-def test_so_does_it_where_nobody_can_say_what_the_page_cache_has(
-    tmp_path: Path, pool: PageLocked, kernel: Kernel
-) -> None:
+def test_so_does_it_where_nobody_can_say_what_the_page_cache_has(tmp_path, pool, kernel):
     kept(tmp_path, "raw", cold=True)
     kernel.cannot_say = True
     with open_store(tmp_path, "cuda") as store:
@@ -190,30 +183,20 @@ def test_so_does_it_where_nobody_can_say_what_the_page_cache_has(
     assert kernel.moved.keys() == {"buffered"}
 
 
-def test_what_costs_another_block_its_room_goes_through_the_page_cache(
-    tmp_path: Path, pool: PageLocked, kernel: Kernel
-) -> None:
+def test_what_costs_another_block_its_room_goes_through_the_page_cache(tmp_path, pool, kernel):
     """Memory is full: the page cache is where the block is found when it has gone again."""
     held = kept(tmp_path, "raw", cold=True)
     with open_store(tmp_path, "cuda", memory_bytes=held.num_bytes + held.num_bytes // 2) as store:
         store.put(make_key(2), make_block(2, num_tokens=LARGE), "memory")
-        loaded = store.get(KEY)
-        assert loaded is not None
-        assert loaded.block.equal(held)
+        assert served_from(store, KEY, held) == "disk"
     assert kernel.moved.keys() == {"buffered"}
 
 
 @pytest.mark.parametrize("refused_at", ["setting", "reading"])
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
 def test_a_file_system_without_direct_reads_is_named_once(
-    tmp_path: Path,
-    pool: PageLocked,
-    kernel: Kernel,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    refused_at: str,
-    number: int,
-) -> None:
+    tmp_path, pool, kernel, caplog, monkeypatch, refused_at, number
+):
     held = kept(tmp_path, "raw", cold=True)
 
     def refuse(*_: object) -> None:
@@ -225,9 +208,7 @@ def test_a_file_system_without_direct_reads_is_named_once(
         monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, what, *flags: flags[:1] == (os.O_DIRECT,) and refuse())
     with open_store(tmp_path, "cuda") as store, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            loaded = store.get(KEY)
-            assert loaded is not None
-            assert loaded.block.equal(held)
+            assert served_from(store, KEY, held) == "disk"
             store._tiers.memory.delete(KEY)
     [said] = [record.getMessage() for record in caplog.records]
     assert said == f"{tmp_path}: read through the page cache: O_DIRECT is refused ({os.strerror(number)})"
@@ -235,14 +216,7 @@ def test_a_file_system_without_direct_reads_is_named_once(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("where", ["length", "header", "first layer", "last layer", "cut", "sector"])
-def test_damage_is_found_dropped_and_costs_no_room(
-    tmp_path: Path,
-    pool: PageLocked,
-    kernel: Kernel,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    device: str,
-) -> None:
+def test_damage_is_found_dropped_and_costs_no_room(tmp_path, pool, kernel, monkeypatch, where, device):
     kept(tmp_path, "raw", cold=True)
     [path] = tmp_path.rglob("*.safetensors")
     raw = bytearray(path.read_bytes())
@@ -266,20 +240,16 @@ def test_damage_is_found_dropped_and_costs_no_room(
         store.put(KEY, make_block(1))
 
 
-def test_deletion_during_a_read_leaves_the_block_whole_or_none(
-    tmp_path: Path, pool: PageLocked, kernel: Kernel
-) -> None:
+def test_deletion_during_a_read_leaves_the_block_whole_or_none(tmp_path, pool, kernel):
     """By another process: its file goes between two reads."""
     held = kept(tmp_path, "raw", cold=True)
     [path] = tmp_path.rglob("*.safetensors")
     kernel.on_direct = lambda: path.unlink(missing_ok=True)
     with open_store(tmp_path, "cuda") as store:
-        loaded = store.get(KEY)
-        assert loaded is not None
-        assert loaded.block.equal(held)
+        assert served_from(store, KEY, held) == "disk"
 
 
-def test_a_block_in_memory_keeps_no_file_on_a_full_disk_in_use(tmp_path: Path) -> None:
+def test_a_block_in_memory_keeps_no_file_on_a_full_disk_in_use(tmp_path):
     """Under a disk budget what is mapped is in use; what was read is not."""
     held = kept(tmp_path, "raw", cold=True)
     size = held.num_bytes + 2 * PAGE
@@ -291,21 +261,15 @@ def test_a_block_in_memory_keeps_no_file_on_a_full_disk_in_use(tmp_path: Path) -
         assert loaded.block.equal(held)
 
 
-def test_without_room_in_memory_the_file_is_mapped_and_nothing_is_read_by_hand(
-    tmp_path: Path, pool: PageLocked, kernel: Kernel
-) -> None:
+def test_without_room_in_memory_the_file_is_mapped_and_nothing_is_read_by_hand(tmp_path, pool, kernel):
     held = kept(tmp_path, "raw", cold=False)
     with open_store(tmp_path, "cuda", memory_bytes=held.num_bytes - 1) as store:
         kernel.reads.clear()
-        loaded = store.get(KEY)
-        assert loaded is not None
-        assert loaded.block.equal(held)
+        assert served_from(store, KEY, held) == "disk"
         assert (kernel.reads, pool.given) == ([], [])
 
 
-def test_files_of_earlier_versions_come_to_where_a_kernel_reads_them(
-    tmp_path: Path, pool: PageLocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_earlier_versions_come_to_where_a_kernel_reads_them(tmp_path, pool, monkeypatch):
     """Codes stood behind the 40 bytes of their block's shape: page-locked, they are copied as before."""
     monkeypatch.setattr("ragcache.codecs.container.ALIGNMENT", 1)  # the order that was
     held = kept(tmp_path, "int8", cold=False)
@@ -321,7 +285,7 @@ def test_files_of_earlier_versions_come_to_where_a_kernel_reads_them(
         assert all(tensor.data_ptr() % 64 == 0 for tensor in codes)
 
 
-def test_a_block_that_cannot_be_decoded_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_be_decoded_takes_no_room(tmp_path, monkeypatch):
     kept(tmp_path, "int8", cold=False)
 
     def fail(*_: object) -> KVBlock:

@@ -42,14 +42,13 @@ def put(store: DocumentStore, id: str, *handles: str | None, **changes: Any) -> 
     return store.replace_document(NewDocument(id, **changes), chunks)
 
 
-def test_what_goes_in_comes_out(store: DocumentStore) -> None:
+def test_what_goes_in_comes_out(store):
     metadata = {"year": 2024, "tags": ["a", {"b": None}], "ü\"'": "é\n", "ratio": 0.1, "big": 2**53 + 1, "no": False}
     document = NewDocument("id é", source="dir/file.md", content_hash="f00", metadata=metadata, title="A title")
     chunks = [new_chunk("c0", "h0", metadata={"page": 1, "year": 1999}), new_chunk("c1", text="zwei 二 🎈")]
     before = time.time()
     ids = store.replace_document(document, chunks)
     stored = store.document("id é")
-    assert stored is not None
     assert (stored.source, stored.title, stored.content_hash) == ("dir/file.md", "A title", "f00")
     assert stored.metadata == metadata
     assert before <= stored.created_at == stored.updated_at <= time.time()
@@ -66,7 +65,7 @@ def test_what_goes_in_comes_out(store: DocumentStore) -> None:
     assert store.counts() == Counts(1, 2, 4)
 
 
-def test_an_empty_store_has_nothing(store: DocumentStore) -> None:
+def test_an_empty_store_has_nothing(store):
     assert store.document("x") is None
     assert store.chunks(["x"]) == []
     assert store.documents() == store.chunks_of("x") == []
@@ -77,12 +76,11 @@ def test_an_empty_store_has_nothing(store: DocumentStore) -> None:
     assert store.generation() == 0, "nothing changed"
 
 
-def test_replacing_drops_the_old_chunks_and_keeps_the_first_time(store: DocumentStore) -> None:
+def test_replacing_drops_the_old_chunks_and_keeps_the_first_time(store):
     old = put(store, "d", "h0", "h1", "h2", content_hash="one")
     created = store.document("d").created_at  # type: ignore[union-attr]
     new = put(store, "d", "h9", content_hash="two")
     document = store.document("d")
-    assert document is not None
     assert (document.content_hash, document.num_chunks, document.created_at) == ("two", 1, created)
     assert document.updated_at > created
     assert store.chunks_by_vector_ids(old) == []
@@ -90,10 +88,9 @@ def test_replacing_drops_the_old_chunks_and_keeps_the_first_time(store: Document
     assert {id: one.content_hash for id, one in store.versions().items()} == {"d": "two"}
 
 
-def test_a_document_without_chunks_is_a_document(store: DocumentStore) -> None:
+def test_a_document_without_chunks_is_a_document(store):
     assert put(store, "empty") == []
     document = store.document("empty")
-    assert document is not None
     assert (document.num_chunks, document.num_tokens, document.state) == (0, 0, "ready")
     put(store, "d", "h")
     assert store.counts() == Counts(2, 1, 2)
@@ -101,7 +98,7 @@ def test_a_document_without_chunks_is_a_document(store: DocumentStore) -> None:
     assert (store.counts(), store.garbage()) == (Counts(2, 0, 0), {"h"})
 
 
-def test_vector_ids_rise_and_are_never_given_again(store: DocumentStore) -> None:
+def test_vector_ids_rise_and_are_never_given_again(store):
     seen: list[int] = []
     for _ in range(5):
         seen += put(store, "d", "a", "b")
@@ -111,7 +108,7 @@ def test_vector_ids_rise_and_are_never_given_again(store: DocumentStore) -> None
     assert len(seen) == 11
 
 
-def test_vector_ids_survive_reopening(url: str) -> None:
+def test_vector_ids_survive_reopening(url):
     with DocumentStore.open(url) as store:
         (first,) = put(store, "d", "a")
         store.delete_documents(["d"])
@@ -119,13 +116,13 @@ def test_vector_ids_survive_reopening(url: str) -> None:
         assert put(store, "d", "a")[0] > first
 
 
-def test_chunks_by_vector_ids_keep_their_order_and_leave_out_the_gone(store: DocumentStore) -> None:
+def test_chunks_by_vector_ids_keep_their_order_and_leave_out_the_gone(store):
     ids = put(store, "d", *(f"h{number}" for number in range(5)))
     wanted = [ids[3], 999, ids[0], np.int64(ids[3]), -1]
     assert [chunk.ordinal for chunk in store.chunks_by_vector_ids(wanted)] == [3, 0, 3]
 
 
-def test_all_vectors_come_in_batches_by_rising_id(store: DocumentStore) -> None:
+def test_all_vectors_come_in_batches_by_rising_id(store):
     rng = np.random.default_rng(0)
     expected: dict[int, np.ndarray] = {}
     for number in range(7):
@@ -142,7 +139,7 @@ def test_all_vectors_come_in_batches_by_rising_id(store: DocumentStore) -> None:
     assert [id for batch in later for id in batch.ids] == sorted(expected)[15:]
 
 
-def test_vectors_are_those_of_one_moment(store: DocumentStore, url: str) -> None:
+def test_vectors_are_those_of_one_moment(store, url):
     """A commit in the middle of the reading is seen by the next reading."""
     put(store, "a", "h0", "h1", "h2")
     batches = store.all_vectors(batch_size=1)
@@ -155,7 +152,7 @@ def test_vectors_are_those_of_one_moment(store: DocumentStore, url: str) -> None
     assert [id for batch in store.all_vectors() for id in batch.ids] == [4]
 
 
-def test_handles_that_lose_their_last_chunk_become_garbage(store: DocumentStore) -> None:
+def test_handles_that_lose_their_last_chunk_become_garbage(store):
     put(store, "a", "only a", "shared")
     put(store, "b", "shared", "only b")
     assert store.garbage() == set()
@@ -170,7 +167,7 @@ def test_handles_that_lose_their_last_chunk_become_garbage(store: DocumentStore)
     assert store.collectable() == {"shared"}
 
 
-def test_handles_set_later(store: DocumentStore) -> None:
+def test_handles_set_later(store):
     put(store, "a", None, None, "h")
     generation = store.generation()
     store.set_handles({"a.0": "x", "a.1": "y"})
@@ -185,7 +182,7 @@ def test_handles_set_later(store: DocumentStore) -> None:
     assert store.generation() == generation, "the index does not depend on handles"
 
 
-def test_setting_the_handle_of_an_unknown_chunk_changes_nothing(store: DocumentStore) -> None:
+def test_setting_the_handle_of_an_unknown_chunk_changes_nothing(store):
     put(store, "a", None)
     with pytest.raises(NoSuchDocumentError, match="no chunk 'gone'"):
         store.set_handles({"a.0": "x", "gone": "y"})
@@ -197,9 +194,7 @@ HANDLES = st.lists(st.sampled_from(["h1", "h2", "h3", "h4", None]), max_size=3)
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(st.tuples(st.sampled_from("abc"), HANDLES | st.none()), max_size=8))
-def test_garbage_and_handles_equal_a_model(
-    store: DocumentStore, operations: list[tuple[str, list[str | None] | None]]
-) -> None:
+def test_garbage_and_handles_equal_a_model(store, operations):
     """Every handle ever used is either referred to, or garbage: none is lost, none is both."""
     store.delete_documents("abc")
     store.clear_garbage(store.garbage())
@@ -217,7 +212,7 @@ def test_garbage_and_handles_equal_a_model(
         assert store.garbage() == store.collectable() == used - referred
 
 
-def test_deletion_takes_everything_of_a_document(store: DocumentStore, url: str) -> None:
+def test_deletion_takes_everything_of_a_document(store, url):
     """Law 10: looked up in the tables themselves."""
     put(store, "keep", "h0")
     put(store, "drop", "h1", "h2", source="secret place", title="secret title", metadata={"k": "secret"})
@@ -244,7 +239,7 @@ def dump(url: str) -> str:
     return repr(rows)
 
 
-def test_generation_rises_with_every_change_of_documents(store: DocumentStore) -> None:
+def test_generation_rises_with_every_change_of_documents(store):
     seen = [store.generation()]
     for change in (
         lambda: put(store, "a", "h"),
@@ -257,7 +252,7 @@ def test_generation_rises_with_every_change_of_documents(store: DocumentStore) -
     assert seen == sorted(set(seen))
 
 
-def test_documents_are_listed_by_id_in_pages(store: DocumentStore) -> None:
+def test_documents_are_listed_by_id_in_pages(store):
     ids = ["b", "B", "a", "é", "10", "9", "_"]
     for id in ids:
         put(store, id)
@@ -266,7 +261,7 @@ def test_documents_are_listed_by_id_in_pages(store: DocumentStore) -> None:
     assert store.documents(limit=0) == []
 
 
-def test_properties_are_bound_once(store: DocumentStore, url: str) -> None:
+def test_properties_are_bound_once(store, url):
     store.bind("embedder", {"name": "minilm", "dimension": 384})
     store.bind("embedder", {"dimension": 384, "name": "minilm"})
     store.bind("fingerprint", "abc")
@@ -287,7 +282,7 @@ def test_properties_are_bound_once(store: DocumentStore, url: str) -> None:
         other.bind("prefix", (1, 2))
 
 
-def test_embeddings_keep_the_length_of_the_first(store: DocumentStore) -> None:
+def test_embeddings_keep_the_length_of_the_first(store):
     put(store, "a", "h")
     with pytest.raises(EmbedderMismatchError, match="embedding_dim 4, not 5"):
         store.replace_document(NewDocument("b"), [new_chunk("b.0", embedding=np.zeros(5, np.float32))])
@@ -329,14 +324,14 @@ REFUSED: list[tuple[NewDocument, list[NewChunk], type[RagCacheError], str]] = [
 ]
 
 
-def test_what_a_database_cannot_hold_is_refused(store: DocumentStore) -> None:
+def test_what_a_database_cannot_hold_is_refused(store):
     for document, chunks, error, words in REFUSED:
         with pytest.raises(error, match=words):
             store.replace_document(document, chunks)
     assert store.counts() == Counts(0, 0, 0)
 
 
-def test_chunk_ids_are_unique_in_the_store(store: DocumentStore) -> None:
+def test_chunk_ids_are_unique_in_the_store(store):
     put(store, "a", "h")
     generation = store.generation()
     with pytest.raises(DuplicateDocumentError, match="two chunks with the id 'c'"):
@@ -346,7 +341,7 @@ def test_chunk_ids_are_unique_in_the_store(store: DocumentStore) -> None:
     assert (store.document("b"), store.handles(), store.generation()) == (None, {"h"}, generation)
 
 
-def test_a_failure_in_the_middle_changes_nothing(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_middle_changes_nothing(store, monkeypatch):
     put(store, "a", "h0", "h1")
     before = (store.chunks_of("a"), store.generation(), store.garbage(), store.counts())
 
@@ -361,7 +356,7 @@ def test_a_failure_in_the_middle_changes_nothing(store: DocumentStore, monkeypat
     assert (store.chunks_of("a"), store.generation(), store.garbage(), store.counts()) == before
 
 
-def test_a_read_only_store_reads(url: str) -> None:
+def test_a_read_only_store_reads(url):
     with DocumentStore.open(url) as store:
         put(store, "a", "h")
         store.bind("embedder", "minilm")
@@ -384,7 +379,7 @@ def test_a_read_only_store_reads(url: str) -> None:
         assert store.counts() == Counts(1, 1, 2)
 
 
-def test_long_lists_are_taken_in_parts(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lists_are_taken_in_parts(store, monkeypatch):
     monkeypatch.setattr("ragcache.store.documents._IN_LIMIT", 7)
     ids = put(store, "large", *(f"h{number}" for number in range(50)))
     assert [chunk.vector_id for chunk in store.chunks_by_vector_ids(reversed(ids))] == ids[::-1]
@@ -396,6 +391,6 @@ def test_long_lists_are_taken_in_parts(store: DocumentStore, monkeypatch: pytest
     assert store.collectable() == set()
 
 
-def test_a_large_document_is_one_insert(store: DocumentStore) -> None:
+def test_a_large_document_is_one_insert(store):
     ids = put(store, "large", *(f"h{number}" for number in range(2500)))
     assert len(store.chunks_by_vector_ids(ids)) == 2500

@@ -89,25 +89,21 @@ FILTERS = st.recursive(
 )
 
 
+def chunk(id: str, metadata: dict[str, Any] | None = None) -> NewChunk:
+    return NewChunk(id, "text", [1], np.zeros(2, np.float32), metadata=metadata or {})
+
+
 def fill(store: DocumentStore, metadata: list[dict[str, Any]]) -> list[int]:
     """One document and chunk for each metadata object; returns the vector ids."""
     store.delete_documents([document.id for document in store.documents()])
-    ids = []
-    for number, values in enumerate(metadata):
-        chunk = NewChunk(f"c{number}", "text", [1], np.zeros(2, np.float32))
-        ids += store.replace_document(NewDocument(f"d{number}", metadata=values), [chunk])
-    return ids
+    documents = [NewDocument(f"d{number}", metadata=values) for number, values in enumerate(metadata)]
+    return [id for one in documents for id in store.replace_document(one, [chunk(f"c{one.id}")])]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(metadata=st.lists(METADATA, min_size=1, max_size=5), filters=st.lists(FILTERS, min_size=1, max_size=8))
-def test_sql_agrees_with_python(
-    store: DocumentStore, metadata: list[dict[str, Any]], filters: list[dict[str, Any]]
-) -> None:
-    chunks = [
-        NewChunk(f"c{number}", "text", [1], np.zeros(2, np.float32), metadata=values)
-        for number, values in enumerate(metadata)
-    ]
+def test_sql_agrees_with_python(store, metadata, filters):
+    chunks = [chunk(f"c{number}", values) for number, values in enumerate(metadata)]
     ids = store.replace_document(NewDocument("d", metadata=metadata[0]), chunks)
     for condition in filters:
         passed = [holds(condition, {**metadata[0], **values}) for values in metadata]
@@ -115,7 +111,7 @@ def test_sql_agrees_with_python(
         assert bool(store.documents(condition)) == passed[0]
 
 
-def test_every_operator_on_every_pair_of_values(store: DocumentStore) -> None:
+def test_every_operator_on_every_pair_of_values(store):
     values = [
         None, True, False, 0, 1, 1.0, 0.5, "", "1", "a", "B", "é", {"x": 1}, "[1]", "*",
         [1], [], [None], [True, "a"], ["1", 0.5], [[1], "é"], [{"a": 1}], ["*"],
@@ -137,13 +133,8 @@ def test_every_operator_on_every_pair_of_values(store: DocumentStore) -> None:
         assert {document.id for document in store.documents(case)} == {f"d{number}" for number in passing}
 
 
-def test_chunks_pass_by_their_own_metadata_on_top_of_their_documents(store: DocumentStore) -> None:
-    chunks = [
-        NewChunk(
-            f"c{page}", "text", [1], np.zeros(2, np.float32), metadata={"page": page} | ({"lang": "de"} if page else {})
-        )
-        for page in range(3)
-    ]
+def test_chunks_pass_by_their_own_metadata_on_top_of_their_documents(store):
+    chunks = [chunk(f"c{page}", {"page": page} | ({"lang": "de"} if page else {})) for page in range(3)]
     ids = store.replace_document(NewDocument("d", metadata={"lang": "en", "year": 2024}), chunks)
     assert store.vector_ids({"year": 2024}) == set(ids)
     assert store.vector_ids({"lang": "en"}) == {ids[0]}
@@ -152,7 +143,7 @@ def test_chunks_pass_by_their_own_metadata_on_top_of_their_documents(store: Docu
     assert store.documents({"lang": "de"}) == []
 
 
-def test_no_filter_passes_everything(store: DocumentStore) -> None:
+def test_no_filter_passes_everything(store):
     ids = fill(store, [{"a": 1}, {}])
     for nothing in (None, {}):
         assert store.vector_ids(nothing) == set(ids)
@@ -160,7 +151,7 @@ def test_no_filter_passes_everything(store: DocumentStore) -> None:
 
 
 @pytest.mark.slow
-def test_long_lists_pass(store: DocumentStore) -> None:
+def test_long_lists_pass(store):
     ids = fill(store, [{"n": number} for number in range(3)])
     assert store.vector_ids({"n": {"$in": list(range(1, 9000))}}) == set(ids[1:])
     assert store.vector_ids({"$or": [{"n": number} for number in range(1, 900)]}) == set(ids[1:])
@@ -207,29 +198,26 @@ MALFORMED = [
 ]
 
 
-def test_malformed_filters_are_refused(store: DocumentStore) -> None:
+def test_malformed_filters_are_refused(store):
     for bad, reason in MALFORMED:
         for refused in (store.vector_ids, store.documents):
             with pytest.raises(FilterError, match=reason):
                 refused(bad or [None])
 
 
-def test_the_fields_that_no_metadata_has_are_named(store: DocumentStore) -> None:
+def test_the_fields_that_no_metadata_has_are_named(store):
     fill(store, [{"a": 1, "b'": {"nested": 2}}, {"c": None}])
     where = {"$and": [{"a": 1, "d": 2}, {"$not": {"nested": 3}}, {"$or": [{"b'": {"$gt": 1}}, {"c": None}]}]}
     assert store.unknown_fields(where) == (["d", "nested"], ["a", "b'", "c"])
 
 
-def test_a_documents_own_source_and_id_are_fields_beside_its_metadata(store: DocumentStore) -> None:
+def test_a_documents_own_source_and_id_are_fields_beside_its_metadata(store):
     documents = [
         NewDocument("/srv/a.md", source="/srv/a.md"),
         NewDocument("/srv/b.md", source="/srv/b.md", metadata={"source": "https://example.org/b"}),
         NewDocument("x", source="a.md", metadata={"document_id": 7, "source": ["a", "b"]}),
     ]
-    ids = {
-        one.id: store.replace_document(one, [NewChunk(f"{one.id}#0", "text", [1], np.zeros(2, np.float32))])[0]
-        for one in documents
-    }
+    ids = {one.id: store.replace_document(one, [chunk(f"{one.id}#0")])[0] for one in documents}
     for where, passing in [
         ({"source": "/srv/b.md"}, "b"), ({"source": "https://example.org/b"}, "b"), ({"source": "a.md"}, "x"),
         ({"source": {"$glob": "/srv/*"}}, "ab"), ({"source": {"$glob": "https:*"}}, "b"),

@@ -1,7 +1,9 @@
-"""The tiers together."""
+"""The tiers together: what they keep, for how long, and what their trace says."""
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import random
@@ -10,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key, size_of, tier_of
+from blocks import DTYPES, make_block, make_key, served_from, size_of, tier_of
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs.container import read_container, write_container
@@ -24,9 +25,14 @@ from ragcache.errors import (
     MissingBlockError,
     SchemaVersionError,
     StoreReadOnlyError,
+    TraceError,
 )
-from ragcache.store.counters import KVStats
+from ragcache.kv.block import KVBlock
+from ragcache.store import trace as trace_module
+from ragcache.store.counters import KVStats, Loaded
 from ragcache.store.kv_store import KVStore
+from ragcache.store.retention import Expiry
+from ragcache_plan.accesses import read_trace
 
 KEY = make_key(1)
 
@@ -52,16 +58,8 @@ def damage(root: Path, key: str) -> None:
     path_of(root, key).write_bytes(data)
 
 
-def tier_and_number(store: KVStore, key: str, number: int) -> str:
-    """The tier that serves a key, after a look at the bits."""
-    loaded = store.get(key)
-    assert loaded is not None
-    assert loaded.block.equal(make_block(number))
-    return loaded.tier
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: torch.dtype) -> None:
+def test_a_block_is_bit_identical_from_every_tier(root, dtype):
     block = make_block(1, dtype=dtype)
     with KVStore(root) as store:
         store.put(KEY, block)
@@ -72,7 +70,7 @@ def test_a_block_is_bit_identical_from_every_tier(root: Path, dtype: torch.dtype
     assert all(load.block.equal(block) for load in loads if load)
 
 
-def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
+def test_an_unknown_key_is_nowhere(store):
     assert store.get(KEY) is None
     assert tier_of(store, KEY) is None
     assert KEY not in store
@@ -81,7 +79,7 @@ def test_an_unknown_key_is_nowhere(store: KVStore) -> None:
         store.verify(KEY)
 
 
-def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVStore) -> None:
+def test_size_is_what_a_read_from_the_fastest_tier_moves(root, store):
     block = make_block(1)
     assert size_of(store, KEY) is None
     store.put(KEY, block)
@@ -95,7 +93,7 @@ def test_size_is_what_a_read_from_the_fastest_tier_moves(root: Path, store: KVSt
     assert tier_of(store, KEY) == "memory"
 
 
-def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
+def test_deletion_reaches_every_tier(root, store):
     store.put(KEY, make_block(1))
     store.put(make_key(2), make_block(2))
     assert path_of(root, KEY).exists()
@@ -104,42 +102,39 @@ def test_deletion_reaches_every_tier(root: Path, store: KVStore) -> None:
     assert store.get(KEY) is None
     assert not path_of(root, KEY).exists()
     assert store.stats().bytes_by_tier["memory"] == make_block(2).num_bytes
-    assert tier_and_number(store, make_key(2), 2) == "memory"
+    assert served_from(store, make_key(2), make_block(2)) == "memory"
 
 
-def test_a_block_deleted_while_it_is_loaded_does_not_stay_in_memory(
-    root: Path, store: KVStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reader has read the file and not yet kept it in memory when the deletion comes."""
+@pytest.mark.parametrize("way", ["get", "put"])
+def test_a_block_deleted_while_it_is_kept_does_not_stay_in_memory(root, store, monkeypatch, way):
+    """It is on disk, and not in memory yet, when the deletion comes."""
     store.put(KEY, make_block(1))
     with KVStore(root) as other:
         read, go = threading.Event(), threading.Event()
-        promote = other._tiers._promote
+        memory = other._tiers.memory
+        hold = memory._hold
 
-        def slow_promote(*arguments: object) -> object:
+        def slow_hold(*arguments):
             read.set()
             go.wait(10)
-            return promote(*arguments)  # type: ignore[arg-type]
+            return hold(*arguments)
 
-        monkeypatch.setattr(other._tiers, "_promote", slow_promote)
+        monkeypatch.setattr(memory, "_hold", slow_hold)
         with ThreadPoolExecutor(2) as threads:
-            loading = threads.submit(other.get, KEY)
+            loading = threads.submit(other.get, KEY) if way == "get" else threads.submit(other.put, KEY, make_block(1))
             assert read.wait(10)
             deleting = threads.submit(other.delete, KEY)
             time.sleep(0.05)
             go.set()
             deleting.result(10)
-            loaded = loading.result(10)
-        assert loaded is not None
-        assert loaded.block.equal(make_block(1))
+            loading.result(10)
         assert tier_of(other, KEY) is None
 
 
-def test_a_damaged_block_is_reported_dropped_and_not_served(
-    root: Path, store: KVStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_is_reported_dropped_and_not_served(root, store, caplog):
     store.put(KEY, make_block(1))
     damage(root, KEY)
+    assert served_from(store, KEY, make_block(1)) == "memory", "a whole copy is"
     with KVStore(root) as other, caplog.at_level(logging.WARNING):
         with pytest.raises(DamagedBlockError, match=KEY):
             other.verify(KEY)
@@ -153,32 +148,24 @@ def test_a_damaged_block_is_reported_dropped_and_not_served(
         other.verify(KEY)
 
 
-def test_a_copy_in_memory_is_served_though_the_file_is_damaged(root: Path, store: KVStore) -> None:
-    store.put(KEY, make_block(1))
-    damage(root, KEY)
-    assert tier_and_number(store, KEY, 1) == "memory"
-
-
-def test_a_read_only_store_serves_and_changes_nothing(root: Path, store: KVStore) -> None:
+def test_a_read_only_store_serves_and_changes_nothing(root, store):
     for number in (1, 2):
         store.put(make_key(number), make_block(number))
     damage(root, make_key(2))
     before = sorted(root.rglob("*"))
     with KVStore(root, read_only=True) as reader:
-        assert tier_and_number(reader, KEY, 1) == "disk"
+        assert served_from(reader, KEY, make_block(1)) == "disk"
         assert reader.get(make_key(2)) is None
         for action in (lambda: reader.put(KEY, make_block(1)), lambda: reader.delete(KEY), reader.sweep):
             with pytest.raises(StoreReadOnlyError, match="read-only"):
                 action()
         reader.put(make_key(3), make_block(3), "memory")
-        assert tier_and_number(reader, make_key(3), 3) == "memory"
+        assert served_from(reader, make_key(3), make_block(3)) == "memory"
         assert reader.stats().damaged == 1
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(
-    root: Path, store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(root, store, monkeypatch, caplog):
     store.put(KEY, make_block(1))
     damage(root, KEY)
 
@@ -192,7 +179,7 @@ def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(
     assert "cannot be removed" in caplog.text
 
 
-def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore) -> None:
+def test_a_newer_versions_block_is_refused_and_stays(root, store):
     store.put(KEY, make_block(1))
     tensors, metadata = read_container(path_of(root, KEY))
     write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"})
@@ -203,13 +190,13 @@ def test_a_newer_versions_block_is_refused_and_stays(root: Path, store: KVStore)
         assert tier_of(other, KEY) == "disk"
 
 
-def test_statistics_are_those_of_what_happened(root: Path) -> None:
+def test_statistics_are_those_of_what_happened(root):
     one = make_block(1).num_bytes
     with KVStore(root, memory_bytes=2 * one) as store:
         for number in range(3):
             store.put(make_key(number), make_block(number))
-        assert tier_and_number(store, make_key(2), 2) == "memory"
-        assert tier_and_number(store, make_key(0), 0) == "disk"
+        assert served_from(store, make_key(2), make_block(2)) == "memory"
+        assert served_from(store, make_key(0), make_block(0)) == "disk"
         assert store.get(make_key(9)) is None
         on_disk = sum(path_of(root, make_key(number)).stat().st_size for number in range(3))
         assert store.stats() == KVStats(
@@ -223,14 +210,14 @@ def test_statistics_are_those_of_what_happened(root: Path) -> None:
         assert sorted(store.keys()) == sorted(make_key(number) for number in range(3))
 
 
-def test_a_budget_below_one_block_serves_from_disk(root: Path) -> None:
+def test_a_budget_below_one_block_serves_from_disk(root):
     with KVStore(root, memory_bytes=make_block(1).num_bytes - 1) as store:
         store.put(KEY, make_block(1))
-        assert [tier_and_number(store, KEY, 1) for _ in range(2)] == ["disk", "disk"]
+        assert [served_from(store, KEY, make_block(1)) for _ in range(2)] == ["disk", "disk"]
         assert store.stats().bytes_by_tier["memory"] == 0
 
 
-def test_sweep_removes_leftovers_of_dead_writers(root: Path, store: KVStore) -> None:
+def test_sweep_removes_leftovers_of_dead_writers(root, store):
     store.put(KEY, make_block(1))
     directory = path_of(root, KEY).parent
     old, ours = (directory / f".x.safetensors.{pid}-0123abcd.tmp" for pid in (2**22 + 1, os.getpid()))
@@ -257,13 +244,13 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS)
-def test_bad_options_are_refused(root: Path, options: dict[str, Any], words: str) -> None:
+def test_bad_options_are_refused(root, options, words):
     with pytest.raises(ConfigError, match=words):
         KVStore(root, **options).use_device(torch.device("cpu"))
     assert not root.exists()
 
 
-def test_bad_keys_are_refused(store: KVStore) -> None:
+def test_bad_keys_are_refused(store):
     for key in ("", "handle", "../" * 21 + "x"):
         for action in (store.get, store.delete, store.verify):
             with pytest.raises(ConfigError, match="no block key"):
@@ -274,22 +261,15 @@ def test_bad_keys_are_refused(store: KVStore) -> None:
 
 
 FULL_DISK = """
-import sys
-from pathlib import Path
-from blocks import make_block, make_key
 from ragcache.errors import StoreFullError
 from ragcache.store.kv_store import KVStore
-root = Path(sys.argv[1]) / "kv"
+root, written = disk / "kv", 0
 with KVStore(root) as store:
-    written = 0
-    try:
+    with pytest.raises(StoreFullError) as full:
         while written < 1000:
             store.put(make_key(written), make_block(written, num_tokens=200))
             written += 1
-    except StoreFullError as error:
-        assert make_key(written) in str(error), error
-    else:
-        raise SystemExit("the disk never filled up")
+    assert make_key(written) in str(full.value)
     assert written > 3
     assert not list(root.rglob("*.tmp"))
     assert store.get(make_key(written)) is None
@@ -299,40 +279,30 @@ with KVStore(root) as store:
     assert sorted(store.keys()) == sorted(make_key(n) for n in [*range(1, written), 1001])
     for key in store.keys():
         store.verify(key)
-print("done")
 """
 
 READ_ONLY_DISK = """
-import subprocess, sys
-from pathlib import Path
-from blocks import make_block, make_key
 from ragcache.errors import StoreReadOnlyError
 from ragcache.store.kv_store import KVStore
-root = Path(sys.argv[1]) / "kv"
-with KVStore(root, memory_bytes=0) as store:
+with KVStore(disk / "kv", memory_bytes=0) as store:
     store.put(make_key(1), make_block(1))
-    subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+    turn_read_only()
     for action in (lambda: store.put(make_key(2), make_block(2)), lambda: store.put(make_key(1), make_block(1)),
                    lambda: store.delete(make_key(1))):
-        try:
+        with pytest.raises(StoreReadOnlyError, match=str(disk / "kv")):
             action()
-        except StoreReadOnlyError as error:
-            assert str(root) in str(error)
-        else:
-            raise SystemExit("written to a read-only disk")
     assert store.get(make_key(1)).block.equal(make_block(1))
     assert store.get(make_key(2)) is None
-print("done")
 """
 
 
 @pytest.mark.parametrize("script", [FULL_DISK, READ_ONLY_DISK], ids=["full", "read-only"])
-def test_a_disk_that_takes_nothing_more(tmp_path: Path, script: str) -> None:
+def test_a_disk_that_takes_nothing_more(tmp_path, script):
     run_on_tiny_disk(tmp_path, script)
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path: Path, deleted: bool) -> None:
+def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path, deleted):
     """Somebody computed a block that the disk had when he began."""
     with KVStore(tmp_path) as store:
         store.put(make_key(1), make_block(1))
@@ -376,6 +346,10 @@ def append(data: bytes, rng: random.Random) -> bytes:
 DAMAGES: list[Callable[[bytes, random.Random], bytes]] = [flip_bit, flip_header_bit, truncate, zero_a_page, append]
 
 
+def one_of_many(number: int) -> KVBlock:
+    return make_block(number, num_tokens=number % 5, dtype=DTYPES[number % 3])
+
+
 @pytest.fixture
 def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """300 blocks in tmp_path, two of three damaged: the kind of damage by the block's number."""
@@ -384,7 +358,7 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
         patch.setattr("os.fsync", lambda descriptor: None)  # for speed: nothing here is about power cuts
         with KVStore(tmp_path, memory_bytes=0) as store:
             for number in range(NUM_BLOCKS * 3 // 2):
-                store.put(make_key(number), make_block(number, num_tokens=number % 5, dtype=DTYPES[number % 3]))
+                store.put(make_key(number), one_of_many(number))
     kinds = {}
     for number in range(NUM_BLOCKS * 3 // 2):
         if number % 3:
@@ -394,7 +368,7 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     return kinds
 
 
-def test_no_damaged_block_is_served(tmp_path: Path, damaged: dict[int, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_damaged_block_is_served(tmp_path, damaged, caplog):
     numbers = range(NUM_BLOCKS * 3 // 2)
     assert len(damaged) == NUM_BLOCKS
     assert len(set(damaged.values())) == len(DAMAGES)
@@ -402,8 +376,7 @@ def test_no_damaged_block_is_served(tmp_path: Path, damaged: dict[int, str], cap
         loads = [store.get(make_key(number)) for number in numbers]
         for number, load in zip(numbers, loads, strict=True):
             assert (load is None) == (number in damaged), damaged.get(number, "served, and is not damaged")
-            if load is not None:
-                assert load.block.equal(make_block(number, num_tokens=number % 5, dtype=DTYPES[number % 3]))
+            assert load is None or load.block.equal(one_of_many(number))
         assert store.stats().damaged == NUM_BLOCKS
         reported = " ".join(record.getMessage() for record in caplog.records)
         assert all(make_key(number) in reported for number in damaged)
@@ -412,6 +385,209 @@ def test_no_damaged_block_is_served(tmp_path: Path, damaged: dict[int, str], cap
         again = next(iter(damaged))
         store.put(make_key(again), make_block(again))
     with KVStore(tmp_path) as store:
-        loaded = store.get(make_key(again))
-        assert loaded is not None
-        assert loaded.block.equal(make_block(again))
+        assert served_from(store, make_key(again), make_block(again)) == "disk"
+
+
+# Time to live, by a clock of the test's own
+
+
+OLD = make_key(0)
+
+
+class Clocks:
+    """monotonic never jumps; wall may."""
+
+    def __init__(self, at: float = 1_000_000.0) -> None:
+        self.monotonic = 50.0
+        self.wall = at
+
+    def pass_(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds
+
+
+def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: bool = False) -> KVStore:
+    store = KVStore(root, ttl_s=ttl_s, read_only=read_only)
+    store._expiry = Expiry(
+        ttl_s, store._durable, writable=not read_only, clock=lambda: clocks.monotonic, wall=lambda: clocks.wall
+    )
+    return store
+
+
+def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        for _ in range(5):
+            clocks.pass_(99)
+            assert store.get(OLD) is not None, "each use prolongs it"
+        clocks.pass_(100)
+        assert (tier_of(store, OLD), size_of(store, OLD), OLD in store) == (None, None, False)
+        assert store.get(OLD) is None
+        assert store.stats().bytes_by_tier == {"memory": 0, "disk": 0}
+        assert store.put(OLD, make_block(0)).equal(make_block(0))
+        assert store.get(OLD) is not None
+
+
+def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        store.put(make_key(1), make_block(1))
+        clocks.pass_(90)
+        assert store.get(OLD) is not None
+    clocks.pass_(20)
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is not None
+        assert store.get(make_key(1)) is None
+
+
+def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        for number in range(3):
+            store.put(make_key(number), make_block(number))
+        store.pin([make_key(2)])
+        clocks.pass_(150)
+        assert sorted(store.expire()) == sorted([make_key(0), make_key(1)])
+        assert list(store.keys()) == [make_key(2)]
+        store.unpin([make_key(2)])
+        store.sweep()
+        assert list(store.keys()) == []
+
+
+@pytest.mark.parametrize("jump", [-500_000.0, 500_000.0])
+def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        clocks.wall += jump
+        clocks.pass_(99)
+        assert store.get(OLD) is not None
+        clocks.wall -= 2 * jump
+        clocks.pass_(99)
+        assert store.get(OLD) is not None
+        clocks.pass_(100)
+        assert store.get(OLD) is None
+
+
+def test_files_from_the_future_count_as_used_now(tmp_path):
+    """The clock went back between two processes."""
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+    clocks.wall -= 500_000
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is not None
+        assert os.stat(store._durable.path(OLD)).st_mtime == pytest.approx(clocks.wall)
+    clocks.pass_(101)
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is None, "it does not live for ever"
+
+
+def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+    clocks.wall += 500_000
+    with open_store(tmp_path, clocks) as store:
+        assert store.get(OLD) is None
+        store.put(OLD, make_block(0))
+        clocks.pass_(50)
+        assert store.get(OLD) is not None
+
+
+def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path):
+    clocks = Clocks()
+    with open_store(tmp_path, clocks) as store:
+        store.put(OLD, make_block(0))
+        path = store._durable.path(OLD)
+    before = path.stat()
+    clocks.pass_(50)
+    with open_store(tmp_path, clocks, read_only=True) as reader:
+        assert reader.get(OLD) is not None
+        clocks.pass_(150)
+        assert reader.get(OLD) is None
+    after = path.stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+
+
+# The trace
+
+
+def ask(store: KVStore, *keys: str) -> list[Loaded | None]:
+    """One request for several blocks."""
+    request, found = store.ask(keys), [store.fetch(key) for key in keys]
+    for key, loaded in zip(keys, found, strict=True):
+        store.serve(request, key, loaded)
+    return found
+
+
+def test_every_access_is_one_line(tmp_path):
+    path, (a, b, c) = tmp_path / "trace.jsonl", (make_key(n) for n in range(3))
+    with KVStore(tmp_path / "kv", trace=path) as store:
+        store.put(a, make_block(0, num_tokens=3))
+        store.put(b, make_block(1, num_tokens=4))
+        assert path.read_text() == "", "ingestion is no access"
+        assert ask(store, a, c, b)[1] is None
+        store.put(c, make_block(2, num_tokens=5))
+        store.get(c)
+    with KVStore(tmp_path / "kv", trace=path) as store:
+        ask(store, c, a)
+        store.get(make_key(9))
+        store.put(make_key(9), make_block(9, num_tokens=7), "memory")
+    found = list(read_trace(path))
+    size = make_block(0, num_tokens=1).num_bytes
+    assert [access[1:5] for access in found] == [
+        (a, 3 * size, 3, "memory"),
+        (b, 4 * size, 4, "memory"),
+        (c, 5 * size, 5, "computed"),
+        (c, 5 * size, 5, "memory"),
+        (c, 5 * size, 5, "disk"),
+        (a, 3 * size, 3, "disk"),
+        (make_key(9), 7 * size, 7, "computed"),
+    ]
+    first, second, third, fourth = dict.fromkeys(access.request for access in found)
+    assert [access.request for access in found] == [first] * 3 + [second] + [third] * 2 + [fourth]
+    written = {"at", "request", "handle", "bytes", "tokens", "tier"}
+    assert all(set(json.loads(line)) == written for line in path.read_text().splitlines())
+
+
+def test_no_trace_unless_asked(tmp_path):
+    with KVStore(tmp_path / "kv") as store:
+        store.put(make_key(0), make_block(0))
+        store.get(make_key(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+def test_a_trace_that_cannot_be_opened_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="cannot be written") as caught:
+        KVStore(tmp_path / "kv", trace=tmp_path / "nowhere" / "trace.jsonl")
+    assert caught.value.line is None
+
+
+def test_a_full_disk_ends_the_trace_and_no_answer(tmp_path, monkeypatch, caplog):
+    class FullDisk:
+        def __getattr__(self, name: str) -> object:
+            return getattr(os, name)
+
+        def write(self, descriptor: int, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with KVStore(tmp_path / "kv", trace=tmp_path / "trace.jsonl") as store:
+        store.put(make_key(0), make_block(0))
+        monkeypatch.setattr(trace_module, "os", FullDisk())
+        with caplog.at_level(logging.WARNING):
+            assert store.get(make_key(0)) is not None
+            assert store.get(make_key(0)) is not None
+    assert [record.message.count("the trace ends here") for record in caplog.records] == [1]
+
+
+def test_what_is_never_made_is_not_remembered_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_module, "MOST_AWAITED", 2)
+    with KVStore(tmp_path / "kv", trace=tmp_path / "trace.jsonl") as store:
+        for number in range(5):
+            store.get(make_key(number))
+        for number in range(5):
+            store.put(make_key(number), make_block(number), "memory")
+    assert [a.handle for a in read_trace(tmp_path / "trace.jsonl")] == [make_key(3), make_key(4)]

@@ -26,16 +26,14 @@ def handle_of(store: DocumentStore, name: str) -> str | None:
     return store.chunks([f"{name}.0"])[0].handle
 
 
-def test_neighbours_come_back_in_their_order(store: DocumentStore, table: NeighbourTable) -> None:
+def test_neighbours_come_back_in_their_order(store, table):
     a, b, c = (put(store, name) for name in "abc")
     assert table.record({a: [Near(c, 0.9), Near(b, 0.4)], b: [Near(c, 0.5)]}) == {a, b}
     assert table.of([a, b, c, 999]) == {a: [c, b], b: [c]}
     assert table.known() == {a: KnownNeighbours(2, 0.4), b: KnownNeighbours(1, 0.5)}
 
 
-def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(
-    store: DocumentStore, table: NeighbourTable
-) -> None:
+def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(store, table):
     a, b, c = (put(store, name, f"h{name}") for name in "abc")
     table.record({a: [Near(b, 0.9), Near(c, 0.4)]})
     assert (handle_of(store, "a"), store.garbage()) == (None, {"ha"})
@@ -49,9 +47,7 @@ def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(
 
 
 @pytest.mark.parametrize("how", ["delete", "replace", "move onto it"])
-def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(
-    store: DocumentStore, table: NeighbourTable, how: str
-) -> None:
+def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(store, table, how):
     a, b, c, d = (put(store, name) for name in "abcd")
     for id, near in ((a, [b, c]), (b, [a]), (c, [d]), (d, [c, b])):
         table.record({id: [Near(one, 0.5) for one in near]})
@@ -71,7 +67,7 @@ def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(
         assert (handle_of(store, "a"), table.of([a, b])) == (None, {})
 
 
-def test_neighbours_follow_a_document_that_is_moved(store: DocumentStore, table: NeighbourTable) -> None:
+def test_neighbours_follow_a_document_that_is_moved(store, table):
     a, b = put(store, "a"), put(store, "b")
     table.record({a: [Near(b, 0.5)], b: [Near(a, 0.5)]})
     store.set_handles({"a.0": "ha", "b.0": "hb"})
@@ -80,14 +76,14 @@ def test_neighbours_follow_a_document_that_is_moved(store: DocumentStore, table:
     assert (handle_of(store, "z"), store.garbage()) == ("ha", set())
 
 
-def test_a_chunk_that_has_gone_is_recorded_nowhere(store: DocumentStore, table: NeighbourTable) -> None:
+def test_a_chunk_that_has_gone_is_recorded_nowhere(store, table):
     a, b, c = put(store, "a", "ha"), put(store, "b"), put(store, "c")
     store.delete_documents(["b"])
     assert table.record({a: [Near(c, 0.6), Near(b, 0.5)], b: [Near(a, 0.5)], c: [Near(a, 0.6)]}) == {c}
     assert (table.of([a, b, c]), handle_of(store, "a")) == ({c: [a]}, "ha")
 
 
-def test_what_waits_for_more_retrievals_is_not_to_be_computed(store: DocumentStore, table: NeighbourTable) -> None:
+def test_what_waits_for_more_retrievals_is_not_to_be_computed(store, table):
     put(store, "a")
     put(store, "b", "hb")
     put(store, "c", uses_left=2)
@@ -95,7 +91,7 @@ def test_what_waits_for_more_retrievals_is_not_to_be_computed(store: DocumentSto
     assert table.without_kv() == ["a.0", "d.0"]
 
 
-def test_the_last_id_compared_is_kept(store: DocumentStore, table: NeighbourTable) -> None:
+def test_the_last_id_compared_is_kept(store, table):
     assert table.compared() == 0
     table.set_compared(7)
     table.set_compared(12)
@@ -103,7 +99,7 @@ def test_the_last_id_compared_is_kept(store: DocumentStore, table: NeighbourTabl
     assert store.generation() == 0
 
 
-def test_nothing_is_recorded_where_nothing_may_be_written(store: DocumentStore, url: str) -> None:
+def test_nothing_is_recorded_where_nothing_may_be_written(store, url):
     a = put(store, "a")
     with DocumentStore.open(url, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
         NeighbourTable(reader.database).record({a: []})

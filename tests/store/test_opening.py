@@ -1,4 +1,4 @@
-"""A store's directory names the database of its documents, and no other one is opened."""
+"""A store's directory: its writer's lock, and the one database of its documents that it names."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import json
 import logging
 import shutil
 import sqlite3
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import forked
 import numpy as np
 import pytest
 from blocks import make_block, make_key
+from flushes import needs_proc, record_calls, unflushed
 from postgres_server import postgres_schema
 from sqlalchemy import make_url
+from tiny_disk import run_on_tiny_disk
+from waiting import at_once
 
 import ragcache as rc
 from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import StoreParts, open_store
-from ragcache.errors import DatabaseMismatchError, StoreError, StoreNotFoundError
+from ragcache.errors import DatabaseMismatchError, SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError
+from ragcache.store.directory import StoreLayout
 from ragcache.store.records import NewChunk, NewDocument
 
 KEYS = [make_key(number) for number in range(3)]
@@ -39,6 +46,13 @@ def opened(
     root: Path, database: str | None = None, *, create: bool = True, read_only: bool = False
 ) -> closing[StoreParts]:
     return closing(open_store(root, StoreConfig(database=database, read_only=read_only), create=create))
+
+
+def refuse(root: Path, error: type[StoreError], words: str = "", *, create: bool = False, **options: Any) -> str:
+    """What is said where the store is not opened so."""
+    with pytest.raises(error, match=words) as caught:
+        open_store(root, StoreConfig(**options), create=create)
+    return str(caught.value)
 
 
 def fill(store: StoreParts) -> None:
@@ -67,8 +81,8 @@ def as_an_earlier_version_left_it(root: Path) -> Path:
 def test_documents_elsewhere_are_never_taken_for_none(tmp_path, url):
     root = filled(tmp_path / "kb", url)
     for create, read_only in ((False, False), (True, False), (False, True)):
-        with pytest.raises(DatabaseMismatchError, match=r"its documents are in .*--database URL.*RAGCACHE_DATABASE"):
-            open_store(root, StoreConfig(read_only=read_only), create=create)
+        words = r"its documents are in .*--database URL.*RAGCACHE_DATABASE"
+        refuse(root, DatabaseMismatchError, words, create=create, read_only=read_only)
     with pytest.raises(DatabaseMismatchError):
         rc.Store.open(root)
     assert not (root / "store.sqlite3").exists()
@@ -80,20 +94,17 @@ def test_documents_elsewhere_are_never_taken_for_none(tmp_path, url):
 
 def test_another_database_is_refused_and_left_as_it_is(tmp_path, url, other_url):
     root = filled(tmp_path / "kb", url)
-    with pytest.raises(DatabaseMismatchError):  # an empty one: no store is made of it
-        open_store(root, StoreConfig(database=other_url), create=True)
+    refuse(root, DatabaseMismatchError, database=other_url, create=True)  # an empty one: no store is made of it
     with opened(tmp_path / "other", other_url) as store:
         fill(store)  # the same blocks, even
-    with pytest.raises(DatabaseMismatchError):
-        open_store(root, StoreConfig(database=other_url), create=False)
+    refuse(root, DatabaseMismatchError, database=other_url)
     with opened(root, url):
         pass
 
 
 def test_a_store_with_documents_of_its_own_takes_no_other_database(tmp_path, other_url):
     root = filled(tmp_path / "kb")
-    with pytest.raises(DatabaseMismatchError, match=r"in store.sqlite3, not in .*leave out --database"):
-        open_store(root, StoreConfig(database=other_url), create=False)
+    refuse(root, DatabaseMismatchError, r"in store.sqlite3, not in .*leave out --database", database=other_url)
     with opened(root, f"sqlite:///{root / 'store.sqlite3'}"):  # its own, by another name
         pass
     moved = Path(shutil.move(root, tmp_path / "moved"))
@@ -104,13 +115,11 @@ def test_a_store_with_documents_of_its_own_takes_no_other_database(tmp_path, oth
 def test_a_database_made_anew_under_the_same_name_is_another_one(tmp_path):
     root = filled(tmp_path / "kb")
     (root / "store.sqlite3").unlink()
-    with pytest.raises(StoreNotFoundError, match="restore it from a copy"):
-        open_store(root, StoreConfig(), create=True)
+    refuse(root, StoreNotFoundError, "restore it from a copy", create=True)
     with opened(tmp_path / "new"):
         pass
     shutil.copy(tmp_path / "new" / "store.sqlite3", root / "store.sqlite3")
-    with pytest.raises(DatabaseMismatchError, match="any more"):
-        open_store(root, StoreConfig(), create=False)
+    refuse(root, DatabaseMismatchError, "any more")
     assert blocks_on_disk(root) == set(KEYS)
 
 
@@ -120,25 +129,20 @@ def test_a_database_that_has_moved_is_the_same(tmp_path):
     old.rename(new)
     with opened(root, f"sqlite:///{new}") as store:
         assert store.documents.counts().documents == 1
-    with pytest.raises(DatabaseMismatchError, match=r"b\.sqlite3"):
-        open_store(root, StoreConfig(), create=False)
+    refuse(root, DatabaseMismatchError, r"b\.sqlite3")
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_and_no_empty_store(tmp_path):
     """And what was never reached is not held to: another name works."""
     url = "postgresql://user:hush-hush@127.0.0.1:9/rag?password=hush-hush"
     pytest.importorskip("psycopg", reason="needs ragcache-kv[postgres]")
-    with pytest.raises(StoreNotFoundError, match="reached"):
-        open_store(tmp_path / "kb", StoreConfig(database=url), create=True)
+    refuse(tmp_path / "kb", StoreNotFoundError, "reached", database=url, create=True)
     root = filled(tmp_path / "kb")
     marker = json.loads((root / "ragcache.json").read_text())
     marker["documents"]["where"] = "postgresql://user@127.0.0.1:9/rag"
     (root / "ragcache.json").write_text(json.dumps(marker))
-    with pytest.raises(StoreNotFoundError, match="reached") as caught:
-        open_store(root, StoreConfig(database=url), create=False)
-    assert "hush" not in str(caught.value)
-    with pytest.raises(DatabaseMismatchError, match=r"postgresql://user@127.0.0.1:9/rag"):
-        open_store(root, StoreConfig(), create=False)
+    assert "hush" not in refuse(root, StoreNotFoundError, "reached", database=url)
+    refuse(root, DatabaseMismatchError, r"postgresql://user@127.0.0.1:9/rag")
 
 
 def test_the_address_of_a_server_is_written_and_no_password(tmp_path):
@@ -176,13 +180,11 @@ def test_an_earlier_store_opens_and_says_once_what_is_new(tmp_path, caplog, url)
 def test_an_earlier_store_with_documents_elsewhere_is_not_opened_without_them(tmp_path, url):
     root = as_an_earlier_version_left_it(filled(tmp_path / "kb", url))
     for read_only in (True, False):
-        with pytest.raises(DatabaseMismatchError, match=r"elsewhere; name it: --database URL"):
-            open_store(root, StoreConfig(read_only=read_only), create=False)
+        refuse(root, DatabaseMismatchError, r"elsewhere; name it: --database URL", read_only=read_only)
     assert not (root / "store.sqlite3").exists()
     shutil.rmtree(root / "kv")
     (root / "index.faiss").write_bytes(b"")  # KV was computed nowhere, or in a remote
-    with pytest.raises(DatabaseMismatchError):
-        open_store(root, StoreConfig(), create=True)
+    refuse(root, DatabaseMismatchError, create=True)
 
 
 def test_an_empty_file_beside_the_blocks_of_an_earlier_store_lets_none_be_deleted(tmp_path, caplog, url):
@@ -200,18 +202,15 @@ def test_an_empty_file_beside_the_blocks_of_an_earlier_store_lets_none_be_delete
     with opened(root, url) as store:
         report = doctor(store)
         assert (report.orphans, report.missing) == ([], [])
-    with pytest.raises(DatabaseMismatchError):
-        open_store(root, StoreConfig(), create=False)
+    refuse(root, DatabaseMismatchError)
 
 
 def test_an_earlier_store_takes_no_database_that_has_none_of_its_documents(tmp_path, url, other_url):
     root = as_an_earlier_version_left_it(filled(tmp_path / "kb", url))
-    with pytest.raises(DatabaseMismatchError, match="name the database that has them"):
-        open_store(root, StoreConfig(database=other_url), create=False)
+    refuse(root, DatabaseMismatchError, "name the database that has them", database=other_url)
     inside = as_an_earlier_version_left_it(filled(tmp_path / "inside"))
     shutil.rmtree(inside / "kv")
-    with pytest.raises(DatabaseMismatchError, match=r"in store.sqlite3"):
-        open_store(inside, StoreConfig(database=other_url), create=False)
+    refuse(inside, DatabaseMismatchError, r"in store.sqlite3", database=other_url)
 
 
 def test_an_ingestion_that_broke_off_in_an_earlier_version_goes_on(tmp_path):
@@ -227,8 +226,7 @@ def test_an_ingestion_that_broke_off_in_an_earlier_version_goes_on(tmp_path):
 def test_a_damaged_note_is_named(tmp_path):
     root = filled(tmp_path / "kb")
     (root / "ragcache.json").write_text('{"format": 1, "documents": 7}')
-    with pytest.raises(StoreError, match=r"ragcache.json: damaged at \"documents\""):
-        open_store(root, StoreConfig(), create=False)
+    refuse(root, StoreError, r"ragcache.json: damaged at \"documents\"")
 
 
 KILLED = """
@@ -295,3 +293,156 @@ def test_two_that_make_one_store_agree_on_its_database(tmp_path):
         (bound,) = connection.execute("SELECT value FROM ragcache_properties WHERE name = 'database_id'").fetchone()
     connection.close()
     assert json.loads(bound) == json.loads((root / "ragcache.json").read_text())["documents"]["id"]
+
+
+# The directory, and its writer's lock
+
+
+def test_create_makes_a_store_once(tmp_path):
+    layout = StoreLayout(tmp_path / "a" / "b")
+    assert not layout.exists()
+    with pytest.raises(StoreNotFoundError, match="no store here"):
+        layout.check()
+    layout.create()
+    marker = layout.marker.read_bytes()
+    layout.create()
+    layout.check()
+    assert layout.exists()
+    assert layout.marker.read_bytes() == marker
+    assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json"]
+
+
+@needs_proc
+def test_a_new_store_outlives_a_power_cut(tmp_path, monkeypatch):
+    layout, calls = StoreLayout(tmp_path / "a" / "b"), record_calls(monkeypatch)
+    layout.create()
+    assert ("rename", layout.marker) in calls
+    assert unflushed(calls) == []
+
+
+def test_paths_are_below_the_root(tmp_path):
+    layout = StoreLayout(str(tmp_path))
+    paths = (layout.marker, layout.database, layout.kv, layout.index, layout.lock)
+    assert len(set(paths)) == 5
+    assert all(path.parent == tmp_path for path in paths)
+
+
+def test_an_empty_directory_becomes_a_store_and_others_do_not(tmp_path):
+    StoreLayout(tmp_path).create()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("")
+    for root in (other, tmp_path / "file"):
+        with pytest.raises(StoreNotFoundError, match="neither a store nor an empty directory"):
+            StoreLayout(root).create()
+        with pytest.raises(StoreNotFoundError):
+            StoreLayout(root).check()
+
+
+def test_what_a_killed_creation_left_is_no_obstacle(tmp_path):
+    (tmp_path / ".ragcache.json.123-0123abcd.tmp").write_bytes(b'{"for')
+    (tmp_path / "writer.lock").write_bytes(b"")
+    layout = StoreLayout(tmp_path)
+    layout.create()
+    layout.check()
+
+
+@pytest.mark.parametrize("marker", [b"", b"text", b"[1]", b"{}", b'{"format": "1"}', b'{"format": 2}', b"\xff\xfe"])
+def test_markers_of_newer_or_other_makers_are_refused(tmp_path, marker):
+    layout = StoreLayout(tmp_path)
+    layout.marker.write_bytes(marker)
+    for action in (layout.check, layout.create):
+        with pytest.raises(SchemaVersionError, match=str(tmp_path)):
+            action()
+    assert layout.marker.read_bytes() == marker
+
+
+def test_one_writer_at_a_time_among_threads(tmp_path):
+    layout = StoreLayout(tmp_path)
+    inside = highest = 0
+
+    def work() -> None:
+        nonlocal inside, highest
+        with layout.writer(timeout_s=30):
+            inside += 1
+            highest = max(highest, inside)
+            time.sleep(0.002)
+            inside -= 1
+
+    at_once(*[work] * 5)
+    assert highest == 1
+
+
+def test_the_same_thread_may_hold_the_lock_twice(tmp_path):
+    layout = StoreLayout(tmp_path)
+    with layout.writer(0), layout.writer(0):
+        pass
+    with StoreLayout(tmp_path).writer(0):
+        pass
+
+
+def test_a_second_layout_of_the_same_store_waits_too(tmp_path):
+    def work() -> None:
+        with pytest.raises(StoreBusyError), StoreLayout(tmp_path).writer(0):
+            pass
+
+    with StoreLayout(tmp_path).writer(0):
+        at_once(work)
+
+
+HOLDER = """
+import sys, time
+from ragcache.store.directory import StoreLayout
+with StoreLayout(sys.argv[1]).writer(0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_another_process_holds_the_lock_until_it_is_killed(tmp_path):
+    with forked.Forked(HOLDER, tmp_path) as holder:
+        assert holder.stdout.readline() == "held\n"
+        layout = StoreLayout(tmp_path)
+        with pytest.raises(StoreBusyError, match=f"{tmp_path}: another process"), layout.writer(0.1):
+            pass
+        holder.kill()
+        holder.wait()
+        with layout.writer(1):
+            pass
+
+
+READ_ONLY = """
+from ragcache.errors import StoreReadOnlyError
+from ragcache.store.directory import StoreLayout
+layout, new = StoreLayout(disk / "kb"), StoreLayout(disk / "new")
+layout.create()
+turn_read_only()
+layout.check()
+layout.create()
+def lock():
+    with layout.writer(1):
+        pass
+for action in (new.create, lock):
+    with pytest.raises(StoreReadOnlyError, match=str(disk)):
+        action()
+"""
+
+
+def test_a_read_only_disk(tmp_path):
+    run_on_tiny_disk(tmp_path, READ_ONLY)
+
+
+def test_a_store_that_another_process_makes_meanwhile_is_no_foreign_directory(tmp_path, monkeypatch):
+    layout, other = StoreLayout(tmp_path / "kb"), StoreLayout(tmp_path / "kb")
+    layout.root.mkdir()
+    entries = layout._foreign_entries
+
+    def meanwhile() -> Iterator[Path]:
+        other.create()
+        other.kv.mkdir()
+        return entries()
+
+    monkeypatch.setattr(layout, "_foreign_entries", meanwhile)
+    layout.create()
+    layout.check()

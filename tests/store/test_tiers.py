@@ -1,8 +1,9 @@
-"""What every tier keeps."""
+"""What every tier keeps, what every durable one keeps beyond it, and a store over one that is no directory."""
 
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,15 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from bases import ready
-from blocks import DTYPES, make_block, make_key, make_mixed_block
+from blocks import DTYPES, make_block, make_key, make_mixed_block, same, served_from, tier_of
 from covering import covering
 from flushes import needs_proc, record_calls, unflushed
 from remotes import KINDS, remote_url
 from shared_tier import SharedTier
 
-from ragcache.codecs import CODECS, Codec, RawCodec, get_codec
+from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
+from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
+from ragcache.store import tiers
 from ragcache.store.eviction import LRU, POLICIES, EvictionPolicy, get_policy
+from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Connection, open_blobs
 from ragcache.store.tiers import (
     BudgetedTier,
@@ -35,20 +39,36 @@ from ragcache.store.tiers import (
 )
 from ragcache.store.tiers.write_behind import WriteBehind
 
+ROOMY = 1 << 20
 
-def open_remote(kind: str, path: Path) -> RemoteTier:
-    return RemoteTier(Connection(open_blobs(remote_url(kind, path)), "tests"), RawCodec())
+
+def durable(codec: Codec) -> dict[str, Callable[[Path], DurableTier]]:
+    """Durable tiers by a name that begins with the tier's own."""
+
+    def remote(kind: str, path: Path) -> RemoteTier:
+        return RemoteTier(Connection(open_blobs(remote_url(kind, path)), "tests"), codec)
+
+    def cached(kind: str, path: Path, disk_bytes: int | None = None) -> CachedTier:
+        """A disk of its own for each instance, as each machine has one."""
+        return CachedTier(DiskTier(path / secrets.token_hex(8), codec, disk_bytes), remote(kind, path))
+
+    return {
+        "disk": lambda path: DiskTier(path, codec),
+        "disk with a budget": lambda path: DiskTier(path, codec, ROOMY),
+        "disk written behind": lambda path: WriteBehind(DiskTier(path, codec), ROOMY),
+        "shared": lambda path: SharedTier(path, codec),
+        **{f"remote {kind}": partial(remote, kind) for kind in KINDS},
+        "remote cached": partial(cached, "s3"),
+        "remote cached within a budget": lambda path: cached("redis", path, ROOMY),
+        "remote cached and written behind": lambda path: WriteBehind(cached("s3", path), ROOMY),
+        "shared and written behind": lambda path: WriteBehind(SharedTier(path, codec), ROOMY),
+    }
 
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
-    "device": lambda path: DeviceTier(torch.device("cpu"), 1 << 20, LRU()),
-    "memory": lambda path: MemoryTier(1 << 20, LRU()),
-    "disk": lambda path: DiskTier(path, RawCodec()),
-    "disk with a budget": lambda path: DiskTier(path, RawCodec(), 1 << 20),
-    "disk written behind": lambda path: WriteBehind(DiskTier(path, RawCodec()), 1 << 20),
-    "shared": lambda path: SharedTier(path, RawCodec()),
-    **{f"remote {kind}": partial(open_remote, kind) for kind in KINDS},
-    "remote cached": lambda path: CachedTier(DiskTier(path, RawCodec()), open_remote("s3", path)),
+    "device": lambda path: DeviceTier(torch.device("cpu"), ROOMY, LRU()),
+    "memory": lambda path: MemoryTier(ROOMY, LRU()),
+    **{name: make for name, make in durable(RawCodec()).items() if "cached " not in name and "and" not in name},
 }
 
 
@@ -65,22 +85,19 @@ def settle(tier: Tier) -> None:
         tier.flush()
 
 
-def test_a_block_comes_back_bit_for_bit(tier: Tier) -> None:
+def test_a_block_comes_back_bit_for_bit(tier):
     for number, case in enumerate(product((make_block, make_mixed_block), DTYPES, (0, 1, 50))):
         make, dtype, num_tokens = case
         block, key = make(1, num_tokens=num_tokens, dtype=dtype), make_key(number)
-        held = tier.put(key, block)
-        assert held is not None, case
-        assert held.equal(block), case
+        assert same(tier.put(key, block), block), case
         got = tier.get(key)
-        assert got is not None, case
-        assert got.equal(block), case
+        assert same(got, block), case
         assert got.dtype == dtype
 
 
 @pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
 @needs_proc
-def test_names_of_blocks_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None) -> None:
+def test_names_of_blocks_are_flushed(tmp_path, monkeypatch, budget_bytes):
     """What is put, replaced or deleted is so after a power cut, too."""
     tier, calls = DiskTier(tmp_path / "new" / "kv", RawCodec(), budget_bytes), record_calls(monkeypatch)
     for step in (
@@ -94,7 +111,7 @@ def test_names_of_blocks_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert unflushed(calls) == []
 
 
-def test_an_empty_tier_has_nothing(tier: Tier) -> None:
+def test_an_empty_tier_has_nothing(tier):
     assert tier.get(make_key(1)) is None
     assert make_key(1) not in tier
     assert list(tier.keys()) == []
@@ -102,7 +119,7 @@ def test_an_empty_tier_has_nothing(tier: Tier) -> None:
     tier.delete(make_key(1))
 
 
-def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
+def test_keys_and_usage_are_those_of_the_blocks_held(tier):
     blocks = {make_key(number): make_block(number) for number in range(20)}
     for key, block in blocks.items():
         tier.put(key, block)
@@ -117,59 +134,52 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier: Tier) -> None:
     assert tier.usage() == TierUsage(0, 0)
 
 
-def test_putting_a_key_again_replaces_its_block(tier: Tier) -> None:
+def test_putting_a_key_again_replaces_its_block(tier):
     tier.put(make_key(1), make_block(1))
     settle(tier)
     before = tier.usage()
     tier.put(make_key(1), make_block(2))
     settle(tier)
     assert tier.usage() == before
-    got = tier.get(make_key(1))
-    assert got is not None
-    assert got.equal(make_block(2))
+    assert same(tier.get(make_key(1)), make_block(2))
 
 
-def test_blocks_in_use_outlive_deletion_replacement_and_close(tier: Tier) -> None:
+def test_blocks_in_use_outlive_deletion_replacement_and_close(tier):
     tier.put(make_key(1), make_block(1))
     held = tier.get(make_key(1))
     tier.put(make_key(1), make_block(2))
     replaced = tier.get(make_key(1))
     tier.delete(make_key(1))
     tier.close()
-    assert held is not None
-    assert held.equal(make_block(1))
-    assert replaced is not None
-    assert replaced.equal(make_block(2))
+    assert same(held, make_block(1))
+    assert same(replaced, make_block(2))
 
 
-def test_a_block_is_held_by_value(tier: Tier) -> None:
+def test_a_block_is_held_by_value(tier):
     block = make_block(1)
     tier.put(make_key(1), block)
     block.keys.zero_()
-    got = tier.get(make_key(1))
-    assert got is not None
-    assert got.equal(make_block(1))
+    assert same(tier.get(make_key(1)), make_block(1))
 
 
-def test_slices_of_a_batch_are_held_without_the_batch(tier: Tier) -> None:
+def test_slices_of_a_batch_are_held_without_the_batch(tier):
     batch = torch.randn(2, 2, 1000, 4)
     part = batch[:, :, 100:105]
     tier.put(make_key(1), KVBlock(part, part))
     got = tier.get(make_key(1))
-    assert got is not None
-    assert got.equal(KVBlock(part, part))
+    assert same(got, KVBlock(part, part))
     assert got.keys.is_contiguous()
     settle(tier)
     assert tier.usage().num_bytes < batch.nbytes
 
 
-def test_threads_get_whole_blocks_or_none(tier: Tier) -> None:
+def test_threads_get_whole_blocks_or_none(tier):
     """Four threads put, get and delete the same few keys."""
     keys = [make_key(number) for number in range(4)]
 
     def work(seed: int) -> int:
         wrong = 0
-        for step in range(60):
+        for step in range(30):
             key = keys[(seed + step) % 4]
             number = keys.index(key)
             if step % 3 == 0:
@@ -184,18 +194,16 @@ def test_threads_get_whole_blocks_or_none(tier: Tier) -> None:
         assert list(threads.map(work, range(4))) == [0, 0, 0, 0]
 
 
-def test_disk_is_sharded_and_survives_a_new_tier(tmp_path: Path) -> None:
+def test_disk_is_sharded_and_survives_a_new_tier(tmp_path):
     key = make_key(1)
     DiskTier(tmp_path, RawCodec()).put(key, make_block(1))
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [
         f"{key[:2]}/{key[2:4]}/{key}.safetensors"
     ]
-    got = DiskTier(tmp_path, RawCodec()).get(key)
-    assert got is not None
-    assert got.equal(make_block(1))
+    assert same(DiskTier(tmp_path, RawCodec()).get(key), make_block(1))
 
 
-def test_disk_lists_nothing_but_blocks(tmp_path: Path) -> None:
+def test_disk_lists_nothing_but_blocks(tmp_path):
     tier, key = DiskTier(tmp_path, RawCodec()), make_key(1)
     tier.put(key, make_block(1))
     (tier.path(key).parent / f".{key}.safetensors.1-01234567.tmp").write_bytes(b"x" * 100)
@@ -249,7 +257,7 @@ ENCODING = {"disk", "behind"}
         where=lambda tier_name, policy, codec_name: tier_name in ENCODING or codec_name == "raw",
     ),
 )
-def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name: str, tmp_path: Path) -> None:
+def test_the_same_bits_within_the_budget(tier_name, policy, codec_name, tmp_path):
     rng, root = random.Random(f"{tier_name} {policy} {codec_name}"), tmp_path / "kv"
     codec = ready(get_codec(codec_name), made(0), made(1))
     expected = {number: recoded(codec, number) for number in range(6)}
@@ -275,7 +283,208 @@ def test_the_same_bits_within_the_budget(tier_name: str, policy: str, codec_name
     assert served > 3
     if isinstance(tier, DiskTier):
         reopened = DiskTier(root, codec, budget, get_policy(policy))
-        for key in list(reopened.keys()):
-            block = reopened.get(key)
-            assert block is not None
-            assert block.equal(expected[next(n for n in range(6) if make_key(n) == key)])
+        by_key = {make_key(number): block for number, block in expected.items()}
+        assert all(same(reopened.get(key), by_key[key]) for key in list(reopened.keys()))
+
+
+# Every durable tier
+
+
+DURABLE = durable(Int8Codec())
+KEY, OTHER = make_key(1), make_key(2)
+
+
+@pytest.fixture(params=sorted(DURABLE))
+def open_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], DurableTier]]:
+    """Opens the tier as one process after the other would."""
+    opened: list[DurableTier] = []
+
+    def open_one() -> DurableTier:
+        opened.append(DURABLE[request.param](tmp_path / "kv"))
+        return opened[-1]
+
+    yield open_one
+    for tier in opened:
+        tier.close()
+
+
+def int8(block: KVBlock) -> KVBlock:
+    return Int8Codec().decode(Int8Codec().encode(block))
+
+
+def test_blocks_outlive_the_tier_that_was_given_them(open_tier):
+    first = open_tier()
+    held = {key: first.put(key, make_block(1), flushed=flushed) for key, flushed in ((KEY, False), (OTHER, True))}
+    first.close()
+    second = open_tier()
+    assert sorted(second.keys()) == sorted(held)
+    for key, block in held.items():
+        assert block.equal(int8(make_block(1)))
+        assert same(second.get(key), block)
+
+
+def test_a_flushed_put_and_flush_leave_nothing_to_wait_for(open_tier):
+    """Another process sees the block at once, while the first goes on."""
+    first, second = open_tier(), open_tier()
+    first.put(KEY, make_block(1), flushed=True)
+    assert KEY in second
+    first.put(OTHER, make_block(2))
+    first.flush([OTHER])
+    assert OTHER in second
+    first.flush()
+    assert first.unwritten_bytes == 0
+
+
+def test_a_tier_that_writes_late_says_so(open_tier):
+    first, second = open_tier(), open_tier()
+    first.put(KEY, make_block(1))
+    assert first.writes_late or KEY in second
+
+
+def test_a_roundtrip_is_what_put_returns_and_keeps_nothing(open_tier):
+    tier = open_tier()
+    back = tier.roundtrip(KEY, make_block(1))
+    assert KEY not in tier
+    assert not back.equal(make_block(1)), "the codec is lossy, or this shows nothing"
+    assert same(tier.put(KEY, make_block(1)), back)
+
+
+def test_an_encoded_block_keeps_its_bits(open_tier):
+    """Encoding it again would lose more of it, or bring it into another codec."""
+    first = open_tier()
+    held, plain = first.roundtrip(KEY, make_block(1)), make_block(2)
+    first.put(KEY, held, encoded=True)
+    first.put(OTHER, plain, encoded=True)
+    first.close()
+    second = open_tier()
+    assert same(second.get(KEY), held)
+    assert same(second.get(OTHER), plain)
+
+
+def test_verify_finds_what_is_kept_and_no_sweep_takes_it(open_tier):
+    tier = open_tier()
+    assert tier.sweep(0.0) == 0
+    with pytest.raises(MissingBlockError):
+        tier.verify(KEY)
+    tier.put(KEY, make_block(1))
+    tier.verify(KEY)
+    assert tier.sweep(0.0) == 0
+    tier.verify(KEY)
+    tier.delete(KEY)
+    with pytest.raises(MissingBlockError):
+        tier.verify(KEY)
+
+
+def test_marks_of_use_are_seen_by_all(open_tier):
+    first, second = open_tier(), open_tier()
+    assert first.used_at(KEY) is None
+    first.mark_used(KEY, 1_000.0)
+    assert first.used_at(KEY) is None, "there is no block to mark"
+    first.put(KEY, make_block(1), flushed=True)
+    first.mark_used(KEY, 1_234_567.0)
+    assert second.used_at(KEY) == pytest.approx(1_234_567.0)
+    first.delete(KEY)
+    assert second.used_at(KEY) is None
+
+
+def test_only_one_with_a_budget_has_been_bounded(open_tier):
+    tier = open_tier()
+    assert tier.has_been_bounded == (tier.budget_bytes is not None)
+    assert tier.evictions == 0
+
+
+def test_every_process_sees_that_blocks_were_bounded(tmp_path):
+    DiskTier(tmp_path, RawCodec(), ROOMY).put(KEY, make_block(1))
+    later = DiskTier(tmp_path, RawCodec())
+    assert later.budget_bytes is None
+    assert later.has_been_bounded
+    assert WriteBehind(later, ROOMY).has_been_bounded
+
+
+def test_only_block_keys_are_taken_and_become_paths(open_tier, tmp_path):
+    tier = open_tier()
+    for key in ("", "../../../etc/passwd", "A" * 64, "a" * 63, "a" * 65, "é" * 64, "a" * 64 + "\n"):
+        for action in (tier.get, tier.delete, tier.verify, tier.size, tier.used_at, tier.__contains__):
+            with pytest.raises(ConfigError, match="no block key"):
+                action(key)
+        for write in (tier.put, partial(tier.put, flushed=True), partial(tier.put, encoded=True), tier.roundtrip):
+            with pytest.raises(ConfigError, match="no block key"):
+                write(key, make_block(1))
+    assert list(tier.keys()) == []
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.fixture(params=[0, ROOMY])
+def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVStore]:
+    """Opens stores over the shared tier, which is one line in the dict; with and without write-behind."""
+    monkeypatch.setitem(tiers.DURABLE, "shared", SharedTier)
+    bound: int = request.param
+    return lambda **options: KVStore(tmp_path, durable="shared", write_behind_bytes=bound, **options)
+
+
+def test_a_store_over_another_durable_tier(shared, tmp_path):
+    with shared(codec="int8") as store:
+        assert tier_of(store, KEY) is None
+        assert not store.gives_up
+        held = store.put(KEY, make_block(1))
+        assert held.equal(int8(make_block(1)))
+        store.put(OTHER, make_block(2), "flushed")
+        store.flush()
+        assert store.sweep() == 0
+    with shared() as other:
+        assert served_from(other, KEY, held) == "shared"
+        assert other.stats().hits_by_tier == {"memory": 0, "shared": 1}
+        assert tier_of(other, KEY) == "memory"
+        other.delete(KEY)
+        assert other.get(KEY) is None
+        assert sorted(other.keys()) == [OTHER]
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_what_another_process_deletes_goes_from_memory(shared):
+    with shared() as store, shared() as other:
+        store.put(KEY, make_block(1), "flushed")
+        other.delete(KEY)
+        assert store.refresh() == 1
+        assert KEY not in store
+
+
+def test_time_to_live_and_pins_need_no_files(shared):
+    with shared(ttl_s=60.0) as store:
+        for key in (KEY, OTHER):
+            store.put(key, make_block(1), "flushed")
+        store.pin([OTHER])
+    SharedTier.services[store.root].update(
+        {key: kept._replace(used_at=1_000.0) for key, kept in SharedTier.services[store.root].items()}
+    )
+    with shared(ttl_s=60.0) as store:
+        assert store.expire() == [KEY]
+        assert list(store.keys()) == [OTHER]
+
+
+def test_a_full_tier_is_named(shared, monkeypatch):
+    one = make_block(1).num_bytes
+    monkeypatch.setattr(SharedTier, "budget_bytes", one + one // 2)
+    with shared() as store:
+        store.put(KEY, make_block(1), "flushed")
+        with pytest.raises(PinError, match=r"1 pinned blocks .* would fill the shared tier"):
+            store.pin([KEY])
+
+
+def test_every_tier_is_told_of_the_device_and_of_the_end(shared, monkeypatch):
+    told: list[object] = []
+    monkeypatch.setattr(SharedTier, "on_device", lambda tier, device: told.append(device), raising=False)
+    monkeypatch.setattr(SharedTier, "close", lambda tier: told.append("closed"))
+    with shared(device_bytes=ROOMY) as store:
+        for _ in range(2):
+            store.use_device(torch.device("cpu"))
+        assert [tier.name for tier in store._tiers] == ["device", "memory", "shared"]
+        assert list(store.stats().bytes_by_tier) == ["device", "memory", "shared"]
+    assert told == [*[torch.device("cpu")] * 2, "closed"]
+
+
+def test_host_memory_is_page_locked_for_a_cuda_device_alone():
+    memory = tiers.MemoryTier(ROOMY, LRU())
+    for device, expected in (("cpu", False), ("cuda", True), ("cpu", True)):
+        memory.on_device(torch.device(device))
+        assert memory.page_locked == expected, device

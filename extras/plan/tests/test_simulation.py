@@ -19,7 +19,7 @@ from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
 from ragcache_papers.policies import CountMinSketch
 from ragcache_plan import accesses
-from ragcache_plan.accesses import Accesses, Workload, from_accesses, generated, recorded
+from ragcache_plan.accesses import Accesses, Workload, from_accesses, generated, read_trace, recorded
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.replay import Budgets, next_uses, optimum, replay, simulate
 
@@ -338,3 +338,49 @@ def test_a_sketch_of_the_simulator_has_room_for_every_block():
 def test_outcomes_are_json(tmp_path: Path):
     (outcome,) = simulate(make_trace([[0, 1], [0]], [4, 8]), [Budgets(8)], ["gdsf"])
     assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["optimum_exact"] is False
+
+
+# Files of accesses
+
+GOOD = {"at": 1.5, "request": "a.0", "handle": "h", "bytes": 8, "tokens": 2, "tier": "disk"}
+
+
+def test_a_good_line_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | {"more": 1}) + "\n")
+    assert list(read_trace(path)) == [Access("a.0", "h", 8, 2, "disk", 1.5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1]", "not a JSON object"),
+        (json.dumps({name: value for name, value in GOOD.items() if name != "bytes"}), "no 'bytes'"),
+        (json.dumps(GOOD | {"bytes": -1}), "whole numbers"),
+        (json.dumps(GOOD | {"bytes": 10**26}), "whole numbers"),
+        (json.dumps(GOOD | {"tokens": 2**40 + 1}), "whole numbers"),
+        (json.dumps(GOOD | {"tokens": 1.5}), "whole numbers"),
+        (json.dumps(GOOD | {"tokens": True}), "whole numbers"),
+        (json.dumps(GOOD | {"handle": ""}), "not empty"),
+        (json.dumps(GOOD | {"tier": 3}), "not empty"),
+        (json.dumps(GOOD | {"at": "noon"}), "number of seconds"),
+        (json.dumps(GOOD | {"at": float("inf")}), "number of seconds"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (json.dumps(GOOD)[:40], "not JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, reason: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"%b\n\n%b\n" % (json.dumps(GOOD).encode(), line.encode() if isinstance(line, str) else line))
+    with pytest.raises(TraceError, match=r"trace\.jsonl, line 3: ") as caught:
+        list(read_trace(path))
+    assert (caught.value.path, caught.value.line) == (str(path), 3)
+    assert reason in caught.value.reason
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    for name in ("", "absent"):  # a directory, and nothing
+        with pytest.raises(TraceError, match="cannot be read"):
+            list(read_trace(tmp_path / name))
