@@ -117,10 +117,10 @@ def test_a_wrong_option_is_told_the_right_one(wrong, right):
 
 
 MISUSED = [
-    (["list", "--memory", "3 apples"], "not a size"),
-    (["ask"], "QUESTION"),
+    (["list", "--memory", "3 apples"], "apples"),
+    (["ask"], "question"),
     (["ask", "x", "--on-overflow", "cry"], "cry"),
-    (["serve", "--max-body", "3 apples"], "not a size"),
+    (["serve", "--max-body", "3 apples"], "apples"),
     (["serve", "--port", "65536"], "--port"),
     (["serve", "--port", "0", "--host", "nowhere.invalid", "--store", "/no/where"], "nowhere.invalid"),
 ]

@@ -180,18 +180,6 @@ def test_all_kept_is_bit_equal_and_has_the_same_name(llama, method):
     assert block_key("f", Recipe(), [], [1]) == block_key("f", Recipe(kept=1.0), [], [1])
 
 
-def test_the_key_names_the_share_and_the_task():
-    recipes = [
-        Recipe(),
-        Recipe(kept=0.5),
-        Recipe(kept=0.25),
-        Recipe(kept=0.25, task="names"),
-        Recipe(kept=0.25, task="n"),
-    ]
-    assert len({block_key("f", recipe, [], [1, 2]) for recipe in recipes}) == len(recipes)
-    assert [Recipe.from_json(recipe.to_json()) for recipe in recipes] == recipes
-
-
 def test_short_chunks_are_kept_whole(llama):
     (block,) = llama.lm.encode([[5, 6, 7]], Recipe(kept=0.1))
     (plain,) = llama.lm.encode([[5, 6, 7]])
