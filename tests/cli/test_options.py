@@ -318,11 +318,15 @@ LIGHT = [
 
 def test_a_command_without_models_starts_without_their_libraries(store, model):
     """They take seconds to import: this is what keeps such a command's start below one. Each runs in a fork of its own
-    of a process that has only found the commands. The last one is no command: a look into the store by the library."""
+    of a process that has found the commands and imported what is light. The last one is no command: a look into the
+    store by the library."""
     places = {"STORE": str(store), "MODEL": str(model)}
     code = f"""
 import io, os, sys
+import numpy, sqlalchemy
 from ragcache.__main__ import main
+from ragcache.cli.commands import build_app
+build_app()
 heavy = ("torch", "transformers", "sentence_transformers", "huggingface_hub", "tokenizers")
 for arguments in {[[places.get(one, one) for one in arguments] for arguments in LIGHT]!r}:
     if pid := os.fork():

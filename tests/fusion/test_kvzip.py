@@ -180,13 +180,6 @@ def test_all_kept_is_bit_equal_and_has_the_same_name(llama, method):
     assert block_key("f", Recipe(), [], [1]) == block_key("f", Recipe(kept=1.0), [], [1])
 
 
-def test_short_chunks_are_kept_whole(llama):
-    (block,) = llama.lm.encode([[5, 6, 7]], Recipe(kept=0.1))
-    (plain,) = llama.lm.encode([[5, 6, 7]])
-    assert block.tokens_by_layer == (3,) * plain.num_layers
-    assert block.equal(plain)
-
-
 def test_markers_stay(llama):
     recipe = Recipe(markers=((101, 102), (103,)), kept=0.1)
     chunk = list(range(20, 60))

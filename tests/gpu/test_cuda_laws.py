@@ -61,20 +61,6 @@ def test_every_method_is_what_it_is_on_the_cpu(models, family, method):
 
 
 @pytest.mark.parametrize("family", SOME)
-def test_what_was_observed_is_interpolated_on_the_device(models, family):
-    """Its anchors lie in host memory. The last prompt is answered out of two contexts of each passage."""
-    lm, on_cpu, _ = models(family)
-    prompt = random_prompt(5)
-    methods = [rc.METHODS["kvcomm"](threshold=1.0) for _ in range(2)]
-    for order in ((0, 1, 2, 3), (3, 0, 1, 2), (2, 1, 3, 0)):
-        read = rc.Prompt(prompt.prefix_ids, [prompt.chunk_ids[rank] for rank in order], prompt.suffix_ids)
-        found, expected = (rc.fuse(one, read, method) for one, method in zip((lm, on_cpu), methods, strict=True))
-        assert found.computed_tokens == expected.computed_tokens
-        assert_same(found.next_logits.cpu(), expected.next_logits)
-    assert set(found.computed_tokens) == {len(prompt.suffix_ids)}
-
-
-@pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("method", ["cacheblend", "a3", "prophet"])
 def test_law_3_on_the_device(models, family, method):
     lm, _, oracle = models(family)

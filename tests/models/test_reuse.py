@@ -52,10 +52,6 @@ def test_ids_of_anchors():
     assert (LINK.anchors, spec.packet, spec.markers) == (None, None, None)
 
 
-def test_no_section_is_no_training():
-    assert TrainedTokens.of(LlamaConfig()) is None
-
-
 def test_link_ids_by_slot_and_place():
     assert [LINK.link_ids(slot) for slot in range(3)] == [[100, 101], [102, 103], [104, 105]]
     assert LINK.added_ids == set(range(100, 108))
