@@ -247,6 +247,13 @@ def test_a_conversation_with_parts_and_system_messages(client, kb):
     assert ask(client, messages=sent).choices[0].message.content == expected(kb, messages=meant, k=5).text
 
 
+def test_sampling_with_a_seed(client, kb):
+    right = expected(kb, k=5, sampling=rc.Sampling(12, temperature=1.5, top_p=0.9, seed=7))
+    answers = [ask(client, temperature=1.5, top_p=0.9, seed=7).choices[0].message.content for _ in range(2)]
+    assert answers == [right.text, right.text]
+    assert right.text != expected(kb, k=5).text
+
+
 def test_stop_strings(client, kb):
     whole = expected(kb, k=5).text
     stop = whole[4:6]
@@ -451,13 +458,13 @@ def asked(**fields):
 
 
 def test_every_field_reaches_the_engine(client, kb):
-    given = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "top_p": 0.95}
+    given = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
     of_vllm = {"repetition_penalty": 1.3, "min_p": 0.01, "top_k": 9, "stop_token_ids": [2]}
     sampling = replace(WARM, **given, **of_vllm, logit_bias={5: 3.0, 200: -1.0})
     right = kb.chat(MESSAGES, k=5, sampling=sampling)
     fields = asked(**given, temperature=1.2, seed=3, logit_bias={"5": 3, "200": -1.0}, extra_body=of_vllm)
     assert client.chat.completions.create(**fields).choices[0].message.content == right.text
-    nothing = {"logit_bias": {}, "extra_body": {"top_k": -1}, **dict.fromkeys(given, 0), "top_p": 1}
+    nothing = {"logit_bias": {}, "extra_body": {"top_k": -1}, **dict.fromkeys(given, 0)}
     plain = client.chat.completions.create(**{**fields, **nothing})
     assert plain.choices[0].message.content == kb.chat(MESSAGES, k=5, sampling=WARM).text != right.text
 
