@@ -19,7 +19,6 @@ def save_adapter(
     spec: TrainedTokens,
     *,
     seed: int = 0,
-    scale: float = 0.3,
     rows: dict[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """An adapter of `base` in `directory`; its tokenizer is the base's with tokens up to the last id, where it has one.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import stacks
+from waiting import until as wait_for
 
 import ragcache as rc
 from ragcache.server.app import create_app
@@ -68,13 +68,6 @@ def serving(kb: rc.RagCache, settings: ServerSettings | None = None, *, web: boo
             server.drain()
             thread.join(60)
             assert not thread.is_alive(), stacks()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.01)
 
 
 def send(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tools import house
-from tools.house import ANNEXES, CIRCLES, HOUSE, ING, ROOMS, ROOT, TO_ANNEXES, TWICE
+from tools.house import ANNEXES, CIRCLES, HOUSE, ING, ROOMS, ROOT, TWICE
 
 PACKAGE = ROOT / HOUSE
 SLACK = 1.05
@@ -47,10 +47,6 @@ def test_no_file_is_called_ing():
 
 def test_no_modules_import_each_other():
     assert house.circles(house.graph(PACKAGE)) == CIRCLES, "break new circles, and take what is gone off CIRCLES"
-
-
-def test_no_module_imports_an_annex():
-    assert house.imports_of_annexes() == TO_ANNEXES, "read entry points instead, and take what is gone off TO_ANNEXES"
 
 
 def test_renamed_classes_are_gone():

@@ -40,6 +40,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
 def modules(path: Path) -> set[str]:
     """What a file imports, wherever in the file; of the package's front, the names."""
     found = set()

@@ -18,12 +18,12 @@ GROUP = "ragcache.made_up"
 def distribution(tmp_path, monkeypatch):
     """Puts a distribution with these entry points and modules on the path."""
 
-    def make(name: str, entries: dict[str, str], **modules: str) -> Path:
+    def make(name: str, entries: dict[str, str], group: str = GROUP, **modules: str) -> Path:
         info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n")
         lines = "".join(f"{key} = {value}\n" for key, value in entries.items())
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
         for module, text in modules.items():
             (tmp_path / f"{module}.py").write_text(text)
         return tmp_path
@@ -74,12 +74,9 @@ def test_a_name_that_nobody_has_is_a_key_error():
         Registry[int](GROUP)["nobody"]
 
 
-def test_the_command_line_goes_on_without_a_broken_command(tmp_path):
-    info = tmp_path / "broken_plugs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: broken-plugs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ragcache.commands]\nfrobnicate = no_such_module:run\n")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ragcache.cli.commands import main; main()"
+def test_the_command_line_goes_on_without_a_broken_command(distribution):
+    where = distribution("broken-plugs", {"frobnicate": "no_such_module:run"}, "ragcache.commands")
+    script = f"import sys; sys.path.insert(0, {str(where)!r}); from ragcache.cli.commands import main; main()"
     ran = subprocess.run([sys.executable, "-c", script, "methods"], capture_output=True, text=True, check=True)
     assert "reposition" in ran.stdout
     assert "broken-plugs: its plug-in 'frobnicate'" in ran.stderr

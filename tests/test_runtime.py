@@ -25,6 +25,8 @@ def teams():
     found = []
     for _ in range(40):
         found.append(len(os.listdir("/proc/self/task")) - threading.active_count() - more)
+        if found[-1] <= 0:
+            break  # there are no fewer
         time.sleep(0.005)
     return min(found)
 

@@ -68,8 +68,6 @@ ING: set[str] = set()
 """Files of `ragcache/` whose names end in -ing."""
 CIRCLES: set[tuple[str, ...]] = set()
 """Modules that import each other, directly or through others."""
-TO_ANNEXES: set[str] = set()
-"""Imports of an annex in `ragcache/`."""
 
 RENAMED = {
     "Additions": "AddedTokens",
@@ -215,17 +213,6 @@ def _reach(start: str, imports: Mapping[str, set[str]]) -> set[str]:
         seen |= new
         left += new
     return seen
-
-
-def imports_of_annexes(root: Path = ROOT) -> set[str]:
-    """Imports of an annex in `ragcache/`, as "file imports module"."""
-    annexes = {path.rpartition("/")[2] for path in ANNEXES}
-    return {
-        f"{file.relative_to(root / HOUSE).with_suffix('').as_posix()} imports {module}"
-        for file in files(root / HOUSE)
-        for module, _ in imported(ast.parse(file.read_text(encoding="utf-8")), HOUSE)
-        if module.split(".")[0] in annexes
-    }
 
 
 def old_words(root: Path = ROOT, renamed: Mapping[str, str] | None = None) -> set[str]:

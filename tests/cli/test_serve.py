@@ -6,12 +6,11 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import forked
 import httpx
 import pytest
 from terminal import invoke
@@ -24,12 +23,10 @@ QUESTION = {"model": "ours", "messages": [{"role": "user", "content": "Cat?"}]}
 
 
 @contextmanager
-def process(*arguments: object, **env: str) -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
+def process(*arguments: object, **env: str) -> Iterator[tuple[forked.Forked, str, list[str]]]:
     """A running command, the URL that it printed, and its lines on standard error so far."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAGCACHE_")}
-    command_line = [sys.executable, "-m", "ragcache", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command_line, env={**clean, **env}, **pipes) as running:
+    with forked.Forked(forked.COMMAND, *arguments, env={**clean, **env}) as running:
         errors: list[str] = []
         reading = threading.Thread(target=lambda: errors.extend(iter(running.stderr.readline, "")), daemon=True)
         reading.start()
@@ -84,26 +81,6 @@ def test_chat_in_a_page(store):
         assert page.headers["content-security-policy"] == "default-src 'self'"
         running.send_signal(signal.SIGINT)
         assert running.wait(120) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--host", "nowhere.invalid"], "nowhere.invalid"),
-        (["--timeout", "0"], "timeout_s"),
-        (["--temperature", "-1"], "temperature"),
-        (["--api-keys-file", "/no/such/file"], "/no/such/file"),
-        (["--max-body", "3 apples"], "not a size"),
-        (["--filter", "{"], "not JSON"),
-        (["--slots", "0"], "slots"),
-        (["--port", "65536"], "port"),
-    ],
-)
-def test_options_that_are_refused(store, arguments, message):
-    result = invoke("serve", "--store", store, "--port", "0", *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert result.stdout == ""
 
 
 def test_a_port_that_is_taken(store):

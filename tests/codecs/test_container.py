@@ -1,11 +1,16 @@
-"""The file format: other readers open it, and no damage gets through."""
+"""The file format: other readers open it, and no damage gets through; files appear whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,23 @@ import pytest
 import torch
 import xxhash
 from blocks import DTYPES, make_block, make_key
+from flushes import needs_proc, record_calls
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ragcache.codecs import RawCodec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import DTYPES as CONTAINER_DTYPES
 from ragcache.codecs.container import read_container, write_container
-from ragcache.errors import DamagedBlockError, MissingBlockError, SchemaVersionError, StoreError
+from ragcache.errors import (
+    DamagedBlockError,
+    MissingBlockError,
+    SchemaVersionError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
+from ragcache.files import atomic_write, is_leftover, make_directory, write_all
 
 KEY = make_key(0)
 
@@ -120,40 +134,31 @@ def test_every_truncation_is_found_and_every_addition(path: Path) -> None:
         read_block(path, KEY)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"checksum":"' * 9])
-def test_other_files_are_damage(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    with pytest.raises(DamagedBlockError):
-        read_block(path, KEY)
-
-
-def test_another_safetensors_file_is_damage(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
+def bare(path: Path) -> None:
+    """What safetensors itself writes of the block."""
     block = make_block(0)
-    save_file({"keys": block.keys, "values": block.values}, tmp_path / "b", {"key": KEY, "codec": "raw"})
-    with pytest.raises(DamagedBlockError):
-        read_block(tmp_path / "b", KEY)
+    save_file({"keys": block.keys, "values": block.values}, path, {"key": KEY, "codec": "raw"})
 
 
-def test_another_blocks_file_is_damage(path: Path) -> None:
-    with pytest.raises(DamagedBlockError, match=f"holds block {KEY}, not {make_key(1)}"):
-        read_block(path, make_key(1))
+CONTENTS = [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"checksum":"' * 9]
+NEWER = [{"format_version": "5"}, {"codec_version": "2"}, {"codec": "int3"}, {"format_version": "99"}]
+WRONG = [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}]
+OTHER_FILES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
+    *((lambda path, content=one: path.write_bytes(content), DamagedBlockError, "block") for one in CONTENTS),
+    (bare, DamagedBlockError, "block"),
+    *((lambda path, one=one: rewrite(path, **one), SchemaVersionError, "use the version that wrote") for one in NEWER),
+    *((lambda path, one=one: rewrite(path, **one), DamagedBlockError, "block") for one in WRONG),
+    (lambda path: rewrite(path, key=make_key(1)), DamagedBlockError, f"holds block {make_key(1)}, not {KEY}"),
+    (lambda path: (path.unlink(), path.mkdir()), DamagedBlockError, "block"),
+]
 
 
-@pytest.mark.parametrize(
-    "metadata", [{"format_version": "5"}, {"codec_version": "2"}, {"codec": "int3"}, {"format_version": "99"}]
-)
-def test_newer_versions_are_refused_and_no_damage(path: Path, metadata: dict[str, str]) -> None:
-    rewrite(path, **metadata)
-    with pytest.raises(SchemaVersionError, match="use the version that wrote it"):
-        read_block(path, KEY)
-
-
-@pytest.mark.parametrize("metadata", [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}])
-def test_metadata_that_contradict_the_tensors_are_damage(path: Path, metadata: dict[str, str]) -> None:
-    rewrite(path, **metadata)
-    with pytest.raises(DamagedBlockError):
+@pytest.mark.parametrize(("change", "error", "said"), OTHER_FILES)
+def test_other_files_are_damage_or_of_a_newer_version(
+    path: Path, change: Callable[[Path], object], error: type[Exception], said: str
+) -> None:
+    change(path)
+    with pytest.raises(error, match=said):
         read_block(path, KEY)
 
 
@@ -191,11 +196,6 @@ def test_no_file_is_a_missing_block(tmp_path: Path) -> None:
         read_block(tmp_path / "file" / "below", KEY)
 
 
-def test_a_directory_or_a_pipe_in_its_place_is_damage(tmp_path: Path) -> None:
-    with pytest.raises(DamagedBlockError):
-        read_block(tmp_path, KEY)
-
-
 def test_a_file_nobody_may_open_is_a_store_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> int:
         raise PermissionError(13, "Permission denied")
@@ -203,3 +203,129 @@ def test_a_file_nobody_may_open_is_a_store_error(path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StoreError, match="Permission denied"):
         read_block(path, KEY)
+
+
+# Files appear whole or not at all.
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "deep" / "file"
+    with atomic_write(target) as file:
+        write_all(file, b"content")
+        assert not target.exists()
+    assert target.read_bytes() == b"content"
+    assert names(target.parent) == ["file"]
+
+
+@needs_proc
+def test_names_are_flushed_behind_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut keeps a rename, or a new directory, only once the directory that holds the name is flushed."""
+    target, calls = tmp_path / "new" / "deep" / "file", record_calls(monkeypatch)
+    with atomic_write(target) as file:
+        write_all(file, b"content")
+        temporary = Path(file.name)
+    assert calls == [
+        ("make", tmp_path / "new"),
+        ("flush", tmp_path),
+        ("make", target.parent),
+        ("flush", tmp_path / "new"),
+        ("flush", temporary),
+        ("rename", target),
+        ("flush", target.parent),
+    ]
+    calls.clear()
+    make_directory(target.parent)
+    assert calls == []
+    make_directory(tmp_path / "other")
+    assert calls == [("make", tmp_path / "other"), ("flush", tmp_path)]
+
+
+def test_a_failed_body_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_bytes(b"old")
+
+    def fail() -> None:
+        with atomic_write(target) as file:
+            write_all(file, b"new")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert target.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, StoreFullError),
+        (errno.EDQUOT, StoreFullError),
+        (errno.EROFS, StoreReadOnlyError),
+        (errno.EIO, OSError),
+    ],
+)
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_errors_are_translated_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception], call: str
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(expected), atomic_write(tmp_path / "file") as file:
+        write_all(file, b"content")
+    assert names(tmp_path) == []
+
+
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    class Reluctant:
+        def __init__(self) -> None:
+            self.data = b""
+
+        def write(self, data: memoryview) -> int:
+            self.data += bytes(data[:3])
+            return min(3, len(data))
+
+    file = Reluctant()
+    write_all(file, memoryview(b"0123456789"))  # type: ignore[arg-type]
+    assert file.data == b"0123456789"
+    write_all(file, memoryview(b""))  # type: ignore[arg-type]
+    assert file.data == b"0123456789"
+
+
+def leftover(directory: Path, pid: int, age_s: float) -> Path:
+    path = directory / f".file.{pid}-0123abcd.tmp"
+    path.write_bytes(b"")
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_running_writers_file_is_no_leftover_for_a_day(tmp_path: Path) -> None:
+    assert not is_leftover(leftover(tmp_path, os.getpid(), 7200), 3600)
+    assert not is_leftover(leftover(tmp_path, 1, 7200), 3600)
+    assert is_leftover(leftover(tmp_path, os.getpid(), 90_000), 3600)
+
+
+def test_a_dead_writers_file_is_a_leftover_after_a_while(tmp_path: Path) -> None:
+    pid = dead_pid()
+    assert is_leftover(leftover(tmp_path, pid, 3700), 3600)
+    assert not is_leftover(leftover(tmp_path, pid, 10), 3600)
+    assert not is_leftover(leftover(tmp_path, pid, -7200), 0), "a clock that jumped makes no file old"
+
+
+def test_other_files_are_never_leftovers(tmp_path: Path) -> None:
+    for name in ("file", ".hidden", "file.tmp", ".file.tmp", f".file.{dead_pid()}-zz.tmp"):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (0, 0))
+        assert not is_leftover(tmp_path / name, 0)
+    assert not is_leftover(tmp_path / f".gone.{dead_pid()}-0123abcd.tmp", 0)

@@ -9,37 +9,19 @@ import torch
 from bases import keep_basis, ready
 from blocks import DTYPES, make_block, make_key, tier_of
 from covering import covering, few
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.cli.flags import StoreOptions
 from ragcache.codecs import CODECS, get_codec
 from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
-from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_papers.kvtc_basis import stand_in
 
 KEY = make_key(1)
 LOSSY = sorted(name for name, codec in CODECS.items() if not codec.lossless)
 TEXTS = {"cats": "The cat sat on the mat. It was happy.\n", "dogs": "Dogs bark at night in the town of Kelbrook.\n"}
 SHORT = rc.Sampling(max_tokens=6)
-
-
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory: pytest.TempPathFactory) -> rc.LanguageModel:
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
-
-
-def open_kb(path: Path, lm: rc.LanguageModel, codec: str) -> rc.RagCache:
-    return rc.RagCache.open(
-        path, model=lm, method="reposition", embedder=BagOfWords(), store=rc.StoreConfig(codec=codec)
-    )
-
-
-def ingest(kb: rc.RagCache, names: list[str], **options: str) -> None:
-    kb.ingest((rc.Document(name, TEXTS[name]) for name in names), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,34 +112,20 @@ def test_fusing_encoded_blocks_is_fusing_the_decoded(lm: rc.LanguageModel, codec
 
 
 @pytest.mark.parametrize("codec", few(["int8", "kvtc"], sorted(set(LOSSY) - {"int8", "kvtc"})))
-def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageModel, tmp_path: Path) -> None:
+def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageModel, open_kb) -> None:
     """Blocks are computed at first use: the first answer has the logits of those from memory and from disk."""
-    with open_kb(tmp_path / "kb", lm, codec) as kb:
-        ingest(kb, sorted(TEXTS), kv="lazy")
+    config = rc.StoreConfig(codec=codec)
+    with open_kb(store=config) as kb:
+        kb.ingest((rc.Document(name, text) for name, text in TEXTS.items()), kv="lazy")
         if kb.store.kv.lacks_basis:
             kb.store.documents.hold_basis(kb.store.kv.add_basis(stand_in(lm.encode([list(range(40))])[0])))
         answers = []
         for _ in range(2):
             answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
             kb._reader.contexts.forget()
-    with open_kb(tmp_path / "kb", lm, codec) as kb:
+    with open_kb(store=config) as kb:
         answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
         report = kb.doctor()
     assert [{hit.kv for hit in answer.hits} for answer in answers] == [{"computed"}, {"memory"}, {"disk"}]
     assert len({answer.text for answer in answers}) == 1
     assert report.sound
-
-
-def test_a_store_goes_on_with_another_codec(lm: rc.LanguageModel, tmp_path: Path) -> None:
-    with open_kb(tmp_path / "kb", lm, "int4") as kb:
-        ingest(kb, ["cats"])
-    with open_kb(tmp_path / "kb", lm, "raw") as kb:
-        ingest(kb, ["dogs"])
-        answer = kb.ask("Where is the cat?", k=2, sampling=SHORT)
-        assert {hit.kv for hit in answer.hits} <= {"disk", "memory"}
-        assert kb.doctor().sound
-
-
-def test_the_command_line_names_the_codec() -> None:
-    assert StoreOptions(codec="int8").codec == "int8"
-    assert StoreOptions().codec == "raw"

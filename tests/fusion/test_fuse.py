@@ -1,18 +1,16 @@
-"""What `rc.fuse` does beyond the laws: concat, low precision, decoding on the cache, refusals."""
+"""What `rc.fuse` does beyond the laws: concat, low precision, decoding on the cache, refusals, layouts of prompts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from families import block_diagonal, random_prompt, saved_tiny, tiny
+from families import block_diagonal, causal, causal_logits, oracle_logits_of, random_prompt, saved_tiny, tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
+from ragcache.fusion import get_method
 from ragcache.kv.buffers import BufferPool, KVBuffers
-
-
-def _additive(allowed):
-    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+from ragcache.prompt import Passages, Text
 
 
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
@@ -27,30 +25,11 @@ def test_concat_is_a_forward_with_overlapping_positions(llama, recipe):
     allowed = block_diagonal(prompt)
     if recipe == "prefix":
         allowed[:, :prefix] = torch.ones_like(allowed).tril()[:, :prefix]
-    with torch.no_grad():
-        expected = oracle(
-            input_ids=torch.tensor([prompt.ids]),
-            position_ids=torch.tensor([positions]),
-            attention_mask=_additive(allowed),
-        ).logits[0, -1]
+    expected = oracle_logits_of(oracle, prompt.ids, allowed, positions)
     got = rc.fuse(lm, prompt, method="concat", recipe=recipe).next_logits
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     moved = rc.fuse(lm, prompt, method="reposition", recipe=recipe).next_logits
     assert (moved - expected).abs().max() > 0.05, "the oracle would not notice a wrong position"
-
-
-def test_blocks_are_keys_before_rope(llama):
-    """The first layer's keys are its key projection of the normalised embeddings, computed here by hand."""
-    lm, oracle = llama
-    prompt = random_prompt(4)
-    layer = oracle.model.layers[0]
-    for chunk, block in zip(prompt.chunk_ids, rc.encode(lm, prompt), strict=True):
-        with torch.no_grad():
-            hidden = layer.input_layernorm(oracle.model.embed_tokens(torch.tensor(chunk)))
-            keys = layer.self_attn.k_proj(hidden).view(len(chunk), 2, -1).transpose(0, 1)
-            values = layer.self_attn.v_proj(hidden).view(len(chunk), 2, -1).transpose(0, 1)
-        torch.testing.assert_close(block.keys[0], keys, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(block.values[0], values, atol=1e-5, rtol=1e-5)
 
 
 def test_a_batch_encodes_like_one_by_one(llama):
@@ -82,11 +61,10 @@ def test_decoding_goes_on_as_one_growing_forward(llama):
     while len(ids) < room + 5:
         ids = [*ids, int(logits.argmax())]
         logits = lm.run([ids[-1]], len(ids) - 1, fused.cache)
-    allowed = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    allowed = causal(len(ids))
     n = prompt.context_tokens
     allowed[:n, :n] = block_diagonal(prompt)[:n, :n]
-    with torch.no_grad():
-        expected = oracle(input_ids=torch.tensor([ids]), attention_mask=_additive(allowed)).logits[0, -1]
+    expected = oracle_logits_of(oracle, ids, allowed)
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
     assert fused.cache.capacity > room
 
@@ -98,9 +76,7 @@ def test_replacing_entries_in_place_is_a_plain_forward(llama):
     fused = rc.fuse(lm, prompt)
     everything = torch.arange(prompt.num_tokens)
     logits = lm.run(prompt.ids, everything, fused.cache, slots=everything)
-    with torch.no_grad():
-        expected = oracle(input_ids=torch.tensor([prompt.ids])).logits[0, -1]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, causal_logits(oracle, prompt.ids), atol=1e-4, rtol=1e-4)
 
 
 def test_only_the_suffix_is_computed_and_counted(llama):
@@ -171,51 +147,87 @@ def test_buffers_are_reused_and_do_not_leak_between_prompts(llama):
 def test_a_prompt_without_chunks_or_prefix(llama):
     lm, oracle = llama
     prompt = rc.Prompt([], [], [5, 6, 7])
-    with torch.no_grad():
-        expected = oracle(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1]
+    expected = causal_logits(oracle, [5, 6, 7])
     for method in set(rc.METHODS) - {"cartridge"}:  # which needs a trained one
         torch.testing.assert_close(rc.fuse(lm, prompt, method=method).next_logits, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_bad_input_is_named(llama):
-    lm, _ = llama
-    prompt = random_prompt(0)
-    blocks = rc.encode(lm, prompt)
-    with pytest.raises(ConfigError, match=r"telepathy.*reposition"):
-        rc.fuse(lm, prompt, method="telepathy")
-    with pytest.raises(ConfigError, match="ratio"):
-        rc.fuse(lm, prompt, ratio=0.5)
-    with pytest.raises(ConfigError, match="lonely"):
-        rc.encode(lm, prompt, recipe="lonely")
-    with pytest.raises(StaleBlockError, match="3 blocks"):
-        rc.fuse(lm, prompt, blocks=blocks[:3])
-    with pytest.raises(StaleBlockError, match="chunk 0"):
-        rc.fuse(lm, prompt, blocks=blocks[::-1])
-    with pytest.raises(StaleBlockError, match="another model"):
-        rc.fuse(lm, prompt, blocks=rc.encode(tiny("qwen3")[0], prompt))
-    with pytest.raises(PromptError, match="suffix"):
-        rc.Prompt([1], [[2]], [])
-    with pytest.raises(PromptError, match="chunk 1"):
-        rc.Prompt([1], [[2], []], [3])
-    with pytest.raises(PromptError, match="100000"):
-        rc.fuse(lm, rc.Prompt([1], [[100000]], [3]))
-    with pytest.raises(ContextTooLongError, match="512"):
-        rc.fuse(lm, rc.Prompt([], [[5] * 300, [6] * 300], [7]))
 
 
 def test_blocks_say_how_they_were_encoded(llama):
     lm, _ = llama
     prompt = random_prompt(2)
-    isolated, behind = rc.encode(lm, prompt), rc.encode(lm, prompt, recipe="prefix")
-    told = rc.fuse(lm, prompt, method="concat", blocks=behind, recipe="prefix").next_logits
-    assert torch.equal(rc.fuse(lm, prompt, method="concat", blocks=behind).next_logits, told)
-    with pytest.raises(StaleBlockError, match="isolated"):
-        rc.fuse(lm, prompt, blocks=isolated, recipe="prefix")
-    with pytest.raises(StaleBlockError, match="alike"):
-        rc.fuse(lm, prompt, blocks=[*isolated[:2], *behind[2:]])
+    blocks = behind(lm, prompt)
+    told = rc.fuse(lm, prompt, method="concat", blocks=blocks, recipe="prefix").next_logits
+    assert torch.equal(rc.fuse(lm, prompt, method="concat", blocks=blocks).next_logits, told)
+
+
+def behind(lm, prompt):
+    return rc.encode(lm, prompt, recipe="prefix")
+
+
+REFUSED = [
+    (lambda lm, p, b: rc.fuse(lm, p, method="telepathy"), ConfigError, r"telepathy.*reposition"),
+    (lambda lm, p, b: rc.fuse(lm, p, ratio=0.5), ConfigError, "ratio"),
+    (lambda lm, p, b: rc.encode(lm, p, recipe="lonely"), ConfigError, "lonely"),
+    (lambda lm, p, b: rc.fuse(lm, p, blocks=b[:3]), StaleBlockError, "3 blocks"),
+    (lambda lm, p, b: rc.fuse(lm, p, blocks=b[::-1]), StaleBlockError, "chunk 0"),
+    (lambda lm, p, b: rc.fuse(lm, p, blocks=rc.encode(tiny("qwen3")[0], p)), StaleBlockError, "another model"),
+    (lambda lm, p, b: rc.fuse(lm, p, blocks=b, recipe="prefix"), StaleBlockError, "isolated"),
+    (lambda lm, p, b: rc.fuse(lm, p, blocks=[*b[:2], *behind(lm, p)[2:]]), StaleBlockError, "alike"),
+    (lambda lm, p, b: rc.Prompt([1], [[2]], []), PromptError, "suffix"),
+    (lambda lm, p, b: rc.Prompt([1], [[2], []], [3]), PromptError, "chunk 1"),
+    (lambda lm, p, b: rc.fuse(lm, rc.Prompt([1], [[100000]], [3])), PromptError, "100000"),
+    (lambda lm, p, b: rc.fuse(lm, rc.Prompt([], [[5] * 300, [6] * 300], [7])), ContextTooLongError, "512"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "said"), REFUSED)
+def test_bad_input_is_named(llama, call, error, said):
+    prompt = random_prompt(0)
+    with pytest.raises(error, match=said):
+        call(llama[0], prompt, rc.encode(llama[0], prompt))
 
 
 def test_the_table_of_methods():
     table = {row.name: row for row in rc.methods()}
     assert set(table) == set(rc.METHODS) >= {"full", "reposition", "concat"}
     assert all(row.paper and row.summary for row in table.values())
+
+
+# Layouts of prompts; those that papers draw are in extras/train/tests/test_reuse_layout.py.
+
+
+PREFIX, CHUNKS, SUFFIX = [1, 2], [[10, 11, 12], [13], [14, 15]], [20, 21]
+PROMPT = rc.Prompt(PREFIX, CHUNKS, SUFFIX)
+
+
+@pytest.mark.parametrize(("recipe", "starts"), [("isolated", [0, 0, 0]), ("prefix", [2, 2, 2])])
+def test_raw_reuse_keeps_positions_and_drops_no_passage(lm, recipe, starts):
+    """Positions of an isolated passage lie within the prefix's, and it is placed all the same."""
+    layout = get_method("concat").layout(lm, PROMPT.parts, rc.Recipe(recipe))
+    assert [piece.start for piece in layout.placed(2)] == starts
+    assert layout.running(2) == (SUFFIX, [8, 9], True)
+
+
+def test_text_between_passages_runs_and_sees_what_stands_before_it(lm):
+    parts = [Text((1, 2)), Passages(((10, 11),)), Text((5,)), Text((6,)), Passages(((12,), (13, 14))), Text((7, 8))]
+    layout = get_method("reposition").layout(lm, parts, rc.Recipe())
+    assert [(p.start, p.ids, p.passage) for p in layout.pieces] == [
+        (0, (1, 2), None),
+        (2, (10, 11), 0),
+        (4, (5, 6), None),
+        (6, (12,), 1),
+        (7, (13, 14), 2),
+        (9, (7, 8), None),
+    ]
+    assert layout.running(0) == ([1, 2, 5, 6, 7, 8], [0, 1, 4, 5, 9, 10], False)
+    assert layout.running(5) == ([6, 7, 8], [5, 9, 10], False)
+    assert [layout.usable(n) for n in range(12)] == [0, 1, 2, 2, 4, 5, 6, 7, 7, 9, 10, 11]
+    assert [p.passage for p in layout.placed(7)] == [2]
+
+
+def test_full_prefill_reads_passages_as_text_and_no_marker(lm):
+    layout = get_method("full").layout(lm, PROMPT.parts, rc.Recipe(markers=(180, 181)))
+    assert layout.ids == layout.elements == layout.running().ids == PROMPT.ids
+    assert layout.placed() == []
+    assert layout.usable(4) == 4
+    assert [piece.ids for piece in layout.passages] == [tuple(chunk) for chunk in CHUNKS]

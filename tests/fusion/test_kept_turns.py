@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import assert_same, load_tiny, oracle_logits_of, oracle_model, tiny_config
-from transformers import AutoModelForCausalLM
+from families import assert_same, oracle_logits_of, tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
@@ -29,19 +28,14 @@ TURNS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma3", "smollm3"])
-def family(request, tmp_path_factory):
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(params=["llama", "mistral-window", "gemma3", "smollm3"])
+def family(request):
+    return tiny(request.param)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("trained")
-    torch.manual_seed(0)
-    config = tiny_config("llama")
-    config.ragcache = TRAINED.section()
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return rc.load_lm(directory), oracle_model(str(directory))
+@pytest.fixture
+def trained():
+    return tiny("llama", TRAINED)
 
 
 def parts_of(turns):
@@ -117,13 +111,6 @@ def test_link_tokens_stand_in_every_turn(trained):
         tokens = spelt_out(TURNS[:count], TRAINED)
         assert [id for piece in pieces for id in piece.ids] == [id for id, _ in tokens]
         assert_same(fused.next_logits, expected(oracle, tokens))
-
-
-def test_one_turn_is_what_fuse_reads(family):
-    lm, _ = family
-    prompt = rc.Prompt(TURNS[0][1], TURNS[1][1], TURNS[2][1])
-    fused, _, _ = read(lm, get_method("reposition"), TURNS[:3])
-    assert_same(fused.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
 
 
 @pytest.mark.parametrize("name", ["reposition", "link"])

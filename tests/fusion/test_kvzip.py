@@ -11,14 +11,24 @@ from families import (
     METHOD_FAMILIES,
     assert_same,
     block_diagonal,
-    layout,
     masks_of,
     oracle_model,
     random_prompt,
     saved_tiny,
     tiny,
 )
-from formula_oracle import Plan, formula_model, merged, planned_logits, step_by_step, with_answer
+from formula_oracle import (
+    ANSWER,
+    CHUNKS,
+    Family,
+    Plan,
+    formula_model,
+    held_places,
+    planned_logits,
+    step_by_step,
+    with_answer,
+    without_dropped,
+)  # fmt: skip
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -26,14 +36,7 @@ from ragcache.errors import ConfigError, ContextTooLongError, StaleBlockError
 from ragcache.kv.block_key import Recipe, block_key
 from ragcache.models.encode import AbandonedSignal
 
-ANSWER = [5, 77, 31, 8]
-CHUNKS = (17, 3, 20, 12)
 SINKS = 4
-
-
-class Family:
-    def __init__(self, name):
-        (self.lm, self.oracle), self.formula = tiny(name), formula_model(saved_tiny(name))
 
 
 @pytest.fixture(params=METHOD_FAMILIES)
@@ -91,11 +94,6 @@ def expected_places(oracle, lm, before, chunk, behind, kept, always):
     return shared_out(scores, count, always)
 
 
-def held_places(block, layer):
-    places = block.places(layer)
-    return [list(range(block.num_tokens))] * len(block.layer_keys(layer)) if places is None else places.tolist()
-
-
 def places_of(block):
     return [held_places(block, layer) for layer in range(block.num_layers)]
 
@@ -133,24 +131,6 @@ def test_every_other_family_too(name):
     assert_same(rc.fuse(lm, prompt, recipe=Recipe(kept=0.5)).next_logits, theirs)
 
 
-def without_dropped(lm, allowed, blocks, prompt, behind):
-    """`allowed` for each layer as [num_kv_heads, n, n]: rows from `behind` on do not see what a head dropped."""
-    masks, first = [], []
-    at = len(prompt.prefix_ids)
-    for chunk in prompt.chunk_ids:
-        first.append(at)
-        at += len(chunk)
-    for layer, shape in enumerate(lm.shape.layers):
-        by_head = allowed.repeat(shape.num_kv_heads, 1, 1)
-        for start, block in zip(first, blocks, strict=True):
-            for head, own in enumerate(held_places(block, layer)):
-                gone = [start + place for place in range(block.num_tokens) if place not in own]
-                for token in gone:
-                    by_head[head, behind:, token] = False
-        masks.append(by_head)
-    return masks
-
-
 def plan_logits(lm, formula, prompt, kept, answer=()):
     blocks = rc.encode(lm, prompt, Recipe(kept=kept))
     allowed = with_answer(block_diagonal(prompt), len(answer))
@@ -165,26 +145,6 @@ def test_reading_and_decoding_is_one_forward_with_a_mask_for_each_head(family, k
     held = sum(max(math.ceil(kept * size), min(SINKS, size)) for size in CHUNKS)
     assert sum(fused.kept_tokens) == (6 + held + 5) * family.lm.shape.num_layers
     assert_same(step_by_step(family.lm, fused, ANSWER), plan_logits(family.lm, family.formula, prompt, kept, ANSWER))
-
-
-@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 0.8)])
-def test_ape_weighs_what_is_left(family, temperature, scale):
-    prompt = random_prompt(74, prefix=6, chunks=CHUNKS, suffix=5)
-    recipe = Recipe("prefix", kept=0.4)
-    positions, allowed, of_chunks = layout(prompt, ANSWER)
-    blocks = rc.encode(family.lm, prompt, recipe)
-    masks = without_dropped(family.lm, allowed, blocks, prompt, prompt.context_tokens)
-    weigh = None
-    if (temperature, scale) != (1, 1):
-
-        def weigh(scores, visible, sinks):
-            return merged(scores, visible, sinks, of_chunks=of_chunks, context_tokens=prompt.context_tokens,
-                          temperature=temperature, scale=scale)  # fmt: skip
-
-    plan = Plan(masks, positions, weigh)
-    logits = planned_logits(family.formula, [*prompt.ids, *ANSWER], plan)[prompt.num_tokens - 1 :]
-    fused = rc.fuse(family.lm, prompt, "ape", blocks, temperature=temperature, scale=scale)
-    assert_same(step_by_step(family.lm, fused, ANSWER), logits)
 
 
 def test_text_between_passages_does_not_see_what_was_dropped_either(family):
@@ -218,25 +178,6 @@ def test_all_kept_is_bit_equal_and_has_the_same_name(llama, method):
     one, other = (rc.fuse(llama.lm, prompt, method, blocks).next_logits for blocks in (plain, whole))
     assert torch.equal(one, other)
     assert block_key("f", Recipe(), [], [1]) == block_key("f", Recipe(kept=1.0), [], [1])
-
-
-def test_the_key_names_the_share_and_the_task():
-    recipes = [
-        Recipe(),
-        Recipe(kept=0.5),
-        Recipe(kept=0.25),
-        Recipe(kept=0.25, task="names"),
-        Recipe(kept=0.25, task="n"),
-    ]
-    assert len({block_key("f", recipe, [], [1, 2]) for recipe in recipes}) == len(recipes)
-    assert [Recipe.from_json(recipe.to_json()) for recipe in recipes] == recipes
-
-
-def test_short_chunks_are_kept_whole(llama):
-    (block,) = llama.lm.encode([[5, 6, 7]], Recipe(kept=0.1))
-    (plain,) = llama.lm.encode([[5, 6, 7]])
-    assert block.tokens_by_layer == (3,) * plain.num_layers
-    assert block.equal(plain)
 
 
 def test_markers_stay(llama):

@@ -203,10 +203,3 @@ def test_link_tokens_count_towards_the_longest_prompt(llama):
     rc.fuse(llama[0], prompt, method="link", link_ids=[[5] * 6])
     with pytest.raises(ContextTooLongError, match="513"):
         rc.fuse(llama[0], prompt, method="link", link_ids=[[5] * 7])
-
-
-def test_block_attention_is_link_without_link_tokens():
-    lm, prompt = tiny("llama", TrainedTokens("reposition"))[0], random_prompt(0)
-    assert lm.default_method == "reposition"
-    moved = rc.fuse(lm, prompt, method="reposition").next_logits
-    assert torch.equal(rc.fuse(lm, prompt, method="link").next_logits, moved)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import pytest
 import torch
 from families import FAMILIES, METHOD_FAMILIES, assert_same, causal_logits, oracle_logits_of, random_prompt
@@ -151,7 +148,8 @@ def test_all_tokens_run_again_is_full_prefill_whatever_the_neighbours(load, fami
 # Keys
 
 
-def test_the_key_says_which_neighbours_in_which_order_and_only_where_there_are_any(lm):
+def test_the_key_says_which_neighbours_in_which_order(lm):
+    """What the keys are is held by test_wire.py."""
     keys = [
         lm.block_key([1, 2, 3], rc.Recipe()),
         lm.block_key([1, 2, 3], TWO),
@@ -162,54 +160,39 @@ def test_the_key_says_which_neighbours_in_which_order_and_only_where_there_are_a
         lm.block_key([1, 2, 3], rc.Recipe("prefix", neighbours=2), [9], neighbours=[[5], [4]]),
     ]
     assert len(set(keys)) == len(keys)
-    named = {
-        "fingerprint": lm.fingerprint,
-        "recipe": {"name": "isolated", "bos": False, "neighbours": 2},
-        "prefix": [],
-        "chunk": [1, 2, 3],
-        "tenant": "",
-        "neighbours": [[5], [4]],
-    }
-    text = json.dumps(named, sort_keys=True, separators=(",", ":"))
-    assert keys[4] == hashlib.sha256(text.encode()).hexdigest()
-    assert rc.Recipe.from_json(TWO.to_json()) == TWO
 
 
 # Refusals
 
+ONE_OF_TWO = [[], [[5]]]
+REFUSED = [
+    *((lambda *_, n=n: rc.Recipe(neighbours=n), ConfigError, "choose 0 or more") for n in (-1, 1.5, True, "2", None)),
+    (lambda lm, p: rc.encode(lm, p, TWO), ConfigError, r"up to 2 neighbours.*none were given; pass neighbours="),
+    (lambda lm, p: rc.fuse(lm, p, recipe=TWO), ConfigError, "none were given; pass neighbours="),
+    (lambda lm, p: rc.encode(lm, p, TWO, neighbours=[[[5]]]), ConfigError, "those of 1 chunks were given"),
+    (lambda lm, p: rc.encode(lm, p, TWO, neighbours=[[], [[5]] * 3]), ConfigError, "3 neighbours.*give 2 at most"),
+    (lambda lm, p: rc.encode(lm, p, neighbours=ONE_OF_TWO), ConfigError, "a block of recipe 'isolated'; give 0"),
+    (lambda lm, p: rc.encode(lm, p, TWO, neighbours=[[], [5, 6]]), ConfigError, "are no chunks; give a list of ids"),
+    (lambda lm, p: rc.encode(lm, p, TWO, neighbours=[[], [[5000]]]), PromptError, "token id 5000"),
+    (
+        lambda lm, p: rc.encode(lm, p, TWO, neighbours=[[], [[5] * 512]]),
+        ContextTooLongError,
+        "chunk 1 has 512 tokens|chunk 1 has 518 tokens",
+    ),
+    (
+        lambda lm, p: rc.fuse(lm, p, "reposition", rc.encode(lm, p, TWO, neighbours=ONE_OF_TWO), recipe="isolated"),
+        StaleBlockError,
+        "up to 2 neighbours",
+    ),
+    (
+        lambda lm, p: rc.fuse(lm, p, "concat", rc.encode(lm, p, TWO, neighbours=ONE_OF_TWO)),
+        ConfigError,
+        "'concat' leaves blocks at the positions.*choose one that moves them",
+    ),
+]
 
-@pytest.mark.parametrize("count", [-1, 1.5, True, "2", None])
-def test_what_is_no_number_of_neighbours_is_refused(count):
-    with pytest.raises(ConfigError, match=r"neighbours=.*choose 0 or more"):
-        rc.Recipe(neighbours=count)
 
-
-def test_neighbours_that_are_not_the_recipes_are_refused(load):
-    lm, _ = load("llama")
-    prompt = random_prompt(101, chunks=(5, 6))
-    with pytest.raises(ConfigError, match=r"up to 2 neighbours.*none were given; pass neighbours="):
-        rc.encode(lm, prompt, TWO)
-    with pytest.raises(ConfigError, match=r"none were given; pass neighbours="):
-        rc.fuse(lm, prompt, recipe=TWO)
-    with pytest.raises(ConfigError, match="those of 1 chunks were given"):
-        rc.encode(lm, prompt, TWO, neighbours=[[[5]]])
-    with pytest.raises(ConfigError, match=r"3 neighbours were given.*give 2 at most"):
-        rc.encode(lm, prompt, TWO, neighbours=[[], [[5], [6], [7]]])
-    with pytest.raises(ConfigError, match="1 neighbours were given for a block of recipe 'isolated'; give 0"):
-        rc.encode(lm, prompt, neighbours=[[], [[5]]])
-    with pytest.raises(ConfigError, match="are no chunks; give a list of ids each"):
-        rc.encode(lm, prompt, TWO, neighbours=[[], [5, 6]])
-    with pytest.raises(PromptError, match="token id 5000"):
-        rc.encode(lm, prompt, TWO, neighbours=[[], [[5000]]])
-    with pytest.raises(ContextTooLongError, match=r"chunk 1 has 512 tokens|chunk 1 has 518 tokens"):
-        rc.encode(lm, prompt, TWO, neighbours=[[], [[5] * 512]])
-
-
-def test_blocks_of_other_recipes_are_told_apart(load):
-    lm, _ = load("llama")
-    prompt = random_prompt(102, chunks=(5, 6))
-    blocks = rc.encode(lm, prompt, TWO, neighbours=[[], [[5]]])
-    with pytest.raises(StaleBlockError, match="up to 2 neighbours"):
-        rc.fuse(lm, prompt, "reposition", blocks, recipe="isolated")
-    with pytest.raises(ConfigError, match=r"'concat' leaves blocks at the positions.*choose one that moves them"):
-        rc.fuse(lm, prompt, "concat", blocks)
+@pytest.mark.parametrize(("call", "error", "said"), REFUSED)
+def test_neighbours_that_are_not_the_recipes_are_refused(llama, call, error, said):
+    with pytest.raises(error, match=said):
+        call(llama[0], random_prompt(101, chunks=(5, 6)))

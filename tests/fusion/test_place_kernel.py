@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
 from covering import covering
 from families import assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 from late_lane import LateLane
+from placed_oracle import AT, angles_at, coded, random_block, turned
 from torch import Tensor
 
 import ragcache as rc
-from ragcache.codecs import get_codec
 from ragcache.fusion import place_check
 from ragcache.fusion.method import Placer
 from ragcache.kv.block import KVBlock, MixedBlock, part_of_block
-from ragcache.kv.rope import Angles
 from ragcache.models.language_model import LanguageModel
 
 triton = pytest.importorskip("triton", reason="the kernel's tests need Triton")
-AT = 5
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +33,6 @@ def kernel() -> Iterator[type]:
         from ragcache.fusion.place_kernel import PlaceKernel
 
         yield PlaceKernel
-
-
-def random_block(layers: int, heads: int, tokens: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> KVBlock:
-    generator = torch.Generator().manual_seed(tokens + layers)
-    keys, values = (
-        torch.randn(layers, heads, tokens, width, generator=generator).to(dtype) for width in (key_dim, value_dim)
-    )
-    return KVBlock(keys, values)
-
-
-def coded(block: KVBlock, codec: str) -> KVBlock:
-    return get_codec(codec).decode(get_codec(codec).encode(block))
-
-
-def turned(keys: np.ndarray, start: int, half: int) -> np.ndarray:
-    """Keys [heads, tokens, dim] at positions `start` on, pairs (d, d + half), in float64."""
-    angle = np.arange(start, start + keys.shape[1])[:, None] * 0.01 ** (np.arange(half) / max(half, 1))
-    first, second = keys[..., :half], keys[..., half : 2 * half]
-    cos, sin = np.cos(angle), np.sin(angle)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, keys[..., 2 * half :]], -1)
-
-
-def angles_at(start: int, count: int, half: int) -> Angles | None:
-    if half == 0:
-        return None
-    angle = torch.arange(start, start + count)[:, None] * 0.01 ** (torch.arange(half).double() / half)
-    return Angles(angle.cos().float(), angle.sin().float(), half)
 
 
 def placed(kernel: type, blocks: list[KVBlock], layer: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -136,57 +106,21 @@ def test_what_it_cannot_read_is_left_to_the_plain_way(kernel):
     assert kernel.of([block], torch.device("meta")) is None  # of another device, and not page-locked
 
 
-# To pages, as vLLM has them.
-HEADS, PAGES, WIDTH = 3, 9, 16
+SOURCES = [("float32", 16), ("bfloat16", 0), ("uint8", 16), ("float8_e4m3fn", 0)]
 
 
-def nan_pages(heads: int, page_tokens: int, order: str) -> tuple[Tensor, Tensor]:
-    """Keys and values [heads, PAGES, page_tokens, WIDTH] that lie in this order, keys and values side by side (d2) or
-    channel by channel (dn)."""
-    sizes = {"h": heads, "b": PAGES, "n": page_tokens, "d": 2 * WIDTH}
-    if order == "bhdn":
-        keys, values = torch.full((PAGES, heads, 2, WIDTH * page_tokens), torch.nan).unbind(2)
-        keys = keys.unflatten(2, (WIDTH, page_tokens)).transpose(2, 3)
-        return keys.transpose(0, 1), values.unflatten(2, (page_tokens, WIDTH)).transpose(0, 1)
-    whole = torch.full([sizes[letter] for letter in order], torch.nan)
-    keys, values = whole.permute(*(order.index(letter) for letter in "hbnd")).chunk(2, dim=3)
-    return keys, values
-
-
-@pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
-@pytest.mark.parametrize("order", ["bhnd", "bnhd", "hbnd", "bhdn"])
-@pytest.mark.parametrize("page_tokens", [16, 24])
-def test_parts_of_blocks_go_to_their_slots_and_nowhere_else(kernel, order, page_tokens, codec):
-    """A rank's heads, 1 and 2 of three, of tokens from the middle of blocks, over pages in no order."""
-    blocks = [coded(random_block(2, HEADS, tokens, WIDTH, WIDTH, torch.float32), codec) for tokens in (600, 40, 33)]
-    parts_of = [(530, 50), (8, 32), (0, 1)]  # of int8, behind the first group of keys
-    total = sum(count for _, count in parts_of)
-    slots = torch.randperm(PAGES * page_tokens, generator=torch.Generator().manual_seed(1))[:total]
-    keys, values = nan_pages(HEADS - 1, page_tokens, order)
-    kernel.of(blocks, torch.device("cpu"), parts_of).place(1, angles_at(AT, total, 6), keys, values, slots, 1)
-    cut = [slice(offset, offset + count) for offset, count in parts_of]
-    plain_keys = [block.layer_keys(1)[1:, part] for block, part in zip(blocks, cut, strict=True)]
-    plain_values = [block.layer_values(1)[1:, part] for block, part in zip(blocks, cut, strict=True)]
-    page, row = slots // page_tokens, slots % page_tokens
-    expected = turned(np.concatenate([part.double().numpy() for part in plain_keys], 1), AT, 6)
-    np.testing.assert_allclose(keys[:, page, row].double().numpy(), expected, rtol=1e-6, atol=1e-5)
-    assert torch.equal(values[:, page, row], torch.cat(plain_values, 1))
-    for pages in (keys, values):
-        pages[:, page, row] = torch.nan
-        assert pages.isnan().all(), "what has no slot was written to"
-
-
-@pytest.mark.parametrize(("source", "page"), covering(["float32", "bfloat16", "uint8", "float8_e4m3fn"], [16, 0]))
-def test_it_compiles_for_a_card_that_is_not_here(source, page):
+def test_it_compiles_for_a_card_that_is_not_here():
     """To a Hopper's machine code, in another process: here kernels are interpreted. It stores 16 bytes at once."""
-    run = [sys.executable, "-c", COMPILE, source, str(page)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run(run, capture_output=True, text=True, check=False, env=env)
+    env["TRITON_DEFAULT_FP_FUSION"] = "1"  # what is the default may change
+    made = forked.run(COMPILE, *(part for case in SOURCES for part in case), env=env)
     if "ptxas" in made.stderr and "No such file" in made.stderr:
         pytest.skip("this Triton comes without an assembler")
     assert made.returncode == 0, made.stderr
-    stores, wide = map(int, made.stdout.split())
-    assert stores == wide > 0
+    found = [tuple(map(int, line.split())) for line in made.stdout.splitlines()]
+    assert len(found) == len(SOURCES)
+    for case, (stores, wide) in zip(SOURCES, found, strict=True):
+        assert stores == wide > 0, case
 
 
 COMPILE = """
@@ -198,19 +132,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ragcache.fusion.place_kernel import _TYPES, _place
 
-source, page = getattr(torch, sys.argv[1]), int(sys.argv[2])
-fixed = dict(
-    PAGE=page, VALUE_SIZE=64, KEY_DIM=128, VALUE_DIM=128, HALF=64, SOURCE=_TYPES[source], DTYPE=tl.bfloat16, ROWS=32,
-    HALF_WIDTH=64, REST_WIDTH=1, VALUE_WIDTH=128, key_column=1, value_column=1,
-)
 of = dict.fromkeys(("table", "spans", "slots"), "*i64") | dict.fromkeys(("cos", "sin"), "*fp32")
 of |= dict.fromkeys(("keys", "values"), "*bf16") | dict.fromkeys(("layer", "first_head"), "i32")
-signature = {name: "constexpr" if name in fixed else of.get(name, "i64") for name in _place.arg_names}
-even = [rank for rank, name in enumerate(_place.arg_names) if name not in (*fixed, "layer", "first_head")]
-attributes = {(rank,): [["tt.divisibility", 16]] for rank in even}
-made = triton.compile(ASTSource(_place, signature, fixed, attributes), target=GPUTarget("cuda", 90, 32))
-assert made.asm["cubin"]
-print(made.asm["ptx"].count("st.global"), made.asm["ptx"].count("st.global.v4.b32"))
+for source, page in zip(sys.argv[1::2], sys.argv[2::2]):
+    fixed = dict(
+        PAGE=int(page), VALUE_SIZE=64, KEY_DIM=128, VALUE_DIM=128, HALF=64, SOURCE=_TYPES[getattr(torch, source)],
+        DTYPE=tl.bfloat16, ROWS=32, HALF_WIDTH=64, REST_WIDTH=1, VALUE_WIDTH=128, key_column=1, value_column=1,
+    )
+    signature = {name: "constexpr" if name in fixed else of.get(name, "i64") for name in _place.arg_names}
+    even = [rank for rank, name in enumerate(_place.arg_names) if name not in (*fixed, "layer", "first_head")]
+    attributes = {(rank,): [["tt.divisibility", 16]] for rank in even}
+    made = triton.compile(ASTSource(_place, signature, fixed, attributes), target=GPUTarget("cuda", 90, 32))
+    assert made.asm["cubin"]
+    print(made.asm["ptx"].count("st.global"), made.asm["ptx"].count("st.global.v4.b32"))
 """
 
 

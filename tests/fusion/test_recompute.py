@@ -1,14 +1,16 @@
-"""The layer-by-layer runner under recompute methods, against a plain forward with overridden keys and values."""
+"""The layer-by-layer runner under recompute methods, and CacheBlend, against plain forwards with overridden KV."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
-from blend_oracle import blended_logits
-from families import assert_same, load_tiny, oracle_logits, random_prompt, save_tiny
+from blend_oracle import blended_logits, most_deviating
+from covering import covering
+from families import METHOD_FAMILIES, assert_same, causal_logits, load_tiny, oracle_logits, random_prompt, save_tiny
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -74,21 +76,6 @@ def test_all_tokens_from_layer_one_on_are_full_prefill(family):
     assert_same(fused.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
 
 
-@pytest.mark.parametrize("first_tokens", [0, 1, 5, 100])
-@pytest.mark.parametrize("prefix", [0, 5])
-def test_epic_runs_the_first_tokens_of_all_chunks_that_something_precedes(family, first_tokens, prefix):
-    lm, oracle = family
-    prompt = random_prompt(13, prefix)
-    slots, start = [], len(prompt.prefix_ids)
-    for chunk in prompt.chunk_ids:
-        slots += range(start, start + min(first_tokens, len(chunk))) if start else []
-        start += len(chunk)
-    fused = rc.fuse(lm, prompt, method="epic", first_tokens=first_tokens)
-    script = [tuple(slots)] * lm.shape.num_layers
-    assert_same(fused.next_logits, blended_logits(oracle, prompt, _chosen(prompt, script)))
-    assert set(fused.computed_tokens) == {len(slots) + len(prompt.suffix_ids)}
-
-
 def test_probes_show_what_the_layer_would_have_used(family):
     """What a probe returns are the keys and values that the same pass then places; it leaves no trace."""
     lm, oracle = family
@@ -143,6 +130,78 @@ def test_decoding_goes_on_over_blended_entries(tmp_path):
     torch.testing.assert_close(stepped, rc.fuse(lm, longer, method="epic", first_tokens=3).next_logits)
 
 
-def test_epic_refuses_negative_counts():
-    with pytest.raises(ConfigError, match="first_tokens"):
-        get_method("epic", first_tokens=-1)
+# CacheBlend: law 3, and its choice against a plain forward that compares keys and values token by token.
+
+
+CHOSEN_ON = ["llama", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "smollm3", "gpt_oss"]
+CHUNKS = (17, 3, 20, 12)
+
+
+@pytest.mark.parametrize(("family", "ratio"), covering(CHOSEN_ON, [0.15, 0.5]))
+def test_the_most_deviating_tokens_run(load, family, ratio):
+    lm, oracle = load(family)
+    prompt = random_prompt(31, prefix=6, chunks=CHUNKS)
+    count = round(ratio * sum(CHUNKS))
+    expected = blended_logits(oracle, prompt, most_deviating(oracle, prompt, [sum(CHUNKS), count, count]))
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=ratio)
+    assert_same(fused.next_logits, expected)
+    everyone, suffix = sum(CHUNKS) + len(prompt.suffix_ids), len(prompt.suffix_ids)
+    assert fused.computed_tokens == (everyone, everyone, count + suffix)  # layer 1 projects all of them
+
+
+@pytest.mark.parametrize("family", CHOSEN_ON)
+def test_gradual_filtering_narrows_among_those_that_ran_below(load, family):
+    lm, oracle = load(family)
+    prompt = random_prompt(32, prefix=4, chunks=CHUNKS)
+    total = sum(CHUNKS)
+    counts = [total, round(1.25 * 0.4 * total), round(0.75 * 0.4 * total)]
+    expected = blended_logits(oracle, prompt, most_deviating(oracle, prompt, counts))
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.4, gradual=True)
+    assert_same(fused.next_logits, expected)
+    suffix = len(prompt.suffix_ids)
+    assert fused.computed_tokens == (total + suffix, total + suffix, counts[1] + suffix)  # layer 2 projects layer 1's
+
+
+def test_gradual_filtering_runs_the_ratio_on_average_and_never_more_than_all():
+    class Shape:
+        num_layers = 12
+
+    class Context:
+        chunk_tokens = (700, 300)
+        lm = type("Model", (), {"shape": Shape})
+
+    for ratio in (0.0, 0.16, 0.9, 1.0):
+        counts = get_method("cacheblend", ratio=ratio, gradual=True)._counts(Context)
+        assert counts[0] == 1000
+        assert sum(counts[1:]) / 11 == pytest.approx(1000 * ratio, abs=0.5)
+        assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize(("family", "gradual"), covering(METHOD_FAMILIES, [False, True]))
+def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family, gradual):
+    """Law 3. With none, it is the very same computation."""
+    lm, oracle = load(family)
+    prompt = random_prompt(33)
+    every = rc.fuse(lm, prompt, "cacheblend", ratio=1, gradual=gradual)
+    assert_same(every.next_logits, causal_logits(oracle, prompt.ids))
+    none = rc.fuse(lm, prompt, "cacheblend", ratio=0, gradual=gradual)
+    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+def test_a_share_that_rounds_to_no_token_is_reposition(load):
+    lm, _ = load("llama")
+    prompt = random_prompt(34)
+    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.01)
+    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+SHARES = [-0.01, 1.01, math.nan, math.inf, "0.5", None, True]
+REFUSED = [*(("ratio", share, "from 0 to 1") for share in SHARES), ("gradual", 3, "choose True or False")]
+
+
+@pytest.mark.parametrize(("option", "value", "said"), REFUSED)
+def test_what_is_no_option_is_refused(option, value, said):
+    with pytest.raises(ConfigError, match=rf"{option} is .*{said}"):
+        get_method("cacheblend", **{option: value})

@@ -139,12 +139,6 @@ def test_new_rows_of_a_head_of_its_own_are_zero_and_nothing_is_left_to_chance(ad
     assert not first.model.get_output_embeddings().weight[258:].any()
 
 
-def test_the_fingerprint_knows_base_and_rows(base, adapter, tmp_path):
-    save_adapter(tmp_path / "other", base, SMALL, seed=1)
-    marks = [rc.load_lm(where).fingerprint for where in (base, adapter, tmp_path / "other")]
-    assert len(set(marks)) == 3
-
-
 def test_a_card_knows_what_the_model_knows(adapter):
     lm = rc.load_lm(adapter)
     card = load_card(adapter, lm.fingerprint)
@@ -192,18 +186,16 @@ def test_a_store_made_with_it_answers_as_plain_transformers(open_kb, base, tmp_p
         assert again.ask(question, k=2, sampling=sampling).text == answer.text
 
 
-def digest_of(directory):
-    return checkpoint_digest(str(directory))
-
-
-def test_the_checkpoints_digest_covers_base_and_rows_and_not_where_the_base_is(base, adapter, tmp_path):
+def test_digest_and_fingerprint_cover_base_and_rows_and_not_where_the_base_is(base, adapter, tmp_path):
     save_adapter(tmp_path / "other rows", base, SMALL, seed=1)
     other = save_tiny_llama(tmp_path / "other base", seed=1)
     save_adapter(tmp_path / "of other base", other, SMALL)
-    assert len({digest_of(d) for d in (base, adapter, tmp_path / "other rows", tmp_path / "of other base")}) == 4
+    unlike = (base, adapter, tmp_path / "other rows", tmp_path / "of other base")
+    assert len({checkpoint_digest(str(one)) for one in unlike}) == 4
+    assert len({rc.load_lm(one).fingerprint for one in unlike}) == 4
     moved = shutil.copytree(base, tmp_path / "moved")
     save_adapter(tmp_path / "of moved", moved, SMALL)
-    assert digest_of(tmp_path / "of moved") == digest_of(adapter)
+    assert checkpoint_digest(str(tmp_path / "of moved")) == checkpoint_digest(str(adapter))
     assert rc.load_lm(tmp_path / "of moved").fingerprint == rc.load_lm(adapter).fingerprint
 
 

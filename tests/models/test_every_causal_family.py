@@ -1,4 +1,4 @@
-"""Law 1 over every causal family of the installed transformers: exact under every recipe, or refused by name."""
+"""Law 1 over every causal family of the installed transformers, also those that read images: exact, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import statistics
 from collections import defaultdict
 
 import pytest
-from causal_families import IMAGE_FAMILIES, UNBUILT, causal_model
+import torch
+from causal_families import IMAGE_FAMILIES, UNBUILT, causal_config, causal_model
 from families import assert_same, block_diagonal, layout, linked, logits_under, random_prompt
 from model_table import EVERY, outcome, row_of, written
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -125,16 +126,10 @@ def test_a_model_that_changes_what_its_cache_gives_out_is_refused(tmp_path, name
         rc.load_lm(tmp_path, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("gemma3n_text", "layers cannot run some of the tokens alone"),  # they pass on four hidden states a token
-        ("deepseek_v32", "layers of type indexed_attention keep a state"),
-    ],
-)
-def test_what_no_probe_of_short_prompts_or_whole_passes_shows_is_refused(tmp_path, name, reason):
-    causal_model(name).save_pretrained(tmp_path)
-    with pytest.raises(rc.UnsupportedModelError, match=reason):
+def test_what_no_probe_of_short_prompts_or_whole_passes_shows_is_refused(tmp_path):
+    """Its layers pass on four hidden states a token."""
+    causal_model("gemma3n_text").save_pretrained(tmp_path)
+    with pytest.raises(rc.UnsupportedModelError, match="layers cannot run some of the tokens alone"):
         rc.load_lm(tmp_path)
 
 
@@ -147,8 +142,55 @@ def test_layers_that_take_more_by_token_than_is_narrowed_are_refused(tmp_path, m
         rc.load_lm(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gemma2", "mixtral", "qwen3_moe"])
-def test_coarse_rounding_is_no_reason_to_refuse(tmp_path, name, dtype):
-    causal_model(name).save_pretrained(tmp_path)
-    assert rc.load_lm(tmp_path, dtype=dtype).shape.num_layers == 2
+# Checkpoints of models that read images, as they are published: vision tower, projector and all.
+
+
+KINDS = {
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",  # Mistral Small
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+
+TOWER = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def checkpoint(request, tmp_path_factory):
+    """A directory, and the whole model that plain transformers makes of it."""
+    torch.manual_seed(0)
+    config = causal_config(request.param)
+    if config.vision_config is None:  # Gemma 4, whose small configuration leaves it out
+        config = type(config)(text_config=config.text_config.to_dict(), vision_config=TOWER)
+    whole = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for weight in whole.parameters():
+            weight.normal_(0.0, 0.3) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
+    directory = tmp_path_factory.mktemp(request.param)
+    whole.save_pretrained(directory)
+    oracle = AutoModelForImageTextToText.from_pretrained(directory, dtype="float32", attn_implementation="eager")
+    assert type(oracle).__name__ == KINDS[request.param]
+    assert any("visual" in name or "vision" in name for name, _ in oracle.named_parameters())
+    return directory, oracle.eval()
+
+
+def test_the_text_part_of_a_model_that_reads_images_is_exact(checkpoint):
+    directory, oracle = checkpoint
+    lm = rc.load_lm(directory)
+    prompt = random_prompt(1, prefix=6, chunks=(7, 13, 4))
+    assert_same(rc.fuse(lm, prompt, "full").next_logits, logits_under(oracle, prompt.ids))
+    if not lm.shape.states:  # no mask keeps a state out
+        apart = logits_under(oracle, prompt.ids, block_diagonal(prompt))
+        assert_same(rc.fuse(lm, prompt, "reposition", recipe="isolated").next_logits, apart)
+    alone = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids[1:2], prompt.suffix_ids)
+    fused = rc.fuse(lm, alone, "reposition", recipe="prefix")
+    assert_same(fused.next_logits, logits_under(oracle, alone.ids))
+    assert max(fused.computed_tokens) == len(prompt.suffix_ids)

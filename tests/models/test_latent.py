@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from families import (
@@ -24,7 +22,6 @@ from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.models.latent import ABSORBED, absorbed_of
-from ragcache_plan.shape import shape_of
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 
@@ -49,12 +46,6 @@ def test_a_block_is_what_plain_transformers_caches(model):
         torch.testing.assert_close(block.layer_values(layer), held.keys[0], atol=1e-5, rtol=1e-4)
         rotated = lm.rope.rotate(block.layer_keys(layer), layer, start)
         torch.testing.assert_close(rotated, held.values[0], atol=1e-5, rtol=1e-4)
-
-
-def test_a_token_of_deepseek_v3_takes_576_numbers_a_layer(tmp_path):
-    fields = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert shape_of(tmp_path, "bfloat16").bytes_per_token == 61 * 576 * 2
 
 
 def test_decoding_token_by_token_is_one_forward(model):

@@ -22,7 +22,6 @@ from ragcache.errors import ConfigError, ModelNotFoundError, StoreReadOnlyError
 from ragcache.models import hub
 from ragcache.models.hub import place_of, resolve
 from ragcache.models.pull import pull
-from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +76,6 @@ def test_a_name_answers_as_its_gguf_file_does(base, gguf_file, made):
     assert lm.fingerprint == rc.load_lm(NAME).fingerprint == rc.load_lm(made).fingerprint
     assert {path.name for path in made.parent.iterdir()} == {made.name}  # no wheel, nothing half made
     assert not list(made.glob("**/*.gguf"))
-
-
-def test_a_store_opens_again_by_the_name(made, tmp_path):
-    for model in (NAME, None):
-        with rc.RagCache.open(tmp_path / "kb", model=model, method="reposition", embedder=BagOfWords()) as kb:
-            kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
-            assert kb.ask("Who barks?", sampling=rc.Sampling(2)).hits[0].kv in ("memory", "disk")
 
 
 def cut(path):

@@ -7,11 +7,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tiny_model import IDS, PROMPT, last_logits, save_tiny_llama
+from fake_index import save_tiny_gguf
+from tiny_model import IDS, PROMPT, last_logits
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import ragcache as rc
-from benchmarks.prose import train_tokenizer
 from ragcache.errors import AdapterError, ModelMismatchError, ModelNotFoundError, UnsupportedModelError
 from ragcache.models.load import checkpoint_digest
 from ragcache_demo.bag_of_words import BagOfWords
@@ -20,21 +20,13 @@ from ragcache_vllm.merged_adapter import servable
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A tiny model whose tokenizer has merges: transformers reads no GGUF file without."""
-    path = save_tiny_llama(tmp_path_factory.mktemp("base") / "tiny")
-    train_tokenizer(["Dogs bark at night. Who barks? Dogs bark."], vocab_size=258).save_pretrained(path)
-    return path
+def gguf_file(tmp_path_factory):
+    return save_tiny_gguf(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(scope="module")
-def gguf_file(base, tmp_path_factory):
-    pytest.importorskip("gguf")
-    from benchmarks.peer_workers.gguf_file import write_gguf
-
-    path = tmp_path_factory.mktemp("gguf") / "tiny-BF16.gguf"
-    write_gguf(base, path, "bfloat16")
-    return path
+def base(gguf_file):
+    return gguf_file.parent / "base"
 
 
 # GGUF
@@ -59,7 +51,7 @@ def test_a_store_of_a_gguf_file_opens_again_by_its_name(base, gguf_file, tmp_pat
         with rc.RagCache.open(tmp_path / "kb", model=model, method="reposition", embedder=BagOfWords()) as kb:
             kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
             assert kb.ask("Who barks?", sampling=rc.Sampling(2)).hits[0].kv in ("memory", "disk")
-    with pytest.raises(ModelMismatchError, match=r"tiny-BF16\.gguf in float32, not with"):
+    with pytest.raises(ModelMismatchError, match=r"tiny\.gguf in float32, not with"):
         rc.RagCache.open(tmp_path / "kb", model=base, embedder=BagOfWords())
 
 

@@ -149,13 +149,9 @@ def test_the_key_goes_to_this_machine_alone_and_nobody_waits(tmp_path, opened, u
 
 
 def test_the_first_of_two_servers_is_the_one(store, address):
-    with announced(store, replace_url(address, "http://127.0.0.1:1")):
+    with announced(store, address._replace(url="http://127.0.0.1:1")):
         assert json.loads((store / FILE).read_text())["url"] == address.url
     assert json.loads((store / FILE).read_text())["url"] == address.url
-
-
-def replace_url(address: Address, url: str) -> Address:
-    return address._replace(url=url)
 
 
 def test_nothing_heavy_is_imported_to_ask_a_server(store, address):

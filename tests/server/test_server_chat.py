@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from openai import BadRequestError, OpenAI
@@ -200,12 +202,6 @@ def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
     assert not hasattr(next(iter(ask(client, extra_body={"ragcache": {"retrieve": False}}, stream=True))), "event")
 
 
-def test_a_plain_chat(client, kb):
-    answer = ask(client, extra_body={"ragcache": {"retrieve": False}})
-    assert answer.ragcache["sources"] == []
-    assert answer.choices[0].message.content == expected(kb).text
-
-
 def test_sources_that_come_back_as_text_are_read_from_their_kv(client, caplog):
     with caplog.at_level("WARNING", "ragcache"):
         sources = ask(client, extra_body={"ragcache": {"k": 4}}).ragcache["sources"]
@@ -232,21 +228,6 @@ def test_no_documents_are_a_question_over_nothing(client, kb):
     answer = ask(client, extra_body={"ragcache": {"documents": []}})
     assert answer.ragcache["sources"] == []
     assert answer.choices[0].message.content == expected(kb, passages=[]).text
-
-
-def test_method_and_filter(client, kb):
-    right = expected(kb, k=5, method="epic", method_options={"first_tokens": 2}, filter={"letters": 4})
-    extension = {"method": "epic", "method_options": {"first_tokens": 2}, "filter": {"letters": 4}}
-    answer = ask(client, extra_body={"ragcache": extension})
-    assert answer.choices[0].message.content == right.text
-    assert answer.ragcache["method"] == "epic"
-    assert sorted(source["document_id"] for source in answer.ragcache["sources"]) == ["cats", "dogs"]
-
-
-def test_a_threshold_leaves_passages_out(client, kb):
-    scores = [hit.score for hit in kb.retrieve(QUESTION, 4)]
-    extension = {"k": 4, "score_threshold": (scores[1] + scores[2]) / 2}
-    assert len(ask(client, extra_body={"ragcache": extension}).ragcache["sources"]) == 2
 
 
 def test_a_conversation_with_parts_and_system_messages(client, kb):
@@ -337,12 +318,6 @@ def test_harmless_fields_are_accepted(client, kb):
     assert answer.choices[0].message.content == expected(kb, k=5).text
 
 
-def test_models(served: Served, client):
-    assert [model.id for model in client.models.list()] == ["tiny", "tiny:plain", "bag-of-words"]
-    assert client.models.retrieve("tiny").object == "model"
-    assert served.http.get("/v1/models/gpt-4").json()["error"]["code"] == "model_not_found"
-
-
 def test_a_model_may_have_an_owner(serve, kb):
     served = serve(model_name="acme/tiny-1")
     with OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
@@ -352,17 +327,7 @@ def test_a_model_may_have_an_owner(serve, kb):
         messages = [{"role": "user", "content": QUESTION}]
         assert client.chat.completions.create(model="acme/tiny-1", messages=messages, max_tokens=1).choices
     assert served.http.get("/v1/models/acme/tiny-1:plain").json()["id"] == "acme/tiny-1:plain"
-    assert served.http.get("/v1/models/acme").status_code == 404
-
-
-def test_the_bundled_model_answers(mini: Served):
-    with OpenAI(base_url=mini.base_url, api_key="none", max_retries=0) as client:
-        answer = client.chat.completions.create(
-            model="mini", messages=[{"role": "user", "content": "Which club does Jonas Lansen belong to?"}]
-        )
-    assert answer.choices[0].message.content == "Jonas Lansen belongs to the Chess Club Crown."
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.ragcache["method"] == "link"
+    assert served.http.get("/v1/models/acme").json()["error"]["code"] == "model_not_found"
 
 
 def test_a_conversation_goes_on(mini: Served):
@@ -479,3 +444,93 @@ def test_thoughts_of_other_services_are_read_over(client, kb):
     assert (answer.output_text, answer.usage.input_tokens) == (right.text, right.usage.prompt_tokens)
     with pytest.raises(BadRequestError, match="holds no message"):
         client.responses.create(model="tiny", input=[thought], extra_body=PLAIN)
+
+
+# Several answers, penalties and log-probabilities are those of the engine, in OpenAI's shapes.
+
+
+MESSAGES = [{"role": "user", "content": "Where does the cat sit?"}]
+WARM = rc.Sampling(8, temperature=1.2, seed=3)
+
+
+def asked(**fields):
+    return {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, **fields}
+
+
+def test_every_field_reaches_the_engine(client, kb):
+    given = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    of_vllm = {"repetition_penalty": 1.3, "min_p": 0.01, "top_k": 9, "stop_token_ids": [2]}
+    sampling = replace(WARM, **given, **of_vllm, logit_bias={5: 3.0, 200: -1.0})
+    right = kb.chat(MESSAGES, k=5, sampling=sampling)
+    fields = asked(**given, temperature=1.2, seed=3, logit_bias={"5": 3, "200": -1.0}, extra_body=of_vllm)
+    assert client.chat.completions.create(**fields).choices[0].message.content == right.text
+    nothing = {"logit_bias": {}, "extra_body": {"top_k": -1}, **dict.fromkeys(given, 0)}
+    plain = client.chat.completions.create(**{**fields, **nothing})
+    assert plain.choices[0].message.content == kb.chat(MESSAGES, k=5, sampling=WARM).text != right.text
+
+
+def test_several_answers_are_those_of_the_next_seeds_over_one_context(client, kb):
+    right = [kb.chat(MESSAGES, k=5, sampling=replace(WARM, seed=3 + rank)).text for rank in range(3)]
+    answer = client.chat.completions.create(**asked(temperature=1.2, seed=3, n=3))
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in answer.choices] == right
+    assert len(set(right)) == 3
+    usage = answer.usage
+    assert usage.completion_tokens == 24
+    one = kb.chat(MESSAGES, k=5, sampling=WARM).usage
+    assert (usage.prompt_tokens, usage.total_tokens) == (one.prompt_tokens, one.prompt_tokens + 24)
+    assert usage.prompt_tokens_details.cached_tokens == one.cached_tokens
+    assert [source["kv"] for source in answer.ragcache["sources"]] == ["shared"] * 4
+
+
+def test_several_answers_as_a_stream(client, kb):
+    right = [kb.chat(MESSAGES, k=5, sampling=replace(WARM, seed=3 + rank)).text for rank in range(2)]
+    fields = asked(temperature=1.2, seed=3, n=2, stream=True, stream_options={"include_usage": True})
+    texts, reasons, begun = defaultdict(str), {}, []
+    *chunks, usage = client.chat.completions.create(**fields)
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        begun += [choice.index] if choice.delta.role == "assistant" and choice.delta.content == "" else []
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert [texts[0], texts[1]] == right
+    assert reasons == {0: "length", 1: "length"}
+    assert sorted(begun) == [0, 1]
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 16)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(client, kb, stream):
+    right = kb.chat(MESSAGES, k=5, sampling=rc.Sampling(8, logprobs=2))
+    answer = client.chat.completions.create(**asked(logprobs=True, top_logprobs=2, stream=stream))
+    if stream:
+        told = [chunk.choices[0].logprobs for chunk in answer]
+        content = [one.model_dump() for part in told if part is not None for one in part.content]
+    else:
+        content = [one.model_dump() for one in answer.choices[0].logprobs.content]
+    assert [one["token"] for one in content] == [one.text for one in right.logprobs]
+    assert [one["logprob"] for one in content] == pytest.approx([one.logprob for one in right.logprobs])
+    for one, own in zip(content, right.logprobs, strict=True):
+        assert [near["token"] for near in one["top_logprobs"]] == [near.text for near in own.top]
+        assert one["bytes"] == (None if "\ufffd" in own.text else list(own.text.encode()))
+    bare = client.chat.completions.create(**asked(logprobs=True)).choices[0].logprobs.content
+    assert [one.top_logprobs for one in bare] == [[]] * 8
+
+
+def test_answers_end_with_the_context_unless_the_client_says_otherwise(shared, kb):
+    """No token ends an answer of this model: every route writes on to the last of its 4,096 positions. A prompt that
+    takes most of them keeps this quick."""
+    text, plain = "Cats sleep. " * 320, {"ragcache": {"retrieve": False}}
+    chat = {"messages": [{"role": "user", "content": text}], **plain}
+    for path, body, names in (
+        ("/v1/chat/completions", {**chat, "max_tokens": 2**31 - 1}, ("prompt", "completion")),
+        ("/v1/chat/completions", chat, ("prompt", "completion")),
+        ("/v1/completions", {"prompt": text}, ("prompt", "completion")),
+        ("/v1/responses", {"input": text, **plain}, ("input", "output")),
+    ):
+        usage = shared.http.post(path, json={"model": "tiny", **body}, timeout=300).json()["usage"]
+        read, said = (usage[f"{name}_tokens"] for name in names)
+        assert (path, read + said) == (path, 4096)
+        assert said > 128
+    assert kb.admission.reserved_bytes == 0

@@ -242,14 +242,3 @@ def test_the_prefix_tree(served: Served):
     assert found["ragcache_prefix_tokens_total", "matched"] >= cached > 0
     assert found["ragcache_prefix_tokens_total", "evicted"] == 0
     assert found["ragcache_prefix_bytes",] > 0
-
-
-def test_an_order_that_shares_more_is_asked_for_by_request(served: Served):
-    served.chat("Dogs?", max_tokens=1, ragcache={"method": "full", "k": 4})  # passages in another order
-    counts = []
-    for hint in (True, False):
-        options = {"method": "full", "k": 4, "order": "shared", "hint": hint}
-        answer = served.chat(QUESTION, max_tokens=1, ragcache=options)
-        assert answer.status_code == 200, answer.text
-        counts.append(answer.json()["usage"]["prompt_tokens"])
-    assert counts[0] > counts[1]

@@ -1,20 +1,26 @@
-"""Routes that packages add: whatever they are nested in they need a key, and what they name changes no other's."""
+"""Routes that packages add, which need a key wherever they are nested and change no other's, and the chat page."""
 
 from __future__ import annotations
 
-import json
+import re
+import runpy
+from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from pydantic import create_model
-from serving import serving
+from serving import Served, serving
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from ragcache.errors import ConfigError
 from ragcache.plugins import Registry
 from ragcache.server import app as server_app
+from ragcache.server import status as page
 from ragcache.server.body import request_body
 from ragcache.server.settings import ServerSettings
+from ragcache.server.status import mount_page
 
 
 def router_of(prefix: str, model: type, **more) -> APIRouter:
@@ -119,8 +125,51 @@ def test_two_packages_name_their_bodies_alike(kb, packages):
     assert "Thing" in schemas_of(kb)[0]
 
 
-def test_every_reference_is_defined(kb):
-    document = server_app.create_app(kb).openapi()
-    text = json.dumps(document)
-    schemas = document["components"]["schemas"]
-    assert {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]} <= set(schemas)
+# The chat page's place on the server, and the example that talks to it.
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_page_and_all_of_its_files(serve):
+    served = serve(web=True)
+    found = served.http.get("/")
+    assert found.status_code == 200
+    assert found.headers["content-type"].startswith("text/html")
+    links = re.findall(r"""(?:src|href)="([^"#]+)\"""", found.text)
+    assert links
+    for link in links:
+        assert link.removeprefix("/").startswith("static/"), link
+        file = served.http.get(f"/{link.removeprefix('/')}")
+        assert file.status_code == 200, link
+        assert file.headers["content-security-policy"] == "default-src 'self'"
+        assert file.headers["x-content-type-options"] == "nosniff"
+        assert file.headers["referrer-policy"] == "no-referrer"
+    absent = served.http.get("/static/nothing.js")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+    assert served.http.get("/static/..%2f__init__.py").status_code == 404
+    assert served.http.get("/v1/models").status_code == 200
+    assert "/" not in served.http.get("/openapi.json").json()["paths"]
+
+
+def test_a_page_that_is_not_there(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"index\.html"):
+        mount_page(FastAPI(), tmp_path)
+
+    def absent(name: str) -> object:
+        raise ImportError(name)
+
+    monkeypatch.setattr(page.importlib, "import_module", absent)
+    with pytest.raises(ConfigError, match="not installed"):
+        page.page_directory()
+
+
+def test_the_example(mini: Served, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_BASE_URL", mini.base_url)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    runpy.run_path(str(EXAMPLES / "openai_client.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("Jonas Lansen belongs to the Chess Club Crown.") == 2
+    assert "(KV from " in said
+    assert "Mira Bruno belongs to the Chess Club Maple." in said
+    assert httpx.get(f"{mini.url}/healthz", trust_env=False).status_code == 200

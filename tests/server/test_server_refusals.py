@@ -29,125 +29,111 @@ def error_of(response: httpx.Response) -> dict:
     return body["error"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({"n": 0}, "n", "invalid_value"),
-        ({"n": 129}, "n", "invalid_value"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value"),
-        ({"tool_choice": "required"}, "tools", "invalid_value"),
-        ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
-        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
-        ({"logprobs": 3}, "logprobs", "invalid_value"),
-        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
-        ({"logit_bias": {"cat": 1}}, "logit_bias.cat", "invalid_value"),
-        ({"logit_bias": {"50": 101}}, "logit_bias.50", "invalid_value"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
-        ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_value"),
-        ({"stop_token_ids": ["2"]}, "stop_token_ids[0]", "invalid_value"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
-        ({"min_p": 1.1}, "min_p", "invalid_value"),
-        ({"top_k": -2}, "top_k", "invalid_value"),
-        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
-        ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "invalid_value"),
-        ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
-        ({"messages": None}, "messages", "invalid_value"),
-        ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
-        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1]", "invalid_value"),
-        ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_value"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-            "messages[0].content[0].type",
-            "invalid_value",
-        ),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages", "invalid_prompt"),
-        ({"messages": [{"role": "user", "content": " \n"}]}, "messages", "invalid_prompt"),
-        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content", "invalid_value"),
-        ({"temperature": 3}, "temperature", "invalid_value"),
-        ({"temperature": "0.5"}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
-        ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
-        ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
-        ({"seed": 2**63}, "seed", "invalid_value"),
-        ({"stop": ""}, "stop", "invalid_value"),
-        ({"stop": ["x"] * 17}, "stop", "invalid_value"),
-        ({"stream": "yes"}, "stream", "invalid_value"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        ({"ragcache": {"k": 0}}, "ragcache.k", "invalid_value"),
-        ({"ragcache": {"method": "telepathy"}}, "ragcache.method", "invalid_value"),
-        ({"ragcache": {"method": "link"}}, "ragcache.method", "invalid_value"),
-        ({"ragcache": {"method": "epic", "method_options": {"colour": 1}}}, "ragcache.method_options", None),
-        ({"ragcache": {"method": "cacheblend", "method_options": {"ratio": 10**30}}}, "ragcache.method_options", None),
-        ({"ragcache": {"method": "cacheblend", "method_options": {"ratio": "much"}}}, "ragcache.method_options", None),
-        ({"ragcache": {"method": "epic", "method_options": {"first_tokens": [1]}}}, "ragcache.method_options", None),
-        ({"ragcache": {"filter": {"year": {"$near": 1}}}}, "ragcache.filter", "invalid_filter"),
-        ({"ragcache": {"filter": {"no-such-field": 1}}}, "ragcache.filter", "invalid_filter"),
-        ({"ragcache": {"filter": []}}, "ragcache.filter", "invalid_value"),
-        ({"ragcache": {"score_threshold": "high"}}, "ragcache.score_threshold", "invalid_value"),
-        ({"ragcache": {"mmr_lambda": 2}}, "ragcache.mmr_lambda", "invalid_value"),
-        ({"ragcache": {"on_overflow": "cry"}}, "ragcache.on_overflow", "invalid_value"),
-        ({"ragcache": {"documents": [{}]}}, "ragcache.documents[0]", "invalid_value"),
-        ({"ragcache": {"documents": [{"handle": "0" * 64}]}}, "ragcache.documents", "unknown_handle"),
-        ({"ragcache": {"documents": [{"id": "nobody"}]}}, "ragcache.documents", "unknown_handle"),
-    ],
-)
-def test_a_chat_request_is_refused(shared: Served, fields, param, code):
-    response = shared.http.post(CHAT, json={"model": "tiny", "messages": USER, **fields})
+REFUSED_CHATS = [
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value"),
+    ({"tool_choice": "required"}, "tools", "invalid_value"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    ({"logprobs": 3}, "logprobs", "invalid_value"),
+    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"logit_bias": {"cat": 1}}, "logit_bias.cat", "invalid_value"),
+    ({"logit_bias": {"50": 101}}, "logit_bias.50", "invalid_value"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": ["2"]}, "stop_token_ids[0]", "invalid_value"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"min_p": 1.1}, "min_p", "invalid_value"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "invalid_value"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+    ({"messages": None}, "messages", "invalid_value"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+    ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1]", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "messages[0].content[0].type",
+        "invalid_value",
+    ),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages", "invalid_prompt"),
+    ({"messages": [{"role": "user", "content": " \n"}]}, "messages", "invalid_prompt"),
+    ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content", "invalid_value"),
+    ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"temperature": "0.5"}, "temperature", "invalid_value"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+    ({"stream": "yes"}, "stream", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"ragcache": {"k": 0}}, "ragcache.k", "invalid_value"),
+    ({"ragcache": {"method": "telepathy"}}, "ragcache.method", "invalid_value"),
+    ({"ragcache": {"method": "link"}}, "ragcache.method", "invalid_value"),
+    ({"ragcache": {"method": "epic", "method_options": {"colour": 1}}}, "ragcache.method_options", None),
+    ({"ragcache": {"method": "cacheblend", "method_options": {"ratio": 10**30}}}, "ragcache.method_options", None),
+    ({"ragcache": {"method": "cacheblend", "method_options": {"ratio": "much"}}}, "ragcache.method_options", None),
+    ({"ragcache": {"method": "epic", "method_options": {"first_tokens": [1]}}}, "ragcache.method_options", None),
+    ({"ragcache": {"filter": {"year": {"$near": 1}}}}, "ragcache.filter", "invalid_filter"),
+    ({"ragcache": {"filter": {"no-such-field": 1}}}, "ragcache.filter", "invalid_filter"),
+    ({"ragcache": {"filter": []}}, "ragcache.filter", "invalid_value"),
+    ({"ragcache": {"score_threshold": "high"}}, "ragcache.score_threshold", "invalid_value"),
+    ({"ragcache": {"mmr_lambda": 2}}, "ragcache.mmr_lambda", "invalid_value"),
+    ({"ragcache": {"on_overflow": "cry"}}, "ragcache.on_overflow", "invalid_value"),
+    ({"ragcache": {"documents": [{}]}}, "ragcache.documents[0]", "invalid_value"),
+    ({"ragcache": {"documents": [{"handle": "0" * 64}]}}, "ragcache.documents", "unknown_handle"),
+    ({"ragcache": {"documents": [{"id": "nobody"}]}}, "ragcache.documents", "unknown_handle"),
+]
+REFUSED_EMBEDDINGS = [
+    ({"input": [1, 2, 3]}, "input"),
+    ({"input": [[1, 2], [3]]}, "input"),
+    ({"input": [1, "x"]}, "input[1]"),
+    ({"input": [[1], []]}, "input[1]"),
+    ({"input": [[1, -1]]}, "input[0][1]"),
+    ({"input": []}, "input"),
+    ({"input": ""}, "input"),
+    ({"input": ["x", ""]}, "input[1]"),
+    ({"input": ["x"] * 2049}, "input"),
+    ({"input": "x", "dimensions": 7}, "dimensions"),
+    ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+    ({}, "input"),
+]
+REFUSED_DOCUMENTS = [
+    ({"documents": []}, "documents"),
+    ({"documents": [{"text": "x"}]}, "documents[0].id"),
+    ({"documents": [{"id": "", "text": "x"}]}, "documents[0].id"),
+    ({"documents": [{"id": "a"}]}, "documents[0].text"),
+    ({"documents": [{"id": "a", "text": "x\0"}]}, "documents[0].text"),
+    ({"documents": [{"id": "a", "text": "x", "metadata": []}]}, "documents[0].metadata"),
+    ({"documents": [{"id": "a", "text": "x", "metadata": {"n": 10**400}}]}, "documents[0].metadata"),
+    ({"documents": [{"id": "a", "text": "x", "metadata": {"n": {"a\0": 1}}}]}, "documents[0].metadata"),
+    ({}, "documents"),
+]
+REFUSED = [
+    *((CHAT, {"model": "tiny", "messages": USER, **fields}, *told) for fields, *told in REFUSED_CHATS),
+    *((EMBED, {"model": "bag-of-words", **fields}, param, None) for fields, param in REFUSED_EMBEDDINGS),
+    *((DOCUMENTS, fields, param, None) for fields, param in REFUSED_DOCUMENTS),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), REFUSED)
+def test_a_request_is_refused(shared: Served, path, body, param, code):
+    response = shared.http.post(path, json=body)
     error = error_of(response)
     assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
     assert error["param"] == param, error
     assert code is None or error["code"] == code, error
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": [1, 2, 3]}, "input"),
-        ({"input": [[1, 2], [3]]}, "input"),
-        ({"input": [1, "x"]}, "input[1]"),
-        ({"input": [[1], []]}, "input[1]"),
-        ({"input": [[1, -1]]}, "input[0][1]"),
-        ({"input": []}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": ["x", ""]}, "input[1]"),
-        ({"input": ["x"] * 2049}, "input"),
-        ({"input": "x", "dimensions": 7}, "dimensions"),
-        ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
-        ({}, "input"),
-    ],
-)
-def test_an_embedding_request_is_refused(shared: Served, fields, param):
-    response = shared.http.post(EMBED, json={"model": "bag-of-words", **fields})
-    assert response.status_code == 400
-    error = error_of(response)
-    assert error["param"] == param
-    assert fields.get("input") != [1, 2, 3] or "send text" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"documents": []}, "documents"),
-        ({"documents": [{"text": "x"}]}, "documents[0].id"),
-        ({"documents": [{"id": "", "text": "x"}]}, "documents[0].id"),
-        ({"documents": [{"id": "a"}]}, "documents[0].text"),
-        ({"documents": [{"id": "a", "text": "x\0"}]}, "documents[0].text"),
-        ({"documents": [{"id": "a", "text": "x", "metadata": []}]}, "documents[0].metadata"),
-        ({"documents": [{"id": "a", "text": "x", "metadata": {"n": 10**400}}]}, "documents[0].metadata"),
-        ({"documents": [{"id": "a", "text": "x", "metadata": {"n": {"a\0": 1}}}]}, "documents[0].metadata"),
-        ({}, "documents"),
-    ],
-)
-def test_documents_are_refused(shared: Served, fields, param):
-    response = shared.http.post(DOCUMENTS, json=fields)
-    assert response.status_code == 400, response.text
-    assert error_of(response)["param"] == param
+    assert body.get("input") != [1, 2, 3] or "send text" in error["message"]
 
 
 SHORT = {"max_tokens": 1}

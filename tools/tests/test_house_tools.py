@@ -96,21 +96,6 @@ def test_the_front_stands_for_the_modules_of_its_names(tree):
     assert house.circles(house.graph(package)) == {("ragcache.a", "ragcache.b")}
 
 
-def test_an_import_of_an_annex_is_found(tree, tmp_path):
-    tree(
-        **{
-            "ragcache/a": "def f():\n    import ragcache_eval.suites",
-            "ragcache/b": "from ragcache_vllm import client",
-            "ragcache/c": "from ragcache import ragcache_eval",
-            "extras/eval/ragcache_eval/a": "import ragcache_train",
-        }
-    )
-    assert house.imports_of_annexes(tmp_path) == {
-        "a imports ragcache_eval.suites",
-        "b imports ragcache_vllm",
-    }
-
-
 def test_words_of_the_glossary_are_found_in_code_and_in_marked_up_text_alone(tree, tmp_path):
     uses = {
         "ragcache/__init__": "from ragcache.a import Job",  # the alias

@@ -96,7 +96,7 @@ class Site:
 def serving(kb: rc.RagCache, port: int = 0, **settings: object) -> Iterator[Site]:
     """In a thread of its own, at a free loopback port or at `port`."""
     slowed = Slowed(create_app(kb, ServerSettings(figures_s=0, **settings), web=True))
-    server = Server(slowed, drain_s=5)
+    server = Server(slowed, drain_s=1)
     with listen("127.0.0.1", port) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()

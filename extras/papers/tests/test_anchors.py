@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import reuse_oracle as oracle
 import torch
 from families import (
     FAMILIES,
@@ -22,6 +21,7 @@ from families import (
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import ragcache as rc
+from extras.train.tests import reuse_oracle as oracle
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import Recipe, block_key

@@ -1,4 +1,4 @@
-"""EPIC: both edges of the chunks, bad input, limits; first tokens alone, of all families: test_recompute.py."""
+"""EPIC: both edges of the chunks, bad input, limits; its runner in all families: tests/fusion/test_recompute.py."""
 
 from __future__ import annotations
 

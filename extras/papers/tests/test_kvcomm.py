@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, METHOD_FAMILIES, assert_same, oracle_logits, random_prompt
+from families import FAMILIES, METHOD_FAMILIES, assert_same, oracle_logits, random_prompt, saved_tiny
 
 import ragcache as rc
 from ragcache.fusion import get_method
@@ -323,3 +323,18 @@ def test_what_is_larger_than_the_budget_drops_nothing():
     pool.put(scope, anchor("a", "1"))
     pool.put(scope, anchor("b", "2", tokens=9))
     assert (names(pool, scope, "a"), names(pool, scope, "b")) == (["1"], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "smollm3", "mistral-window"])
+def test_what_was_observed_is_interpolated_on_the_device(family):
+    """Its anchors lie in host memory. The last prompt is answered out of two contexts of each passage."""
+    lm, on_cpu = rc.load_lm(saved_tiny(family), device="cuda"), rc.load_lm(saved_tiny(family))
+    prompt = random_prompt(5)
+    methods = [rc.METHODS["kvcomm"](threshold=1.0) for _ in range(2)]
+    for order in ((0, 1, 2, 3), (3, 0, 1, 2), (2, 1, 3, 0)):
+        read = rc.Prompt(prompt.prefix_ids, [prompt.chunk_ids[rank] for rank in order], prompt.suffix_ids)
+        found, expected = (rc.fuse(one, read, method) for one, method in zip((lm, on_cpu), methods, strict=True))
+        assert found.computed_tokens == expected.computed_tokens
+        assert_same(found.next_logits.cpu(), expected.next_logits)
+    assert set(found.computed_tokens) == {len(prompt.suffix_ids)}

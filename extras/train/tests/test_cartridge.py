@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, DynamicCache
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, UnsupportedModelError
 from ragcache.prompt import encode_text, prompt_format
+from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.cartridge import DIRECTORY, Cartridge, CartridgeKV
 from ragcache_train.frozen import divergence_loss
 from ragcache_train.masked_pass import NAME, register
@@ -202,7 +203,7 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     options, report, _ = trained
     monkeypatch.setenv(DIRECTORY, str(report.out))
     sampling = rc.Sampling(max_tokens=8)
-    with rc.RagCache.open(tmp_path / "kb", model=options.model, method="cartridge") as kb:
+    with rc.RagCache.open(tmp_path / "kb", model=options.model, embedder=BagOfWords(), method="cartridge") as kb:
         kb.ingest([rc.Document("a", "Something else.")])
         answer = kb.ask("Who has boats?", k=1, sampling=sampling)
         given = kb.ask("Who has boats?", hits=kb.retrieve("boats", k=1), sampling=sampling)
@@ -221,7 +222,11 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     assert exact.method == "full", "a cartridge is none of what approximate=False allows"
     with pytest.raises(ConfigError, match="'cartridge' is approximate"):
         rc.RagCache.open(
-            tmp_path / "kb", model=options.model, method=Cartridge(), store=rc.StoreConfig(approximate=False)
+            tmp_path / "kb",
+            model=options.model,
+            embedder=BagOfWords(),
+            method=Cartridge(),
+            store=rc.StoreConfig(approximate=False),
         )
 
 
@@ -231,7 +236,7 @@ def test_a_conversation_goes_on_behind_it_and_its_passages(trained, tmp_path, mo
     options = {"k": 1, "context": "keep", "sampling": rc.Sampling(max_tokens=4)}
     turns = [{"role": "user", "content": "Who has boats?"}]
     behind = Cartridge(passages=True)
-    with rc.RagCache.open(tmp_path / "kb", model=run.model, method=behind) as kb:
+    with rc.RagCache.open(tmp_path / "kb", model=run.model, embedder=BagOfWords(), method=behind) as kb:
         kb.ingest([rc.Document("a", "Something else.")])
         first = kb.chat(turns, **options)
         turns += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And kites?"}]

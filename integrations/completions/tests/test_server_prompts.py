@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 
 import jsonschema
 import openai
@@ -40,6 +41,23 @@ def test_a_completion_is_the_engines(served, kb):
         assert found["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
         assert found["usage"]["completion_tokens"] == 6
     assert completed(served, temperature=1.0, seed=5).json() != expected.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion(shared_client, kb, stream):
+    right = kb.complete(PROMPT, sampling=rc.Sampling(8, logprobs=1))
+    found = shared_client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, logprobs=1, stream=stream)
+    lists = defaultdict(list)
+    for part in found if stream else [found]:
+        if part.choices[0].logprobs is not None:
+            for name, values in part.choices[0].logprobs.model_dump().items():
+                lists[name] += values
+    texts = [one.text for one in right.logprobs]
+    assert lists["tokens"] == texts
+    assert lists["token_logprobs"] == pytest.approx([one.logprob for one in right.logprobs])
+    assert lists["text_offset"] == [sum(map(len, texts[:rank])) for rank in range(8)]
+    for near, own in zip(lists["top_logprobs"], right.logprobs, strict=True):
+        assert near[own.text] == pytest.approx(own.logprob)
 
 
 def test_a_stream_brings_the_same_text(served, kb):

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +28,7 @@ from ragcache.errors import (
 from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import RETRY_AFTER_S, Blobs, Connection, open_blobs
 from ragcache.store.tiers import RemoteTier
+from ragcache_remote import object_store
 
 KEY = make_key(1)
 Serve = Callable[[int, str], str]
@@ -34,9 +36,20 @@ Serve = Callable[[int, str], str]
 
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For services that never answer. Those that do have their time, as this machine may be busy."""
-    for name, seconds in (("CONNECT_S", 0.5), ("READ_S", 0.5), ("WRITE_S", 0.5)):
-        monkeypatch.setattr(f"ragcache_remote.object_store.{name}", seconds)
-        monkeypatch.setattr(f"ragcache_remote.redis.{name}", seconds, raising=False)
+    for name in ("CONNECT_S", "READ_S", "WRITE_S"):
+        monkeypatch.setattr(f"ragcache_remote.object_store.{name}", 0.1)
+        monkeypatch.setattr(f"ragcache_remote.redis.{name}", 0.1, raising=False)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as ever, one right behind the other."""
+    usual, moment = object_store._retry_config, timedelta(milliseconds=1)
+
+    def at_once(timeout_s: float) -> object:
+        return {**usual(timeout_s), "backoff": {"init_backoff": moment, "max_backoff": moment, "base": 2}}
+
+    monkeypatch.setattr(object_store, "_retry_config", at_once)
 
 
 @pytest.fixture
@@ -98,6 +111,7 @@ def refusal(call: Callable[[], object]) -> RagCacheError:
     return caught.value
 
 
+@pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize(
     ("status", "text", "reading", "writing", "advice"),
     [
@@ -146,6 +160,7 @@ def test_answers_of_a_service_become_typed_errors(
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_service_that_is_down_is_unreachable(opened: Callable[[str], Blobs], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_environment(f"http://127.0.0.1:{free_port()}").items():
         monkeypatch.setenv(name, value)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import load_tiny
+from placed_oracle import AT, angles_at, coded, turned
+from placed_oracle import random_block as block_of
 from torch import Tensor
 
 from benchmarks.ops import PagedAttention
@@ -132,6 +135,48 @@ def test_the_kernel_fills_pages_as_vllms_own_writer_does(lm, blocks, shard, card
     before, after = (one["layers.1"].pages[1] for one in (paged_layers(lm, shard.num_ranks, card=card), found[0]))
     assert int((before != after).any(3).any(0).sum()) == 90
     assert torch.equal(before[:, 20], after[:, 20])
+
+
+# The kernel alone, over pages in any order.
+HEADS, FEW_PAGES, WIDTH = 3, 9, 16
+
+
+def nan_pages(heads: int, page_tokens: int, order: str) -> tuple[Tensor, Tensor]:
+    """Keys and values [heads, FEW_PAGES, page_tokens, WIDTH] that lie in this order, side by side (d2) or channel by
+    channel (dn)."""
+    sizes = {"h": heads, "b": FEW_PAGES, "n": page_tokens, "d": 2 * WIDTH}
+    if order == "bhdn":
+        keys, values = torch.full((FEW_PAGES, heads, 2, WIDTH * page_tokens), torch.nan).unbind(2)
+        keys = keys.unflatten(2, (WIDTH, page_tokens)).transpose(2, 3)
+        return keys.transpose(0, 1), values.unflatten(2, (page_tokens, WIDTH)).transpose(0, 1)
+    whole = torch.full([sizes[letter] for letter in order], torch.nan)
+    keys, values = whole.permute(*(order.index(letter) for letter in "hbnd")).chunk(2, dim=3)
+    return keys, values
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
+@pytest.mark.parametrize("order", ["bhnd", "bnhd", "hbnd", "bhdn"])
+@pytest.mark.parametrize("page_tokens", [16, 24])
+def test_parts_of_blocks_go_to_their_slots_and_nowhere_else(order, page_tokens, codec):
+    """A rank's heads, 1 and 2 of three, of tokens from the middle of blocks, over pages in no order."""
+    from ragcache.fusion.place_kernel import PlaceKernel
+
+    blocks = [coded(block_of(2, HEADS, tokens, WIDTH, WIDTH, torch.float32), codec) for tokens in (600, 40, 33)]
+    parts_of = [(530, 50), (8, 32), (0, 1)]  # of int8, behind the first group of keys
+    total = sum(count for _, count in parts_of)
+    slots = torch.randperm(FEW_PAGES * page_tokens, generator=torch.Generator().manual_seed(1))[:total]
+    keys, values = nan_pages(HEADS - 1, page_tokens, order)
+    PlaceKernel.of(blocks, torch.device("cpu"), parts_of).place(1, angles_at(AT, total, 6), keys, values, slots, 1)
+    cut = [slice(offset, offset + count) for offset, count in parts_of]
+    plain_keys = [block.layer_keys(1)[1:, part] for block, part in zip(blocks, cut, strict=True)]
+    plain_values = [block.layer_values(1)[1:, part] for block, part in zip(blocks, cut, strict=True)]
+    page, row = slots // page_tokens, slots % page_tokens
+    expected = turned(np.concatenate([part.double().numpy() for part in plain_keys], 1), AT, 6)
+    np.testing.assert_allclose(keys[:, page, row].double().numpy(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(values[:, page, row], torch.cat(plain_values, 1))
+    for pages in (keys, values):
+        pages[:, page, row] = torch.nan
+        assert pages.isnan().all(), "what has no slot was written to"
 
 
 def test_pages_lie_as_vllm_says(lm):

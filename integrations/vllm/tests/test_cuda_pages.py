@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import saved_tiny
 from torch import Tensor
 
+import ragcache as rc
 from ragcache.fusion.layout import Span
 from ragcache.fusion.place_check import random_block
 from ragcache.kv.buffers import Lane
@@ -33,8 +35,8 @@ class Attention:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("codec", ["raw", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_kernel_fills_pages_as_the_plain_way_does(models, dtype, codec, is_async):
-    lm, _, _ = models("llama", dtype)
+def test_the_kernel_fills_pages_as_the_plain_way_does(dtype, codec, is_async):
+    lm = rc.load_lm(saved_tiny("llama"), dtype=dtype, device="cuda")
     cpu_blocks = {key: random_block(lm.shape, codec, count) for key, count in (("a", 400), ("b", 128))}
     found = []
     for by_kernel in (True, False):
