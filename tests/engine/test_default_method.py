@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from tiny_model import LINK, save_tiny_llama
-from vllm_double import VllmDouble, serving
 
 import ragcache as rc
+from integrations.remote.tests.vllm_double import VllmDouble, serving
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict

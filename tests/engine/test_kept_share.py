@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from vllm_double import VllmDouble, serving
 
 import ragcache as rc
+from integrations.remote.tests.vllm_double import VllmDouble, serving
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, IngestError, PromptError, StoreMismatchError
 from ragcache.models.generate import decode

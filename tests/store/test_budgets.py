@@ -529,7 +529,7 @@ def counting() -> Iterator[dict[str, LiveBytes]]:
     live = {"device": LiveBytes(), "memory": LiveBytes()}
     with pytest.MonkeyPatch.context() as patch, threads_that_meet():
         for tier in (DeviceTier, MemoryTier):
-            patch.setattr(tier, "_copy", lambda own, tensor: live[own.name].copy(tensor))
+            patch.setattr(tier, "_made", lambda own, make: live[own.name].copy(make()))
             patch.setattr(tier, "empty", lambda own, num_bytes: live[own.name].empty(num_bytes))
         yield live
 

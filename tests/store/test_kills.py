@@ -17,8 +17,8 @@ import pytest
 from blocks import make_block, make_key
 from children import NUM_DOCUMENTS, NUM_KEYS, version_of
 from forked import Forked
-from remotes import KINDS, remote_url
 
+from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import RawCodec
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore

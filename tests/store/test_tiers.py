@@ -16,9 +16,9 @@ from bases import ready
 from blocks import DTYPES, make_block, make_key, make_mixed_block, same, served_from, tier_of
 from covering import covering
 from flushes import needs_proc, record_calls, unflushed
-from remotes import KINDS, remote_url
 from shared_tier import SharedTier
 
+from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
 from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock

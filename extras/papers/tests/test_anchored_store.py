@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM
-from vllm_double import VllmDouble, serving
 
 import ragcache as rc
 from extras.train.tests import reuse_oracle as oracle
+from integrations.remote.tests.vllm_double import VllmDouble, serving
 from ragcache.codecs import get_codec
 from ragcache.engine.probe import probe_prefill
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict

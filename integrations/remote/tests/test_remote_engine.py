@@ -11,9 +11,9 @@ import pytest
 import torch
 from templates import TOOL_TEMPLATES
 from typer.testing import CliRunner
-from vllm_double import VllmDouble, serving
 
 import ragcache as rc
+from integrations.remote.tests.vllm_double import VllmDouble, serving
 from ragcache.cli.commands import build_app
 from ragcache.errors import (
     CancelledError,

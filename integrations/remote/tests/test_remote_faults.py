@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from blocks import make_block, make_key
-from remotes import SECRET, free_port, redis_server, remote_url, s3_environment
 
+from integrations.remote.tests.remotes import SECRET, free_port, redis_server, remote_url, s3_environment
 from ragcache.codecs import RawCodec
 from ragcache.errors import (
     RagCacheError,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from blocks import tier_of
-from remotes import KINDS, remote_url
 
 import ragcache as rc
+from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.errors import ConfigError, StoreMismatchError, StoreUnreachableError
 from ragcache.store.eviction import PrefillRate
 from ragcache.store.remote import open_blobs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from vllm_double import VllmDouble, serving
 
 import ragcache as rc
+from integrations.remote.tests.vllm_double import VllmDouble, serving
 from ragcache.errors import ConfigError, ContextTooLongError, EngineError
 from ragcache.models.deadline import NO_LIMIT
 from ragcache_vllm.client import VllmClient

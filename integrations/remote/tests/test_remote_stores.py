@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from blocks import make_block, make_key, size_of, tier_of
-from remotes import KINDS, remote_url, s3_server
 
+from integrations.remote.tests.remotes import KINDS, remote_url, s3_server
 from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError, SchemaVersionError, StoreNotFoundError, StoreReadOnlyError
 from ragcache.store.kv_store import KVStore

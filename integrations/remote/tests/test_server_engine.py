@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from serving import serving
-from vllm_double import VllmDouble
-from vllm_double import serving as vllm_serving
 
 import ragcache as rc
+from integrations.remote.tests.vllm_double import VllmDouble
+from integrations.remote.tests.vllm_double import serving as vllm_serving
 from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.request_layout import served_name
