@@ -33,6 +33,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.counters import Loaded
 from ragcache.store.eviction import LRU, POLICIES, Entry, get_policy
 from ragcache.store.kv_store import KVStore
+from ragcache.store.ledger import leased
 from ragcache.store.tiers import BudgetedTier, DeviceTier, DiskTier, MemoryTier, Tier, TierUsage, disk_budget, memory
 from ragcache.store.tiers.disk_budget import BlockFiles
 
@@ -200,6 +201,18 @@ def test_what_is_held_equals_a_model(budget_tokens, operations):
         assert sorted(tier.keys()) == sorted(make_key(number) for number in model)
         assert tier.usage() == TierUsage(len(model), sum(model) * BYTES_PER_TOKEN)
     assert tier.evictions == evictions
+
+
+def test_a_lease_ends_with_the_last_view_of_its_bytes_and_turned_tensors_keep_their_values():
+    ended, block = [], make_block(1, num_tokens=4)
+    held = leased(block, lambda: ended.append(True))
+    view = held.keys.detach()[..., :1]
+    del held
+    assert not ended, "a detached view is in use, too"
+    del view
+    assert ended == [True]
+    turned = block.map(lambda tensor: tensor.transpose(1, 2))
+    assert same(leased(turned, ended.clear), turned)
 
 
 def test_a_failed_copy_gives_its_reservation_back(monkeypatch):

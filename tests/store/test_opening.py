@@ -48,7 +48,9 @@ def opened(
     return closing(open_store(root, StoreConfig(database=database, read_only=read_only), create=create))
 
 
-def refuse(root: Path, error: type[StoreError], words: str | None = None, *, create: bool = False, **options: Any) -> str:
+def refuse(
+    root: Path, error: type[StoreError], words: str | None = None, *, create: bool = False, **options: Any
+) -> str:
     """What is said where the store is not opened so."""
     with pytest.raises(error, match=words) as caught:
         open_store(root, StoreConfig(**options), create=create)
