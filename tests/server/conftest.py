@@ -21,8 +21,9 @@ CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("RAGCACHE_", "OPENAI_"))]:
-        monkeypatch.delenv(name)
+    for name in list(os.environ):
+        if name.startswith(("RAGCACHE_", "OPENAI_")) and not name.startswith("RAGCACHE_TEST_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,9 @@ def models() -> tuple[rc.LanguageModel, rc.Embedder]:
 
 @pytest.fixture(scope="package")
 def kb(chromium, models, tmp_path_factory) -> Iterator[rc.RagCache]:
-    for name in [name for name in os.environ if name.startswith("RAGCACHE_")]:
-        del os.environ[name]
+    for name in list(os.environ):
+        if name.startswith("RAGCACHE_") and not name.startswith("RAGCACHE_TEST_"):
+            del os.environ[name]
     with open_corpus(tmp_path_factory.mktemp("chatbot") / "kb", *models, [CORPUS / "people", CORPUS / "towns"]) as kb:
         yield kb
 
