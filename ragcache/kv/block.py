@@ -135,6 +135,17 @@ class KVBlock:
     def _copy(self, part: Part, layer: int, out: Tensor) -> None:
         out.copy_(self._layer(part, layer), non_blocking=True)
 
+    def held_tensors(self) -> list[Tensor]:
+        """All that the block holds."""
+        found: list[Tensor] = []
+
+        def look(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(look)
+        return found
+
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
         """The same block over other tensors of the same content: `change` copies or moves each that is held."""
         return replace(self, keys=change(self.keys), values=change(self.values))

@@ -221,8 +221,10 @@ def use_graphs(lm: LanguageModel, num_bytes: int | None = None, recorder: CudaRe
 
     num_bytes: of the device's memory, for KV and graphs' scratch; None: an eighth of what is free; 0: no graphs
     """
+    if num_bytes == 0 or (recorder is None and lm.device.type != "cuda"):
+        return
     with _lock:
-        if num_bytes == 0 or lm in _tried or (recorder is None and lm.device.type != "cuda"):
+        if lm in _tried:
             return
         _tried.add(lm)
         try:  # others that ask meanwhile wait

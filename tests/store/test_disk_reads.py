@@ -116,14 +116,7 @@ def kept(root: Path, codec: str, *, cold: bool, num_tokens: int = LARGE) -> KVBl
 
 
 def tensors_of(block: KVBlock) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    block.map(look)
-    return [tensor for tensor in found if tensor.numel()]
+    return [tensor for tensor in block.held_tensors() if tensor.numel()]
 
 
 def open_store(root: Path, device: str = "cpu", **options: Any) -> KVStore:

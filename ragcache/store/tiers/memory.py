@@ -83,7 +83,7 @@ class BudgetedTier(Tier):
         return num_bytes
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        num_bytes = sum(self.taken(tensor.nbytes) for tensor in _tensors(block))
+        num_bytes = sum(self.taken(tensor.nbytes) for tensor in block.held_tensors())
         with BudgetedRoom(self, key) as room:
             if not self.make_room(room, num_bytes):
                 return None
@@ -240,23 +240,11 @@ def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
     """Whether a block needs no other memory, and a kernel can read it there: files of earlier versions hold tensors of
     codes at odd places."""
     own, locked = buffer.untyped_storage().data_ptr(), buffer.is_pinned()
-    for tensor in (one for one in _tensors(block) if one.numel()):
+    for tensor in (one for one in block.held_tensors() if one.numel()):
         is_odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
         if is_odd or tensor.untyped_storage().data_ptr() != own:
             return False
     return True
-
-
-def _tensors(block: KVBlock) -> list[Tensor]:
-    """All that a block holds."""
-    found = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    block.map(look)
-    return found
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:
