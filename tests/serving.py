@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,11 @@ TEXTS = {
     "rivers": "The river Arno rises in the Vale hills.\n",
     "clubs": "The rowing club of Kelbrook meets on Monday.\n",
 }
+
+
+def settings_outside(*prefixes: str) -> list[str]:
+    """Names of the environment's variables that begin so, but for those that are the tests' own."""
+    return [name for name in os.environ if name.startswith(prefixes) and not name.startswith("RAGCACHE_TEST_")]
 
 
 @dataclass

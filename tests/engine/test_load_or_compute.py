@@ -148,7 +148,7 @@ def test_a_probe_reads_any_file(tmp_path):
 
 @pytest.mark.parametrize(("bytes_s", "pieces"), [(1e9, [256 << 10, 5 << 20]), (4e6, [256 << 10])])
 def test_a_probe_reads_a_block_in_one_piece_where_time_allows(tmp_path, monkeypatch, bytes_s, pieces):
-    """As the store does; of a slow disk no more than the first part. The rate is the disk's."""
+    """The store reads so, too. On a slow disk the first part is all that is read. The rate is the disk's."""
     path = tmp_path / "block"
     path.write_bytes(bytes(PAGE + sum(pieces) + (0 if len(pieces) > 1 else 5 << 20)))
     now, seen, preadv = [0.0], [], os.preadv

@@ -12,18 +12,6 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import find_files, readers
 
-
-@pytest.fixture
-def write(tmp_path):
-    def write(name: str, data: str | bytes) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data.encode() if isinstance(data, str) else data)
-        return path
-
-    return write
-
-
 # Text and Markdown
 
 

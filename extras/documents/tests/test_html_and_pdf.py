@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-from pathlib import Path
 
 import pytest
 from pypdf import PdfReader, PdfWriter
@@ -17,18 +16,6 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache_documents.pdf import join_wrapped_lines
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(name: str, data: str | bytes) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data.encode() if isinstance(data, str) else data)
-        return path
-
-    return write
-
 
 # HTML
 

@@ -43,7 +43,7 @@ def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as ever, one right behind the other."""
+    """Retries follow each other at once; there are as many as ever."""
     usual, moment = object_store._retry_config, timedelta(milliseconds=1)
 
     def at_once(timeout_s: float) -> object:
