@@ -1,7 +1,5 @@
 """Adapters with rows of any numbers, beside any base."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

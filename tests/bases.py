@@ -1,7 +1,5 @@
 """Bases for codecs that need one, in tests that are about something else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain transformers as the oracle of recompute methods: a forward in which kept entries override the model's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """KV blocks with known content."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,7 +1,5 @@
 """Few cases of a wide product: those that the commit run keeps, the others marked slow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import Any

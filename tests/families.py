@@ -1,7 +1,5 @@
 """Tiny random models of every family that law 1 is proved on, and the oracle they are checked against."""
 
-from __future__ import annotations
-
 import atexit
 import inspect
 import shutil

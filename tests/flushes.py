@@ -1,7 +1,5 @@
 """What is changed in directories, and what is flushed to the device, in the order in which it happens."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Where a test is about what a process imports, or how it ends, it starts a real one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import pytest
 
@@ -40,7 +38,7 @@ class Forked:
         self.stdout = _file(own_out, "r")
         self.stderr = _file(own_err, "r")
 
-    def __enter__(self) -> Forked:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,8 +3,6 @@
 What each layer and head may see, and how scores become weights, is data here: nothing of ragcache takes part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Of a recorded pass nothing runs again but its operations on tensors: what Python
 stays as it was. Every result goes where the first run's is. What a capture on CUDA does not allow is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

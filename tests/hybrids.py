@@ -6,8 +6,6 @@ token of a part reads a state that began at zero where its part began, and its c
 that one state takes every token in the order of the prompt, and the last part reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

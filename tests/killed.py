@@ -1,7 +1,5 @@
 """What the kill tests kill. Imported by the fork server once, so that a child starts in a moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A whole store around a tiny model, without an engine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import partial

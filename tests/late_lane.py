@@ -1,7 +1,5 @@
 """A CUDA stream's double for tests of waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Bytes that exist, counted by nobody who is asked to keep within a budget."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

@@ -4,8 +4,6 @@ A family is exact where law 1 holds for it by every recipe (`outcome` says so, o
 its reason.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """What the placing kernel writes, by NumPy: keys turned to where they stand."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Answers of plain transformers, token by token."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

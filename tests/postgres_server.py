@@ -1,7 +1,5 @@
 """Schemas on the PostgreSQL server that scripts/with-postgres starts."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator

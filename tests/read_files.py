@@ -1,7 +1,5 @@
 """What is read from files, for tests of readers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ragcache.errors import ReaderError

@@ -1,7 +1,5 @@
 """A model that says what a test wrote: the words of a script are the likeliest, and all else is the real thing."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragcache.models.card import ModelCard, eos_token_ids

@@ -1,7 +1,5 @@
 """A real server on a free loopback port, in a thread."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

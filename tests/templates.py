@@ -1,7 +1,5 @@
 """Small tokenizers with the chat templates and control tokens of well-known families."""
 
-from __future__ import annotations
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
 """Run commands in this process, whatever the environment of the tests says."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from functools import cache

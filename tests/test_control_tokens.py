@@ -1,7 +1,5 @@
 """Text is text: control tokens come from the chat template alone (law 13)."""
 
-from __future__ import annotations
-
 import pytest
 from templates import FAMILIES, controls_of, template_tokenizer
 from tokenizers import Tokenizer, models

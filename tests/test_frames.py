@@ -4,8 +4,6 @@ A frame is a function of `ragcache/` on the stack of one thread; a generator is 
 3.12 has no frames of them.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`ragcache/` stays within its budgets, and what still has to go gets less: the data is in `tools/house.py`."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What `pip install` is told to fetch, and a stranger's package of the same import name beside this one."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

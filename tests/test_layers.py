@@ -1,7 +1,5 @@
 """Imports point downwards only, and the engine names no concrete method, codec or tier."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Public names of before: they are the new ones, and say so once a use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

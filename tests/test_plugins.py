@@ -1,7 +1,5 @@
 """Plug-ins: found by entry point, loaded at first use, and named with their distribution where they cannot be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Threads of the operating system, counted in a process that may use four: Python starts some, OpenMP the others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

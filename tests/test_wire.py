@@ -6,8 +6,6 @@ name is added to it by one command, which prints what differs:
     python -m tests.test_wire
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

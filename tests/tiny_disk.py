@@ -1,7 +1,5 @@
 """A file system of a few hundred kilobytes, to fill up or to turn read-only, in a child's mount namespace."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from functools import cache

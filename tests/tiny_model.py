@@ -1,7 +1,5 @@
 """A random Llama with a byte-level tokenizer, saved as a Hugging Face directory: loads like any other model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

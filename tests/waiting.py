@@ -1,7 +1,5 @@
 """Waiting in tests for what must happen; nothing is measured."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Anchors against LLMLingua-2: what is kept, what is right, and which order the goals state."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers of a model to question sets: choice of questions, a run that was stopped, figures against hand-made ones."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

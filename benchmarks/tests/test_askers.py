@@ -1,7 +1,5 @@
 """The benchmark of many askers runs, compares the answers, and states its goals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

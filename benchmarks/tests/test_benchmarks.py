@@ -1,7 +1,5 @@
 """Every benchmark at toy size: it runs, checks its own answers and writes what it should. Nothing here is timed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of the codecs runs, and holds what it measured against the stated goals."""
 
-from __future__ import annotations
-
 import json
 import re
 

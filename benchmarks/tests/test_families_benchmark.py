@@ -1,7 +1,5 @@
 """First tokens by family: one small run, and configurations that are what they say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The papers' figures at toy size: runs that were stopped go on, and figures are those of hand-made attention."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a benchmark has to show before it says "met": pairs, an interval, a quiet machine, the commit's own code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The kit for a card: stages with limits, a run that goes on where it stopped, and its page."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The benchmark of recurrent layers runs, counts a block's bytes, and holds itself against its goal."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

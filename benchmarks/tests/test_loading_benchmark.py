@@ -1,7 +1,5 @@
 """The benchmark of loading and recomputing runs, on all disks, and holds itself against its goal."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The comparison with other programs: streams, counting, and the driver with peers that need no other environment."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

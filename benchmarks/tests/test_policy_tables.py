@@ -1,7 +1,5 @@
 """The benchmark of eviction policies at toy size: its page says what its rows say, and its plots are drawn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

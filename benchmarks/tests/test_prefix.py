@@ -1,7 +1,5 @@
 """The benchmark of exact and approximate reuse runs, and what it counts is what there is to count."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

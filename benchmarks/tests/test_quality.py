@@ -1,7 +1,5 @@
 """The quality table at toy size: its arithmetic, its sections, and that a stopped run goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, replace

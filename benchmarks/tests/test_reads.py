@@ -1,7 +1,5 @@
 """How often the host reads a tensor's value while a method reads a prompt: on a GPU it waits each time."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from unittest import mock

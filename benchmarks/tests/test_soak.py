@@ -1,7 +1,5 @@
 """The soak's checks, fed with good records and with bad ones of every kind; and, marked slow, a soak of a minute."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The benchmark of OpenMP teams runs, beside threads that do what it says."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """README's picture of the first token: it shows the recorded medians, and the page and the file agree with them."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """The examples run, from any folder, and their figures are right; the page about them names them all."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The notebooks run, cell by cell, and say what their text promises."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A small store made by the command line itself."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

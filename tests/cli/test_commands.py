@@ -1,7 +1,5 @@
 """Every command, against the library called directly."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

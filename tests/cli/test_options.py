@@ -1,7 +1,5 @@
 """Environment variables, exit statuses, and what goes to which stream."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

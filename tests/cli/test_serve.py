@@ -1,7 +1,5 @@
 """`ragcache serve` and `ragcache chat --web` as processes: addresses, keys, signals, and options that are refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

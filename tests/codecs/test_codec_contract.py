@@ -1,7 +1,5 @@
 """What every codec keeps, whatever it does to the bytes; and blocks of each kind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file format: other readers open it, and no damage gets through; files appear whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@
 as it is, but for `written.json`, the hashes of the bytes that this version writes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """int8 and int4 against KIVI's formula in NumPy, and fp8 against a table of its numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

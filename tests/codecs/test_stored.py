@@ -1,7 +1,5 @@
 """Encoded blocks through tiers, fusion, the engine and the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

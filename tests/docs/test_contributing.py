@@ -1,7 +1,5 @@
 """The worked examples of CONTRIBUTING.md do what the page says: each is put where it says, and used."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,8 +1,6 @@
 """What README and docs say is so: code runs, commands and options exist, links and paths lead somewhere, tables are
 complete, and the types, threads and traces of docs/architecture.md are those of the package."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

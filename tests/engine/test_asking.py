@@ -1,8 +1,6 @@
 """Answers of the engine against plain transformers, its own stream, and itself from an event loop: the same answers, a
 loop that runs on, work that stops when nobody wants it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

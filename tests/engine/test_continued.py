@@ -1,7 +1,5 @@
 """A last assistant message is continued: the prompt ends inside of it, and the answer is what follows."""
 
-from __future__ import annotations
-
 import pytest
 from engine_texts import CHAT
 from plain_oracle import greedy, plain_transformers

@@ -1,7 +1,5 @@
 """Conversations, with and without their context kept, raw prompts and given passages against plain transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_texts import CHAT, said, user

@@ -1,7 +1,5 @@
 """A store's documents under another model, against a store that was filled under it from the start."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer

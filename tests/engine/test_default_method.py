@@ -1,7 +1,5 @@
 """What reads a question that names no method: training, a check, or else the time that full prefill would take."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Conversations that outgrow the model: what is left of them is read as if nothing else had been said."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

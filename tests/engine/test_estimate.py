@@ -1,8 +1,6 @@
 """Estimates: the time of a full prefill, learnt from what is read anyway and never from how loaded the machine was, and
 the KV of an ingestion."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

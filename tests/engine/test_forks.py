@@ -1,7 +1,5 @@
 """A worker that was forked after its parent's first question: every call ends at once, with an error that says why."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """What is kept of KV, and where: the same answers whatever the budgets."""
 
-from __future__ import annotations
-
 import pytest
 from engine_texts import TEXTS
 

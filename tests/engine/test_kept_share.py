@@ -1,7 +1,5 @@
 """A store that keeps a share of each passage's KV (KVzip), from ingestion to answers, against `rc.fuse` by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 import ragcache as rc

@@ -1,7 +1,5 @@
 """The choice between loading and computing, seen from a question: the same answer whichever path its blocks took."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

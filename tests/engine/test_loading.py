@@ -1,7 +1,5 @@
 """Blocks read in threads while others are computed: what comes out, whichever way each goes; nothing is timed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

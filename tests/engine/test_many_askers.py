@@ -1,8 +1,6 @@
 """Many askers of one store: the same answers, memory in order of arrival, and whoever gives up holds nobody up. Those
 over the same passages hold them once, at the same time and later."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """What is called wrongly, or too late, says so and names the way out; nothing is lost by it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The ordering that lengthens shared prefixes, against all orders there are."""
 
-from __future__ import annotations
-
 from itertools import permutations, takewhile
 from operator import eq
 

@@ -1,7 +1,5 @@
 """Full prefill behind a prefix tree, through the engine, against plain transformers."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Options of questions: each is taken by every call that it concerns, and one that there is not is refused by name."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,13 +1,12 @@
 """The split of loading and computing, against brute force and against either alone, on machines made of numbers."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Self
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ class World:
     def __post_init__(self) -> None:
         self.rates = Rates(self.clock)
 
-    def know(self, bytes_s: float, tokens_s: float) -> World:
+    def know(self, bytes_s: float, tokens_s: float) -> Self:
         self.rates.tier(TIER).set(1e-6, bytes_s)
         self.rates.compute.set(PrefillRate(1 / tokens_s, 0.0))
         return self

@@ -1,7 +1,5 @@
 """Laws 8 and 10 and the care of a store, through the engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

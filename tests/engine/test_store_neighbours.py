@@ -4,8 +4,6 @@ against brute force and plain forwards over both.
 Laws 8 and 10 hold for what a chunk was read behind as they do for the chunk.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from blocks import tier_of

@@ -1,7 +1,5 @@
 """Prompts that go on from what was read before the store was closed, against plain transformers."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

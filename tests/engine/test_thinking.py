@@ -1,7 +1,5 @@
 """Models that think before they answer: thoughts apart from the answer, told and limited by the caller."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

@@ -1,7 +1,5 @@
 """Tools: prompts as the model's own template writes them, calls as it says them, results that are read as passages."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Stores over models that were trained for reuse: their own method, its tokens in every count, answers by an oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

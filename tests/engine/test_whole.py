@@ -1,7 +1,5 @@
 """A store that is read whole, against a plain pass over all of it, in this process and after a restart."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of the families, loaded when a test asks for one."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

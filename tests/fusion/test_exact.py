@@ -3,8 +3,6 @@
 test_laws.py holds exact KV in every family.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import assert_same, causal_logits, random_prompt

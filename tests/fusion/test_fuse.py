@@ -1,7 +1,5 @@
 """What `rc.fuse` does beyond the laws: concat, low precision, decoding on the cache, refusals, layouts of prompts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import block_diagonal, causal, causal_logits, oracle_logits_of, random_prompt, saved_tiny, tiny

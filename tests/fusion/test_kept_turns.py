@@ -1,7 +1,5 @@
 """Contexts of several turns against one plain forward: a passage sees itself alone, all else what comes before it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import assert_same, oracle_logits_of, tiny

@@ -1,7 +1,5 @@
 """KVzip: what is kept by plain transformers' own attention, answers by one forward with a mask for each head."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

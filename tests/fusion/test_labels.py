@@ -1,7 +1,5 @@
 """Text between passages: it runs and sees everything before it, and the passages' blocks stay what they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from blend_oracle import forward as overridden

@@ -1,7 +1,5 @@
 """Laws 1 to 3 of fused prefill, in float32, against plain transformers under an explicit mask."""
 
-from __future__ import annotations
-
 import pytest
 from covering import covering
 from families import FAMILIES, assert_same, block_diagonal, causal_logits, oracle_logits, random_prompt

@@ -1,7 +1,5 @@
 """`link` against one plain forward over the interleaved ids, under the mask of KVLink's figure 2."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import (

@@ -1,7 +1,5 @@
 """Blocks encoded behind other chunks (FusionRAG's offline stage), against plain forwards over [neighbours + chunk]."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import FAMILIES, METHOD_FAMILIES, assert_same, causal_logits, oracle_logits_of, random_prompt

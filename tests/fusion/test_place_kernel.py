@@ -1,7 +1,5 @@
 """The placing kernel, in Triton's interpreter, against NumPy; and the lane on which layers are placed ahead."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The layer-by-layer runner under recompute methods, and CacheBlend, against plain forwards with overridden KV."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -8,8 +8,6 @@ prompt to another expert. A key one position off, and passages in another order 
 states are composed, are away by more than that in every family.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 from functools import cache

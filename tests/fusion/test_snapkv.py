@@ -1,7 +1,5 @@
 """Decode eviction: what is kept by brute force, and decoding after it against one forward with a mask for each head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from covering import covering

@@ -1,7 +1,5 @@
 """The device that these tests run on: CUDA, or the one in RAGCACHE_TEST_DEVICE, to try the tests themselves."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The laws on a CUDA device, in float32, against plain transformers on the CPU under an explicit mask; CUDA graphs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

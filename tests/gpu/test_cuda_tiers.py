@@ -1,7 +1,5 @@
 """Blocks on a CUDA device and in page-locked memory: bit for bit what was put, within budgets; and their placing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bases import keep_basis

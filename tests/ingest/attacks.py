@@ -1,7 +1,5 @@
 """Files that are small and cost much to read."""
 
-from __future__ import annotations
-
 import zlib
 
 

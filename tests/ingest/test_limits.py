@@ -1,7 +1,5 @@
 """Hostile files cost themselves alone: time, memory and text are bounded, and the others go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Documents follow their files: two folders, other names, renames, removals, stores of earlier versions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Every token's KV is a number that depends on all tokens before it, so that whate
 at another place, is seen.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import takewhile
 from operator import eq

@@ -1,7 +1,5 @@
 """Recipes by name: keys of blocks that exist stay as they are, whatever recipes learn."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragcache.errors import ConfigError

@@ -1,7 +1,5 @@
 """Rotation against RoFormer's equation 15 in NumPy and float64, beyond the first table of angles."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

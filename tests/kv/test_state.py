@@ -1,7 +1,5 @@
 """Maps of recurrent states in int8, against NumPy in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

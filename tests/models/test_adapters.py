@@ -1,7 +1,5 @@
 """Adapters: rows beside a base make a model like any other. Oracles put the rows into plain transformers' inputs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Every path of the attention function against softmax written out in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

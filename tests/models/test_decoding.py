@@ -1,7 +1,5 @@
 """Choosing tokens, stop strings and streaming, against transformers' own code, plain strings and published formulas."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

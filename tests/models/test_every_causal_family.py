@@ -1,7 +1,5 @@
 """Law 1 over every causal family of the installed transformers, also those that read images: exact, or refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Passes as CUDA graphs, with a double of CUDA's graphs: their logits are those of plain passes."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial

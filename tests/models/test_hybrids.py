@@ -1,7 +1,5 @@
 """Models with recurrent layers: passages' states composed, nothing of a passage run again (law 14)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

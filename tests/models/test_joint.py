@@ -1,7 +1,5 @@
 """Tokens of several requests in one pass, over own caches or a shared context: logits of plain transformers."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor

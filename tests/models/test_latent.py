@@ -1,7 +1,5 @@
 """Multi-head latent attention: a block holds a rotary key and a latent, and every path makes the heads' KV of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import (

@@ -1,7 +1,5 @@
 """Models as users have them: a loaded one, a LoRA adapter beside its base, and their names in block keys."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Which device and which dtype "auto" is, on machines other than this one."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 

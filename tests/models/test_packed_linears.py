@@ -1,7 +1,5 @@
 """Packed linear layers: the same answers as transformers gives, and nothing else about the model changes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

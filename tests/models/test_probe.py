@@ -1,7 +1,5 @@
 """What loading asks a model: rounding is no reason to refuse it in any dtype, wrongly moved keys are."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Models in few bits: a GGUF file, which is dequantised as it is loaded, and weights that stay quantised."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

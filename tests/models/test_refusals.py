@@ -1,7 +1,5 @@
 """Models whose keys cannot be moved exactly are refused by name, with the reason."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

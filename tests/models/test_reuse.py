@@ -1,7 +1,5 @@
 """The section of config.json that says how a checkpoint was trained for reuse, and what loading makes of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Order, sharing and failing of passes, with a model that stands still until the test lets it go."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

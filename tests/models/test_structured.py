@@ -1,7 +1,5 @@
 """Answers of a given form: JSON that a validator accepts, matches of Python's `re`, one of the choices."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Answers of well-known models, as they write calls, split into text and calls."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Sliding windows at their edge: contexts one token shorter than the window, as long, and longer, on every path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import FAMILIES, assert_same, block_diagonal, causal_logits, ids_of, oracle_logits, tiny

@@ -1,7 +1,5 @@
 """Reranking: scores against plain transformers, choice and order against sorting all of them."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

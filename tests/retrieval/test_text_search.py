@@ -1,7 +1,5 @@
 """Search by words: BM25 against NumPy, an index that follows every change, both rankings fused."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import product

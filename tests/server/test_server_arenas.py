@@ -1,7 +1,5 @@
 """How many arenas the C library gives to threads, as it says itself."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """`ragcache ask` asks the server that runs over its store, and opens the store itself where there is none to ask."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Chat completions through the official client: its own types parse every answer, and the engine says what is right."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import replace

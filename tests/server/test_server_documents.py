@@ -1,7 +1,5 @@
 """Documents in, listed, and out again; uploads with progress; embeddings."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

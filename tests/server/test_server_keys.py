@@ -1,7 +1,5 @@
 """API keys, other origins, other host names."""
 
-from __future__ import annotations
-
 import hmac
 from itertools import product
 

@@ -1,8 +1,6 @@
 """Many askers at once: limits of queue, time, size and memory, clients that go away, and room for questions beside
 large input."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Prometheus's figures against the answers that they count, and the log, which names no text."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

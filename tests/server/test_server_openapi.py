@@ -1,7 +1,5 @@
 """What /openapi.json says is so: requests made up from it get no 500 and nothing that is not documented."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A request may say whatever the engine's own options say."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import ragcache as rc

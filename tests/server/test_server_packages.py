@@ -1,7 +1,5 @@
 """Routes that packages add, which need a key wherever they are nested and change no other's, and the chat page."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

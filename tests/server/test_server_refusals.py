@@ -1,7 +1,5 @@
 """Bad input: every refusal is OpenAI's error object, names the input, and is no 500."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tools through the official client: its own types parse every answer, and the engine says what is right."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

@@ -4,8 +4,6 @@
 the child has ended "exit STATUS".
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Databases and blocks for the store's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A durable tier that is no directory: a test double of a service that several processes share."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Every tier's budget is never exceeded, by whoever looks and whatever threads do; room is made only where it helps."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

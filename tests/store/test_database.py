@@ -1,7 +1,5 @@
 """Opening databases, good, bad and of earlier versions, and several users of one."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """What a tier evicts goes to the next one; nothing that was deleted, or never was to be written, comes back."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A block on its way from disk: how often its bytes are copied, and whether the page cache is left out."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -1,7 +1,5 @@
 """The document store, on every database."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

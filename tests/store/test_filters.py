@@ -1,7 +1,5 @@
 """Metadata filters: SQL on every database against plain Python."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any
 

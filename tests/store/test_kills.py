@@ -3,8 +3,6 @@
 A child says on its standard output what it has committed. It is killed after a random time, and the parent looks.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import select

@@ -1,7 +1,5 @@
 """The tiers together: what they keep, for how long, and what their trace says."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """What chunks are read behind, as SQL has it, and what goes with a chunk that others were read behind (law 10)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

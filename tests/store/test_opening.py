@@ -1,7 +1,5 @@
 """A store's directory: its writer's lock, and the one database of its documents that it names."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

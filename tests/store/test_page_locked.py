@@ -1,7 +1,5 @@
 """Memory that a CUDA device reads by itself: what it takes of the budget, and a system that locks no more of it."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What every tier keeps, what every durable one keeps beyond it, and a store over one that is no directory."""
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Blocks that are written by a thread: bounded, visible at once, and on disk when `flush` says so."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """The classifier of words: what the base does not on_candidates has to stay."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The example corpus is what its command writes, and its questions point at files that answer them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tools/house.py counts and finds, over made-up trees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

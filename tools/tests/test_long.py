@@ -1,7 +1,5 @@
 """Growing the base model changes nothing but its positions; long contexts run through the same arithmetic."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The bundled models answer held-out questions: as any Hugging Face directory, and the linked one over reused KV."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

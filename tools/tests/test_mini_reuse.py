@@ -1,7 +1,5 @@
 """Training of the mini model for reuse: the right rows, the right mask, a directory that loads for its method."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Training of the long model for reuse: link tokens are told what leans, and hidden pages are asked for that alone."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

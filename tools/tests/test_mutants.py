@@ -1,7 +1,5 @@
 """The mutants of the kill matrix: programs that differ in one place, the same ones for a seed."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

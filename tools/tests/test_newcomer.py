@@ -1,7 +1,5 @@
 """What a new user does with the built wheel, outside the repository."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Optimizers against plain definitions."""
 
-from __future__ import annotations
-
 import torch
 
 from tools.mini.optim import Adam, Muon, orthogonalised

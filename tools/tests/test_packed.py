@@ -1,7 +1,5 @@
 """The packed forward is the plain one: each question as if it stood alone behind its context."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

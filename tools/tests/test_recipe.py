@@ -1,7 +1,5 @@
 """The training command: resumes exactly, and leaves a directory that transformers loads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation's site is built whole, with nothing of other hosts, and its reference has every public name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

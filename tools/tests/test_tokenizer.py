@@ -1,7 +1,5 @@
 """The mini model's tokenizer: any text, one token a name wherever it stands, a template that splits at the context."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

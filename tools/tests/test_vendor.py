@@ -1,7 +1,5 @@
 """The libraries of the chat page are those that tools/vendor.py names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

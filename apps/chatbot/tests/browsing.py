@@ -1,7 +1,5 @@
 """A real server over the bundled model, and headless Chromium on its page."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fastapi import FastAPI
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
@@ -156,7 +154,7 @@ class Tab:
     def _on_request(self, request: Request) -> None:
         self.requests.append(request.url)
 
-    def open(self) -> Tab:
+    def open(self) -> Self:
         self.page.goto(self.site.url)
         expect(self.page.locator("#method option")).not_to_have_count(1)
         expect(self.page.locator("#documents-list li")).not_to_have_count(0)

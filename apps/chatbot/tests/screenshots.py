@@ -3,8 +3,6 @@
 Needs chromium; drawn with the font Inter where it is installed (fonts-inter). Times in the pictures are this machine's.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chat page for every reader: keyboard, names of controls, contrast, narrow pages, themes, motion."""
 
-from __future__ import annotations
-
 import pytest
 from browsing import PHONE, Tab
 from playwright.sync_api import expect

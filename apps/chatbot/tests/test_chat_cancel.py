@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: whatever is stopped ends its request at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: documents."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from browsing import Tab, serving

@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: what it says about tokens and times."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: conversations that the server keeps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: what is seen of an answer, and in which order."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: Markdown, and citations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from browsing import Tab

@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: a conversation."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

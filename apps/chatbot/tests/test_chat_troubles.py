@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: what goes wrong, and what the page says to do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

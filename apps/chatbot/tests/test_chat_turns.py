@@ -1,7 +1,5 @@
 """The chat page against a real server, in headless Chromium: what can be done with a question and its answer."""
 
-from __future__ import annotations
-
 import json
 import re
 

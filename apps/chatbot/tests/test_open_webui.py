@@ -1,7 +1,5 @@
 """Open WebUI over a real server, in headless Chromium."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

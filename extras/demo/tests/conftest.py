@@ -1,5 +1,3 @@
 """The store that the command line's own tests make."""
 
-from __future__ import annotations
-
 from tests.cli.conftest import _models, folder, model  # noqa: F401

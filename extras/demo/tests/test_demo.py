@@ -1,7 +1,5 @@
 """The demo, over a corpus and a model of the test's own."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Office documents, e-books, tables, mail, JSON and code, read where ingestion reads them: under its limits."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile

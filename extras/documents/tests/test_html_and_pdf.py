@@ -1,7 +1,5 @@
 """What the readers of web pages and of PDF make of good and bad files."""
 
-from __future__ import annotations
-
 import io
 import random
 

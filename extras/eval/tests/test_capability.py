@@ -1,7 +1,5 @@
 """lm-evaluation-harness on a tiny model and local task files, against log-likelihoods by plain transformers."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

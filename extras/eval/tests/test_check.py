@@ -1,7 +1,5 @@
 """The gate finds a broken method and keeps it from being chosen."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """KL against NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

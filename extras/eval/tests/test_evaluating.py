@@ -1,7 +1,5 @@
 """`ragcache eval` and `ragcache check` as they are typed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generated questions have the properties that their names promise."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Intervals against other ways to get them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """Scores of answers: values counted by hand, and a second implementation written another way."""
 
-from __future__ import annotations
-
 import string
 
 import pytest

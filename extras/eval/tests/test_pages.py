@@ -1,7 +1,5 @@
 """Contexts of long passages: what leans says nothing by itself, answers stand where they are said to, words are new."""
 
-from __future__ import annotations
-
 import random
 from statistics import median
 

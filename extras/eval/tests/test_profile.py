@@ -1,7 +1,5 @@
 """Layers that `prophet` chooses by, against every combination tried by hand."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest

@@ -1,7 +1,5 @@
 """One pass over an answer says whether it would be written, and what its tokens' logits are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from adapters import save_adapter

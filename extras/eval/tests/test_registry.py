@@ -1,7 +1,5 @@
 """The registry's generator: the same text everywhere, held-out names kept apart, answers that the passages give."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

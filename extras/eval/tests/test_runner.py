@@ -1,7 +1,5 @@
 """A run's figures against plain forward passes, and a run that was interrupted against one that was not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The metrics of LongBench and RULER: values counted by hand, and edit similarity written another way."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Questions from files and directories: what is read, what is drawn, and how bad input is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ragcache eval --suite` as it is typed, over tiny files in the form of the public ones."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

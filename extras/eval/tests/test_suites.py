@@ -1,7 +1,5 @@
 """The suites: the papers' tables as they were published, rows of every public form, what is said of missing data."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """A3: law 3, and its choice against the attention weights of plain transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from blend_oracle import blended_logits

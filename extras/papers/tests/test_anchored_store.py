@@ -1,7 +1,5 @@
 """Stores over a model that was trained with anchors: blocks hold these alone, answers by one plain forward a token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_model import save_tiny_llama

@@ -1,8 +1,6 @@
 """Anchors: what blocks hold and what is answered from them, against plain transformers over the whole sequence of text
 and anchors under an explicit mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

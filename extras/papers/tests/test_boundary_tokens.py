@@ -1,7 +1,5 @@
 """Boundary tokens: the first and last ones of a chunk that misses what precedes it run; scores choose the rest."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import test_a3

@@ -1,7 +1,5 @@
 """Law 6 against bounds that are worked out here, from the numbers and the papers' formulas: no codec is asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Cache-Craft: its limits, and its choice by the paper's equations over the attention that plain transformers gives."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """The entropy-coded codec against its formula in NumPy, decoded with nothing but zstandard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """LLMLingua-2's compression against the paper's rule in NumPy, over a plain forward of the classifier."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

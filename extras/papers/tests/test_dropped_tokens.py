@@ -1,7 +1,5 @@
 """Methods of papers over less than all tokens: what eviction keeps of what they hold, and blocks that keep a share."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """EPIC: both edges of the chunks, bad input, limits; its runner in all families: tests/fusion/test_recompute.py."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

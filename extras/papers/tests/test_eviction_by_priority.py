@@ -1,7 +1,5 @@
 """LRU, LFU, GDSF, PGDSF and the admission filter against their formulas, evaluated anew for every entry each time."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import islice

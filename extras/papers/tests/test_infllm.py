@@ -1,7 +1,5 @@
 """InfLLM, against blocks looked up by loops over plain transformers' own queries and keys (laws 2 and 5)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny

@@ -1,7 +1,5 @@
 """The quantised kind, trained: against brute force, and over a SQL store that other processes change."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

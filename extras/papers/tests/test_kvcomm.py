@@ -1,7 +1,5 @@
 """KVCOMM: its limits, its formula in NumPy over what plain transformers projects, and its pool."""
 
-from __future__ import annotations
-
 import gc
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a method learns from one question serves others of the store, and of nobody else."""
 
-from __future__ import annotations
-
 import pytest
 
 import ragcache as rc

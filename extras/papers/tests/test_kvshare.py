@@ -1,7 +1,5 @@
 """KVShare: its limits, and both stages of its choice against what plain transformers computes."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

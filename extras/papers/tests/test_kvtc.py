@@ -1,7 +1,5 @@
 """Transform coding against NumPy: what is decoded, which codes are chosen, what is exact, and how bits are allotted."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

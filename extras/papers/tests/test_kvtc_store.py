@@ -1,7 +1,5 @@
 """The basis of a codec that needs one: made at the first ingestion, kept, found again, and refused from too little."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

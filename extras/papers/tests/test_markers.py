@@ -1,7 +1,5 @@
 """`markers` against one plain forward over the ids with the markers in them, at the positions of TurboRAG."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

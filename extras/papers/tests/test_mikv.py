@@ -1,7 +1,5 @@
 """Mixed precision against its description in NumPy: which tokens are important, and what their bytes stand for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

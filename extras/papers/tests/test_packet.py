@@ -1,7 +1,5 @@
 """`packet`: vectors in each block, against plain forwards over the ids with the packet's ids in them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import (

@@ -1,7 +1,5 @@
 """APE against attention in two parts merged by weight, entropy against weights summed by hand (laws 2 and 5)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

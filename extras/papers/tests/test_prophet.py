@@ -1,7 +1,5 @@
 """ProphetKV: law 3, and its choice against the attention weights that plain transformers gives in every layer."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """QAQ's outliers against NumPy, number by number; what its other bytes stand for is in test_bounds.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is no value of a method's option: it is refused when the method is made, by its name and with the way out."""
 
-from __future__ import annotations
-
 import math
 import re
 

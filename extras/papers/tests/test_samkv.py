@@ -1,7 +1,5 @@
 """SamKV, against a second writing of the paper: plain transformers under one mask a layer, and loops over blocks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

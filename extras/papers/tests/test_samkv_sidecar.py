@@ -1,7 +1,5 @@
 """SamKV with sidecars: appendix A written twice, bytes that are read, and what a store does with them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 

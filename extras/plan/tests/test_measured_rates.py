@@ -1,7 +1,5 @@
 """The measurement of a machine's prefill: never of how loaded the machine was."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

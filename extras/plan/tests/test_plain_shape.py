@@ -1,7 +1,5 @@
 """Shapes read off a config.json alone, against transformers' own configuration classes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

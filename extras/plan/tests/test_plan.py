@@ -1,7 +1,5 @@
 """Plans against the arithmetic of KVLink's paper and reviews, against real stores, and against sums written out."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

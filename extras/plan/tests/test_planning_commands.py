@@ -1,7 +1,5 @@
 """`ragcache plan` and `ragcache simulate`: what they print is what the library computes, and how they refuse."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

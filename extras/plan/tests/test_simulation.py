@@ -1,7 +1,5 @@
 """The simulator against a model that knows no policies, against real stores, and Belady's rule against trying all."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from itertools import combinations

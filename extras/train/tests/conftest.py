@@ -1,7 +1,5 @@
 """The checkpoint that training begins from."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_model import save_tiny_llama
 

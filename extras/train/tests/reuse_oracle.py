@@ -4,8 +4,6 @@ Written from the papers' text: every token says what it is, and `may_see` is a c
 `ragcache_train` is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

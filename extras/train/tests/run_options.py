@@ -1,7 +1,5 @@
 """The options that short runs share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

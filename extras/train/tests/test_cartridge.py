@@ -1,7 +1,5 @@
 """Cartridges: the engine's answer, the loss and its gradient against plain transformers, whole runs, and bad input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

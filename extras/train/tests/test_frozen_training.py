@@ -1,7 +1,5 @@
 """Training on frozen weights: loss and gradient against plain transformers, whole runs, and what comes out of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """LoRA's adapters: peft reads over a resized base what `ragcache train` wrote, and `load_lm` serves it merged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows without labels: questions and answers that the model makes, once, and rows drawn from a store."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Link tokens and LoRA of a real model: an adapter of tensors that peft named, judged beside plain peft."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

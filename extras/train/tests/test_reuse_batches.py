@@ -1,7 +1,5 @@
 """Every row once an epoch, in batches that fit, by the seed alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Lines of training data: what they hold, which are refused, and by what name."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Rows become the ids that the engine builds for the same passages and questions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The training forward is a plain transformers forward under the papers' mask, in every family, and is what the engine
 computes for the same prompt."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

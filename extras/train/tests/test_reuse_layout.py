@@ -1,7 +1,5 @@
 """A row becomes the sequence that the papers draw, and that the engine builds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """One rule, three masks: the papers' own words, the dense masks of a CPU, FlexAttention's on a GPU."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

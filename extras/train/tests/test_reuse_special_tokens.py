@@ -1,7 +1,5 @@
 """Which ids link tokens and markers get, and what their rows start from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """A whole run: it learns, is saved as a model that the engine knows, and goes on after an interruption as if there had
 been none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

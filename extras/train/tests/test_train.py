@@ -1,7 +1,5 @@
 """`ragcache train`: options become a run, its report is printed, errors are one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """What makes training slow on a GPU, shown on a CPU: steps read nothing back, layers are compiled once, and frozen
 weights are 16 bits."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

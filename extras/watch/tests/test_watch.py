@@ -1,7 +1,5 @@
 """`ragcache watch` beside somebody who changes its folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

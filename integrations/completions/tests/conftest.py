@@ -1,7 +1,5 @@
 """The server that its own tests run."""
 
-from __future__ import annotations
-
 from tests.server.conftest import (  # noqa: F401
     _no_settings_from_outside,
     kb,

@@ -1,7 +1,5 @@
 """Raw prompts, searches and token ids over HTTP are those of the engine."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """POST /v1/rerank: the order and the scores are the reranker's."""
 
-from __future__ import annotations
-
 import math
 import shutil
 

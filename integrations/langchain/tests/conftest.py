@@ -1,7 +1,5 @@
 """Stores for LangChain's components: one over the bundled model with the registry's passages, small ones to change."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """LangChain's stuff chain, as `langchain_classic.chains.combine_documents` has it: that package is not among the
 tests' own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from langchain_core.language_models import BaseChatModel

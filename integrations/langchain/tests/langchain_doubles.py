@@ -1,7 +1,5 @@
 """Embedders that show who waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Passages of the kind that the bundled model reads, and small helpers."""
 
-from __future__ import annotations
-
 import json
 
 from langchain_core.documents import Document

@@ -1,7 +1,5 @@
 """KV for the documents of a user's own vector store: found by their own chain as it is, and gone with them."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_classic_double import stuff_chain
 from langchain_core.documents import Document

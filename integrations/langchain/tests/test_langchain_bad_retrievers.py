@@ -1,7 +1,5 @@
 """Retrievers of others that raise, return strings, duplicates, documents without ids, and passages of one token."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate

@@ -1,7 +1,5 @@
 """Chains: the engine's own answers through LangChain's runnables, at the engine's own cost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The chat model: messages in, the engine's own answers out."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

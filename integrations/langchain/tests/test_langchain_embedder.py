@@ -1,7 +1,5 @@
 """Embeddings between LangChain and a store, both ways."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

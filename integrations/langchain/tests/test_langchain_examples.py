@@ -1,7 +1,5 @@
 """The examples run, and say what they should."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

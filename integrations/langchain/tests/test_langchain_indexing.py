@@ -1,7 +1,5 @@
 """langchain_core.indexing over the vector store, beside LangChain's own in-memory one."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding

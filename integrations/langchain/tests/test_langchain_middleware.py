@@ -1,7 +1,5 @@
 """An agent whose tools find documents elsewhere: their KV is kept, and read at the next call of the model."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage

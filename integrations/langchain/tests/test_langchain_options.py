@@ -1,7 +1,5 @@
 """The chat model takes whatever the engine's own options say, and hands it through."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.messages.content import create_text_block

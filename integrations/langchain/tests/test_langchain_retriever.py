@@ -1,7 +1,5 @@
 """The retriever: the engine's own hits, with their handles."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole of `rc.Sampling` through both of LangChain's ways, and histories of other services."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage
 from tiny_model import save_tiny_llama

@@ -1,7 +1,5 @@
 """langchain-tests: chat model, over the bundled model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """langchain-tests: retriever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """langchain-tests: vector store, over the bundled model, with the embeddings that the suite brings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers as objects: a model that knows nothing of a schema is held to it."""
 
-from __future__ import annotations
-
 from typing import TypedDict
 
 import pytest

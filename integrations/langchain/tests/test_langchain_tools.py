@@ -1,7 +1,5 @@
 """Tools: what a model calls as LangChain's messages have it, and what its tools found, read by fused prefill."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

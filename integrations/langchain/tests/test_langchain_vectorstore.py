@@ -1,7 +1,5 @@
 """The vector store beyond the standard suite: what is stored, what is found, what is refused."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import uuid

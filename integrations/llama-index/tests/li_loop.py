@@ -1,7 +1,5 @@
 """Whether an event loop goes on while something is awaited."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The small corpus of these tests."""
 
-from __future__ import annotations
-
 TEXTS = {
     "cats": "The cat sat on the mat. It was happy there.\n",
     "dogs": "Dogs bark at night in the town of Kelbrook.\n",

@@ -1,7 +1,5 @@
 """KV for the nodes of a user's own index: found by stock synthesizers at the first question, and gone with them."""
 
-from __future__ import annotations
-
 import pytest
 from li_texts import SHORT
 from llama_index.core import VectorStoreIndex

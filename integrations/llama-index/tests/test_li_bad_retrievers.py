@@ -1,7 +1,5 @@
 """Retrievers of others that raise, return strings or nothing, duplicates, nodes without ids, and single tokens."""
 
-from __future__ import annotations
-
 import pytest
 from li_texts import QUESTION, SHORT
 from llama_index.core.query_engine import RetrieverQueryEngine

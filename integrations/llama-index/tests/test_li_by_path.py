@@ -1,7 +1,5 @@
 """Components that are given a path share one open store."""
 
-from __future__ import annotations
-
 import pytest
 from li_texts import QUESTION, SHORT, TEXTS
 from llama_index.core.llms import ChatMessage

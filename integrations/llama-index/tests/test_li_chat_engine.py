@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from li_loop import ticking
 from li_texts import SHORT

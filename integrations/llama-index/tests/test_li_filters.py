@@ -1,7 +1,5 @@
 """LlamaIndex's filters select what LlamaIndex says they select: its own in-memory evaluation is the oracle."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

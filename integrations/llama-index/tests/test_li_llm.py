@@ -1,7 +1,5 @@
 """The model's answers are the engine's, whichever way passages reach it; only what has to run runs."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable

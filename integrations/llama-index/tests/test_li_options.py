@@ -1,7 +1,5 @@
 """The language model takes whatever the engine's own options say, and hands it through."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

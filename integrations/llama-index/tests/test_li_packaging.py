@@ -1,7 +1,5 @@
 """The components as they are installed: leaves of LlamaIndex's namespace, over nothing but public names."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.machinery

@@ -1,8 +1,6 @@
 """The bundled model over some of the example corpus: right answers through stock LlamaIndex, and only suffix and link
 tokens computed."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

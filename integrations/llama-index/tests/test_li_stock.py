@@ -1,7 +1,5 @@
 """LlamaIndex's own engines join nodes to one text: passages of the store in it are read from their KV all the same."""
 
-from __future__ import annotations
-
 import pytest
 from li_texts import QUESTION, SHORT, TEXTS
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine

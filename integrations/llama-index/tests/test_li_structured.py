@@ -1,7 +1,5 @@
 """Structured output of LlamaIndex's calls: objects of a class, by constrained decoding."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

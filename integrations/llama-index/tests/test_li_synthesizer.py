@@ -1,7 +1,5 @@
 """A stock query engine whose answers are the engine's own, and whose model reads only the question."""
 
-from __future__ import annotations
-
 import pytest
 from li_loop import ticking
 from li_texts import QUESTION, SHORT, TEXTS

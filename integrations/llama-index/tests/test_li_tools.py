@@ -1,7 +1,5 @@
 """Function calling: what a model calls, as LlamaIndex's blocks; what its tools found, read by fused prefill."""
 
-from __future__ import annotations
-
 import pytest
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ThinkingBlock, ToolCallBlock

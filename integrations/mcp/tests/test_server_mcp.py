@@ -1,7 +1,5 @@
 """The tools for MCP clients, by the official client: /mcp of the server, and `ragcache mcp` over standard streams."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

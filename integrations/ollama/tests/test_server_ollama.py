@@ -1,7 +1,5 @@
 """Ollama's routes through its official client, whose own types parse every answer; the engine says what is right."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

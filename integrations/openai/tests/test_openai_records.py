@@ -1,7 +1,5 @@
 """What OpenAI's API keeps, in either database."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What goes wrong with files, vector stores, answers and lists of them, by the official client."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Answers and conversations that the server keeps, by the official client: previous_response_id, /v1/conversations."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """LangChain's own OpenAI components, unchanged, against the server."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from langchain_core.messages import HumanMessage, SystemMessage

@@ -1,7 +1,5 @@
 """Files in vector stores are found by file search alone: no other route finds, shows, changes or deletes them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """POST /v1/responses through the official client: the same answers as the engine's, in OpenAI's newer shapes."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

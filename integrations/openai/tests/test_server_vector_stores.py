@@ -1,7 +1,5 @@
 """/v1/files, /v1/vector_stores and the tool file_search, by the official client."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

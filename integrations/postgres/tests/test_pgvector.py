@@ -1,7 +1,5 @@
 """pgvector on a real server, beyond what every kind does (test_retriever.py)."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,5 +1,3 @@
 """The model that ingestion's own tests use."""
 
-from __future__ import annotations
-
 from tests.ingest.conftest import lm_directory, tokenizer  # noqa: F401

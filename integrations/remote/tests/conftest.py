@@ -1,6 +1,4 @@
 """The stores that the engine's own tests use."""
 
-from __future__ import annotations
-
 from tests.engine.conftest import kb  # noqa: F401
 from tests.store.conftest import url  # noqa: F401

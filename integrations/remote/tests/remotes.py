@@ -1,7 +1,5 @@
 """Real servers on loopback for tests of remotes: moto's S3 and Debian's redis-server, started at first use."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os

@@ -1,8 +1,6 @@
 """A store whose model runs in vLLM: what is sent, what is made of the answer, and what goes wrong. vLLM is a double
 here; that it answers as the embedded engine does is shown in vLLM's own environment (integrations/vllm/tests)."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

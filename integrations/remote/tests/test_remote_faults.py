@@ -1,7 +1,5 @@
 """Remotes that are slow, down, full, read-only or refuse: typed errors, soon, and no secret in any of them."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

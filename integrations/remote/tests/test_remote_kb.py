@@ -1,7 +1,5 @@
 """Knowledge bases that share a remote: two machines with a database in common, as a fleet has with PostgreSQL."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

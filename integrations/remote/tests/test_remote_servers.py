@@ -1,7 +1,5 @@
 """Several vLLM servers over one store: which one a question goes to, and what happens where one is gone."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores whose blocks are in a remote, over real servers: what machines share, what is deleted, and whose it is."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

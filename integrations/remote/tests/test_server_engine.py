@@ -1,7 +1,5 @@
 """The server over a store whose model runs in vLLM (a double)."""
 
-from __future__ import annotations
-
 import pytest
 from serving import serving
 

@@ -1,7 +1,5 @@
 """A test double of vLLM's completion server: it answers what a test tells it to."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """vLLM's server over a store, as `ragcache vllm` starts it. Needs an environment with vLLM and ragcache."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The digest of a checkpoint's files, which needs no model."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Stored blocks inside vLLM against plain transformers under an explicit mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm_world import ANSWER, Answered, Engine, World, assert_alike

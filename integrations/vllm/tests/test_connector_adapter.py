@@ -1,7 +1,5 @@
 """A store whose model is an adapter: vLLM over the merged checkpoint against the embedded engine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`RagCache.open(engine=...)` over vLLM against the embedded engine, over the example corpus."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

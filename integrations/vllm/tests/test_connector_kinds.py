@@ -1,7 +1,5 @@
 """Other models, ranks, compiled passes and preempted requests: stored blocks inside vLLM against plain transformers."""
 
-from __future__ import annotations
-
 import pytest
 from vllm_world import Engine, World, assert_alike
 

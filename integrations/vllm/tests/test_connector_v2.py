@@ -1,7 +1,5 @@
 """The connector's tests with vLLM's V2 model runner, a GPU's default, its kernels and ours in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

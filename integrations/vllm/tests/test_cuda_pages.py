@@ -1,7 +1,5 @@
 """Stored blocks on vLLM's pages on a CUDA device: the kernel on its stream against the plain way; needs no vLLM."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import saved_tiny

@@ -1,7 +1,5 @@
 """An adapter and its base as one checkpoint: what plain transformers loads from it, and what `ragcache vllm` says."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from itertools import pairwise

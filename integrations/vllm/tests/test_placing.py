@@ -1,8 +1,6 @@
 """Blocks on vLLM's pages: by the kernel, in Triton's interpreter, against what vLLM's own writer is given. No vLLM is
 needed."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """The layout that travels with a request to vLLM, and the plan made of it. No vLLM is needed."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The deployments of docs/scale.md: files that parse, and commands that ragcache understands."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What vLLM's processes read: a store's blocks, or copies of a remote's. No vLLM is needed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

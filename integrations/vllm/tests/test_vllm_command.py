@@ -1,7 +1,5 @@
 """`ragcache vllm`: the command that starts vLLM over a store. No vLLM is needed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from itertools import pairwise

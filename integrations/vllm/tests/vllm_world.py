@@ -1,7 +1,5 @@
 """A tiny model, its stored blocks, and vLLM over them. Needs an environment with vLLM and ragcache."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Sequence
