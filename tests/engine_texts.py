@@ -1,5 +1,5 @@
-"""The documents of the store that most tests here ask, a template, and messages. A module, since every folder has a
-conftest."""
+"""The documents of the store that most tests here ask, questions, a template, and messages. A module, since every
+folder has a conftest."""
 
 TEXTS = {
     "cats": "The cat sat on the mat. It was happy there.\n",
@@ -7,6 +7,12 @@ TEXTS = {
     "rivers": "The river Arno rises in the Vale hills.\n",
     "clubs": "The rowing club of Kelbrook meets on Monday.\n",
 }
+QUESTIONS = [
+    "Where do dogs bark?",
+    "Where does the river rise?",
+    "When does the rowing club meet?",
+    "Is the cat happy?",
+]
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -20,13 +20,6 @@ from ragcache.server.run import Server, listen, url_of
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 
-TEXTS = {
-    "cats": "The cat sat on the mat. It was happy there.\n",
-    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
-    "rivers": "The river Arno rises in the Vale hills.\n",
-    "clubs": "The rowing club of Kelbrook meets on Monday.\n",
-}
-
 
 def settings_outside(*prefixes: str) -> list[str]:
     """Names of the environment's variables that begin so, but for those that are the tests' own."""

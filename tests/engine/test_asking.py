@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from engine_texts import CHAT, user
+from engine_texts import CHAT, QUESTIONS, user
 from families import block_diagonal
 from plain_oracle import greedy
 from tiny_model import save_tiny_llama
@@ -16,12 +16,6 @@ import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, DeviceError, PromptError
 from ragcache.models.generate import decode
 
-QUESTIONS = [
-    "Where do dogs bark?",
-    "Where does the river rise?",
-    "When does the rowing club meet?",
-    "Is the cat happy?",
-]
 TURNS = [user(QUESTIONS[0])]
 SHORT, FEW = rc.Sampling(max_tokens=12), rc.Sampling(max_tokens=4)
 

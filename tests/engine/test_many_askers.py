@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
+from engine_texts import QUESTIONS
 from tiny_model import save_tiny_llama
 from waiting import WAIT_S, until
 
@@ -29,12 +30,6 @@ from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import NO_LIMIT, Limit
 from ragcache.models.encode import AbandonedSignal
 
-QUESTIONS = [
-    "Where do dogs bark?",
-    "Where does the river rise?",
-    "When does the rowing club meet?",
-    "Is the cat happy?",
-]
 METHODS = ["reposition", "full", "cacheblend", "epic"]
 SHORT, LONG = rc.Sampling(max_tokens=6), rc.Sampling(max_tokens=80)
 

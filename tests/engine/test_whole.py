@@ -3,17 +3,13 @@
 import logging
 
 import pytest
+from engine_texts import TEXTS
 from plain_oracle import greedy
 
 import ragcache as rc
 from ragcache.codecs import CODECS
 from ragcache.errors import ContextTooLongError
 
-TEXTS = {
-    "cats": "The cat sat on the mat. It was happy there.\n",
-    "dogs": "Dogs bark at night in the town of Kelbrook.\n",
-    "rivers": "The river Arno rises in the Vale hills.\n",
-}
 SHORT = rc.Sampling(max_tokens=6)
 QUESTION, OTHER = "Where do dogs bark?", "Is the cat happy?"
 NO_TREE = rc.StoreConfig(prefix_bytes=0)

@@ -16,7 +16,6 @@ from families import (
 from transformers import DynamicCache
 
 import ragcache as rc
-from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.models.latent import ABSORBED, absorbed_of
@@ -104,14 +103,6 @@ def test_a_layer_whose_latents_are_expanded_otherwise_is_attended_to_by_keys(mod
     honest = type(part).expand_kv
     monkeypatch.setattr(type(part), "expand_kv", lambda *given: (honest(*given)[0] * 1.01, honest(*given)[1]))
     assert absorbed_of(part, 8, 16) is None
-
-
-@pytest.mark.parametrize("method", ["samkv", "infllm", "entropy"])
-def test_methods_that_choose_by_keys_of_heads_are_refused(model, method):
-    lm, _ = model
-    more = {"top_k": 1} if method == "entropy" else {}
-    with pytest.raises(ConfigError, match="keeps latents"):
-        rc.fuse(lm, random_prompt(5, chunks=(40, 30, 20)), method, **more)
 
 
 def test_eviction_keeps_what_all_heads_together_attend_to_most(model):

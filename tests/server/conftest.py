@@ -4,8 +4,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from engine_texts import TEXTS
 from openai import OpenAI
-from serving import TEXTS, Served, serving, settings_outside
+from serving import Served, serving, settings_outside
 from templates import TOOL_TEMPLATES
 from tiny_model import save_tiny_llama
 

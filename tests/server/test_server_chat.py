@@ -5,10 +5,11 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from engine_texts import TEXTS
 from openai import BadRequestError, OpenAI
 from openai.types.chat.chat_completion_message import Annotation
 from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotationAddedEvent
-from serving import TEXTS, Served, events, serving
+from serving import Served, events, serving
 
 import ragcache as rc
 from ragcache.server.settings import ServerSettings

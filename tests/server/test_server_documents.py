@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import numpy as np
+from engine_texts import TEXTS
 from openai import OpenAI
-from serving import TEXTS, Served, events, wait_for
+from serving import Served, events, wait_for
 
 import ragcache as rc
 from ragcache_demo.bag_of_words import BagOfWords

@@ -6,7 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import TEXTS, Served, figures, send, wait_for
+from engine_texts import TEXTS
+from serving import Served, figures, send, wait_for
 
 from ragcache.server.observe import JsonFormatter
 

@@ -4,9 +4,10 @@ import json
 
 import jsonschema
 import pytest
+from engine_texts import TEXTS
 from openai import BadRequestError, OpenAI
 from scripted import script
-from serving import TEXTS, Served
+from serving import Served
 
 import ragcache as rc
 

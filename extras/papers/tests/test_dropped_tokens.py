@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from ape_formula import merged
 from families import METHOD_FAMILIES, assert_same, block_diagonal, layout, random_prompt
 from formula_oracle import (
     ANSWER,
@@ -14,7 +15,6 @@ from formula_oracle import (
     assert_kept,
     expected,
     held_tokens,
-    merged,
     planned_logits,
     step_by_step,
     with_answer,

@@ -6,6 +6,7 @@ from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
 from formula_oracle import Plan, formula_model, planned_logits
 
 import ragcache as rc
+from ragcache.errors import ConfigError
 
 OPTIONS = {"block_size": 4, "top_blocks": 3, "representative_tokens": 2, "initial_tokens": 3, "local_tokens": 6}
 ANSWER = [5, 77, 31]
@@ -80,3 +81,11 @@ def test_one_chunk_behind_the_prefix_is_kept_whole(family):
     n = prompt.num_tokens
     expected = planned_logits(oracle, prompt.ids, Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n)))[-1]
     assert_same(rc.fuse(lm, prompt, method="infllm", recipe="prefix", **OPTIONS).next_logits, expected)
+
+
+@pytest.mark.parametrize("method", ["samkv", "infllm", "entropy"])
+def test_methods_that_choose_by_keys_of_heads_are_refused_to_models_that_keep_latents(load, method):
+    more = {"top_k": 1} if method == "entropy" else {}
+    for latent in ("deepseek_v2", "deepseek_v3"):
+        with pytest.raises(ConfigError, match="keeps latents"):
+            rc.fuse(load(latent)[0], random_prompt(5, chunks=(40, 30, 20)), method, **more)

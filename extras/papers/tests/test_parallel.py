@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from ape_formula import merged
 from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, merged, planned_logits
+from formula_oracle import Plan, formula_model, planned_logits, step_by_step
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -22,14 +23,6 @@ def family(request, tmp_path_factory):
 def assert_same(ours, theirs):
     scale = theirs.abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
-
-
-def step_by_step(lm, fused, answer):
-    """Logits at the suffix's last token and at each answer token, decoded one by one."""
-    out = [fused.next_logits]
-    for step, token in enumerate(answer):
-        out.append(lm.run([token], fused.next_position + step, fused.cache))
-    return torch.stack(out)
 
 
 @pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.9, 0.9), (0.3, 0.6), (1.0, 0.5), (0.7, 1.4)])

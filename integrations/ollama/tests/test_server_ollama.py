@@ -8,8 +8,9 @@ import httpx
 import jsonschema
 import ollama
 import pytest
+from engine_texts import TEXTS
 from scripted import script
-from serving import TEXTS, Served, serving, wait_for
+from serving import Served, serving, wait_for
 
 import ragcache as rc
 from ragcache.engine.options import AnswerDefaults
