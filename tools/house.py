@@ -32,11 +32,11 @@ class Room(NamedTuple):
 
 ROOMS = {
     "ragcache": Room(1_404, 7, 1_120, 7),
-    "ragcache/kv": Room(2_474, 10, 1_870, 9),
-    "ragcache/models": Room(5_852, 28, 4_300, 20),
+    "ragcache/kv": Room(2_485, 10, 1_870, 9),
+    "ragcache/models": Room(5_854, 28, 4_300, 20),
     "ragcache/codecs": Room(1_299, 8, 2_321, 15),
     "ragcache/fusion": Room(1_983, 12, 1_863, 15),
-    "ragcache/store": Room(5_535, 27, 5_559, 30),
+    "ragcache/store": Room(5_523, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_054, 16, 3_348, 21),
     "ragcache/engine": Room(8_009, 32, 5_518, 26),
