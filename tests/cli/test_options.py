@@ -250,8 +250,9 @@ def test_options_reach_the_engine():
         "thinking_budget": 7,
     }
     told = {"filter": {"year": 2024}, "chat_template_kwargs": {"a": 1}}
-    options = AnswerOptions(k=3, seed=4, on_overflow="trim", **given, **told).call_options()
-    assert options == {**given, **told, "k": 3, "on_overflow": "trim", "sampling": rc.Sampling(seed=4)}
+    options = AnswerOptions(k=3, seed=4, max_tokens=7, on_overflow="trim", **given, **told).call_options()
+    assert options == {**given, **told, "k": 3, "on_overflow": "trim", "sampling": rc.Sampling(seed=4, max_tokens=7)}
+    assert AnswerOptions().call_options()["sampling"].max_tokens is None, "answers end by themselves"
 
 
 def test_options_of_every_kind_are_read_into_a_group():
@@ -347,11 +348,6 @@ for arguments in {[[places.get(one, one) for one in arguments] for arguments in 
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.splitlines() == [f"{name} 0 [] True" for name, *_ in LIGHT]
-
-
-def test_answers_end_by_themselves_unless_a_length_is_given():
-    assert AnswerOptions().call_options()["sampling"].max_tokens is None
-    assert AnswerOptions(max_tokens=7).call_options()["sampling"].max_tokens == 7
 
 
 def test_letters_that_the_output_lacks_are_written_out(store, tmp_path, monkeypatch):

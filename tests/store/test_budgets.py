@@ -265,17 +265,6 @@ def all_bytes(root: Path) -> int:
     return sum(sizes.values())
 
 
-def test_the_least_recently_used_file_goes(one, root):
-    tier = DiskTier(root, RawCodec(), 3 * one + 1)
-    for number in range(3):
-        assert tier.put(make_key(number), make_block(number)) is not None
-    assert tier.get(make_key(0)) is not None
-    assert tier.put(make_key(3), make_block(3)) is not None
-    assert sorted(tier.keys()) == sorted(make_key(number) for number in (0, 2, 3))
-    assert tier.evictions == 1
-    assert all_bytes(root) == 3 * one
-
-
 @pytest.mark.parametrize("policy", ["lru", "pgdsf"])
 def test_the_order_of_use_and_the_sizes_outlive_the_process(one, root, policy):
     first = DiskTier(root, RawCodec(), 3 * one, get_policy(policy))

@@ -165,17 +165,13 @@ def test_with_a_cuda_device_a_cold_file_comes_past_the_page_cache(tmp_path, pool
         assert all(pool.holds(tensor) for tensor in tensors_of(loaded.block))
 
 
-def test_on_a_cpu_it_goes_through_the_page_cache(tmp_path, pool, kernel):
+@pytest.mark.parametrize(("device", "cannot_say"), [("cpu", False), ("cuda", True)])
+def test_on_a_cpu_or_where_nobody_can_say_what_the_page_cache_has_it_goes_through_it(
+    tmp_path, pool, kernel, device, cannot_say
+):
     kept(tmp_path, "raw", cold=True)
-    with open_store(tmp_path) as store:
-        assert store.get(KEY) is not None
-    assert kernel.moved.keys() == {"buffered"}
-
-
-def test_so_does_it_where_nobody_can_say_what_the_page_cache_has(tmp_path, pool, kernel):
-    kept(tmp_path, "raw", cold=True)
-    kernel.cannot_say = True
-    with open_store(tmp_path, "cuda") as store:
+    kernel.cannot_say = cannot_say
+    with open_store(tmp_path, device) as store:
         assert store.get(KEY) is not None
     assert kernel.moved.keys() == {"buffered"}
 

@@ -196,14 +196,6 @@ def test_names_of_blocks_are_flushed(tmp_path, monkeypatch, budget_bytes):
         assert unflushed(calls) == []
 
 
-def test_an_empty_tier_has_nothing(tier):
-    assert tier.get(make_key(1)) is None
-    assert make_key(1) not in tier
-    assert list(tier.keys()) == []
-    assert tier.usage() == TierUsage(0, 0)
-    tier.delete(make_key(1))
-
-
 def test_keys_and_usage_are_those_of_the_blocks_held(tier):
     blocks = {make_key(number): make_block(number) for number in range(20)}
     for key, block in blocks.items():
@@ -277,15 +269,6 @@ def test_threads_get_whole_blocks_or_none(tier):
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(4))) == [0, 0, 0, 0]
-
-
-def test_disk_is_sharded_and_survives_a_new_tier(tmp_path):
-    key = make_key(1)
-    DiskTier(tmp_path, RawCodec()).put(key, make_block(1))
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [
-        f"{key[:2]}/{key[2:4]}/{key}.safetensors"
-    ]
-    assert same(DiskTier(tmp_path, RawCodec()).get(key), make_block(1))
 
 
 def test_disk_lists_nothing_but_blocks(tmp_path):
