@@ -207,16 +207,6 @@ def test_bad_options_are_refused(root, options, words):
     assert not root.exists()
 
 
-def test_bad_keys_are_refused(store):
-    for key in ("", "handle", "../" * 21 + "x"):
-        for action in (store.get, store.delete, store.verify):
-            with pytest.raises(ConfigError, match="no block key"):
-                action(key)
-        for where in ("durable", "flushed", "memory", "again", "nowhere"):
-            with pytest.raises(ConfigError, match="no block key"):
-                store.put(key, make_block(1), where)
-
-
 FULL_DISK = """
 from ragcache.errors import StoreFullError
 from ragcache.store.kv_store import KVStore
