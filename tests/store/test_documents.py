@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, make_url, text
 
@@ -172,6 +172,7 @@ HANDLES = st.lists(st.sampled_from(["h1", "h2", "h3", "h4", None]), max_size=3)
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(st.tuples(st.sampled_from([*"abc", "clear"]), HANDLES | st.none()), max_size=8))
+@example([("a", ["h1", "h2"]), ("b", ["h2", "h3"]), ("a", None), ("b", []), ("c", ["h3"]), ("clear", ["h1"])])
 def test_garbage_and_handles_equal_a_model(store, operations):
     """Every handle ever used is either referred to, or garbage: none is lost, none is both."""
     store.delete_documents("abc")
