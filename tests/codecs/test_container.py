@@ -101,12 +101,6 @@ def test_tensors_alias_a_private_map(path: Path) -> None:
     assert read_block(path, KEY).equal(make_block(0))
 
 
-def test_a_mapped_block_outlives_its_file(path: Path) -> None:
-    block = read_block(path, KEY)
-    path.unlink()
-    assert block.equal(make_block(0))
-
-
 def test_every_flipped_byte_is_found(path: Path) -> None:
     """Each byte of the file in turn, header, checksum and padding included."""
     data = path.read_bytes()

@@ -37,10 +37,12 @@ def test_a_block_is_bit_identical_from_every_tier(codec: str, dtype: torch.dtype
         loads += [found.block for found in (store.get(KEY), other.get(KEY)) if found]
         assert tier_of(store, KEY) == tier_of(other, KEY) == "memory"
     with KVStore(tmp_path / "kv", memory_bytes=0) as mapped, KVStore(tmp_path / "kv") as promoting:
-        loads += [found.block for found in (mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)) if found]
+        read = [mapped.get(KEY), mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)]
+    assert [found.tier for found in read if found] == ["disk", "disk", "disk", "memory"]
+    loads += [found.block for found in read if found]
     coder = get_codec(codec).for_trial(block)
     expected = coder.decode(coder.encode(block))
-    assert len(loads) == 7
+    assert len(loads) == 8
     assert all(one.equal(expected) for one in loads)
 
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from attacks import attribute_html, inflating_pdf, many_pages_pdf, unclosed_html
 from kit import Kit
 from waiting import until
 
@@ -44,6 +44,51 @@ def reading(*paths: Path, **limits: Any) -> list[Document | Exception]:
         return [record for path in paths for record in reader.read(SourceFile(path, path.name))]
     finally:
         reader.close()
+
+
+# Files that are small and cost much to read.
+
+
+def pdf(objects: list[bytes]) -> bytes:
+    """A PDF of these objects, the first of which is the catalogue."""
+    body, offsets = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, start=1):
+        offsets.append(len(body))
+        body += b"%d 0 obj\n%b\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    head = b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
+    tail = b"trailer\n<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, len(body))
+    return body + head + table + tail
+
+
+def stream(data: bytes) -> bytes:
+    packed = zlib.compress(data, 9)
+    return b"<</Length %d/Filter/FlateDecode>>\nstream\n%b\nendstream" % (len(packed), packed)
+
+
+def pages(count: int, content: bytes) -> bytes:
+    """So many pages that share one content stream."""
+    kids = b" ".join(b"%d 0 R" % (5 + page) for page in range(count))
+    page = b"<</Type/Page/Parent 2 0 R/Contents 3 0 R/MediaBox[0 0 612 792]/Resources<</Font<</F 4 0 R>>>>>>"
+    return pdf(
+        [
+            b"<</Type/Catalog/Pages 2 0 R>>",
+            b"<</Type/Pages/Count %d/Kids[%b]>>" % (count, kids),
+            stream(content),
+            b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+            *[page] * count,
+        ]
+    )
+
+
+def inflating_pdf(size: int) -> bytes:
+    """One page whose text operators inflate to `size` bytes."""
+    line = b"(Alna) Tj 0 -1 Td\n"
+    return pages(1, b"BT /F 1 Tf\n" + line * (size // len(line)) + b"ET")
+
+
+def many_pages_pdf(count: int) -> bytes:
+    return pages(count, b"BT /F 1 Tf\n" + b"(Alna) Tj 0 -1 Td\n" * 2000 + b"ET")
 
 
 def test_a_reading_process_imports_no_model(tmp_path):
@@ -86,7 +131,7 @@ def test_a_file_that_takes_too_long_fails_by_name_in_time(tmp_path):
     assert "0.5 s" in error.reason
 
 
-@pytest.mark.parametrize("data", [unclosed_html(16_000), attribute_html(60_000), b"<p>" * 500_000])
+@pytest.mark.parametrize("data", [b"<b>" * 16_000 + b"foo</p>" * 16_000, b"<a b='" * 60_000, b"<p>" * 500_000])
 def test_hostile_pages_take_a_moment(tmp_path, data):
     """Parsers of Python take minutes for the first two."""
     (error,) = reading(write(tmp_path, {"a.html": data}) / "a.html", seconds=30)
@@ -132,8 +177,6 @@ def test_an_encoding_that_is_stated_is_taken_where_text_is_not_utf_8(tmp_path, e
     assert [texts[0], texts[1], texts[3]] == [own, text, text]
     assert text in texts[2]
     assert "not UTF-16" in refused.reason
-    with pytest.raises(ConfigError, match="encoding is 'nonsense'"):
-        ReadLimits(encoding="nonsense")
 
 
 def test_passages_are_capped(tmp_path, lm):
@@ -233,7 +276,9 @@ def resident(pid: int | str = "self") -> int:
         return 0  # it has ended
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"memory_bytes": 1000}, {"text_bytes": 0}, {"chunks": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"seconds": 0}, {"memory_bytes": 1000}, {"text_bytes": 0}, {"chunks": 0}, {"encoding": "?"}]
+)
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ReadLimits(**wrong)

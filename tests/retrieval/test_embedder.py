@@ -1,4 +1,5 @@
-"""Embedders against their authors' formulas written out, on tiny random models and the packaged MiniLM."""
+"""Embedders against their authors' formulas written out, on tiny random models and the packaged MiniLM; rerankers:
+scores against plain transformers, choice and order against sorting all of them."""
 
 import json
 import os
@@ -18,31 +19,45 @@ import torch
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 from waiting import at_once, until
 
-from ragcache.errors import CancelledError, ConfigError, EmbedderError, EmbedderMismatchError
+import ragcache as rc
+from ragcache.errors import CancelledError, ConfigError, EmbedderError, EmbedderMismatchError, RerankerError
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import PASSAGES, QUESTION, BoundedEmbedder, PriorityLock, TokenEmbedder, load_embedder
+from ragcache.retrieval.embedder import (
+    PASSAGES,
+    QUESTION,
+    BoundedEmbedder,
+    PriorityLock,
+    TokenEmbedder,
+    load_embedder,
+    load_reranker,
+)
+from ragcache_demo.bag_of_words import BagOfWords
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]
+MORE_WORDS = ["tolvik", "osby", "alna", "berg", "holm", "mora", "has", "a", "mill", ".", "which"]
 TEXTS = [" ".join(WORDS[: 1 + i % len(WORDS)] * (1 + i // 3)) for i in range(14)]
 
 
-@pytest.fixture(scope="module")
-def bert_directory(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tiny-bert")
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+def save_bert(path: Path, make: type = BertModel, **options: object) -> Path:
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *MORE_WORDS]
     BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}, model_max_length=64).save_pretrained(path)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        max_position_embeddings=64,
+        max_position_embeddings=64, **options,
     )  # fmt: skip
-    BertModel(config).eval().save_pretrained(path)
+    make(config).eval().save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def bert_directory(tmp_path_factory) -> Path:
+    return save_bert(tmp_path_factory.mktemp("tiny-bert"))
 
 
 def authors_contriever(path: Path, text: str) -> np.ndarray:
@@ -312,3 +327,103 @@ def test_an_embedder_says_how_much_it_reads(bert_directory):
     longest = "river " * 400_000
     assert embedder.count_tokens([longest])[0] > embedder.max_tokens
     np.testing.assert_array_equal(embedder.embed([longest]), embedder.embed(["river " * 2000]))
+
+
+# Reranking
+
+STATED = [
+    f"{town} has a {thing}." for town in ("Tolvik", "Osby", "Alna", "Berg") for thing in ("river", "mill", "club")
+]
+ASKED = "Which town has a mill"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    options = {"num_labels": 1, "initializer_range": 0.5}
+    return save_bert(tmp_path_factory.mktemp("cross-encoder"), BertForSequenceClassification, **options)
+
+
+@pytest.fixture(scope="module")
+def kb(directory, lm, tmp_path_factory) -> rc.RagCache:
+    path = tmp_path_factory.mktemp("reranked") / "kb"
+    with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), reranker=directory) as kb:
+        kb.ingest([rc.Document(f"d{n}", text) for n, text in enumerate(STATED)], kv="lazy")
+        yield kb
+
+
+def plain_logits(directory: Path, texts: list[str]) -> np.ndarray:
+    tokenizer = BertTokenizerFast.from_pretrained(directory)
+    model = BertForSequenceClassification.from_pretrained(directory).eval()
+    found = []
+    for text in texts:
+        inputs = tokenizer(ASKED, text, truncation=True, return_tensors="pt")
+        with torch.no_grad():
+            found.append(model(**inputs).logits[0, 0].item())
+    return np.array(found)
+
+
+def texts_of(hits: list[rc.Hit]) -> list[str]:
+    return [hit.chunk.text.strip() for hit in hits]
+
+
+def test_scores_are_the_models_logits(directory):
+    texts = [*STATED, "Berg " * 100, "Holm"]
+    scores = load_reranker(directory).scores(ASKED, texts)
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, plain_logits(directory, texts), atol=1e-5)
+    assert load_reranker(directory).scores(ASKED, []).shape == (0,)
+
+
+@pytest.mark.parametrize("search", ["vector", "text", "hybrid"])
+def test_the_reranker_chooses_among_the_candidates(kb, directory, search):
+    near = kb.retrieve(ASKED, 9, search=search, rerank=False)
+    logits = plain_logits(directory, texts_of(near))
+    assert len(set(np.round(logits, 4))) == len(logits)
+    expected = [near[row] for row in np.argsort(-logits)[:3]]
+    assert expected != near[:3]
+    assert kb.retrieve(ASKED, 3, search=search, fetch_k=9) == expected  # scores and handles are the search's own
+    assert kb.retrieve(ASKED, 3, search=search, fetch_k=9, rerank=True) == expected
+
+
+def test_a_question_is_answered_from_the_reranked(kb, directory):
+    best = [STATED[row] for row in np.argsort(-plain_logits(directory, STATED))]  # 5 * 4 candidates: all of them
+    asked = {"sampling": rc.Sampling(1), "rerank": True}
+    assert texts_of(kb.ask(ASKED, 4, **asked).hits) == best[:4]
+    assert texts_of(kb.chat([{"role": "user", "content": ASKED}], k=4, **asked).hits) == best[:4]
+    least = kb.retrieve(ASKED, 4, rerank=False)[1].score
+    above = kb.retrieve(ASKED, 12, rerank=False, score_threshold=least)
+    kept = kb.retrieve(ASKED, 4, score_threshold=least)
+    assert texts_of(kept) == [text for text in best if text in texts_of(above)][:4]
+
+
+def test_variety_and_vectors_are_not_reranked(kb):
+    varied = kb.retrieve(ASKED, 3, mmr_lambda=0.5)
+    assert varied == kb.retrieve(ASKED, 3, mmr_lambda=0.5, rerank=False)
+    vector = kb.embedder.embed_query(ASKED)
+    assert kb.retrieve(vector, 3) == kb.retrieve(ASKED, 3, rerank=False)
+    with pytest.raises(ConfigError, match="mmr_lambda and rerank"):
+        kb.retrieve(ASKED, 3, mmr_lambda=0.5, rerank=True)
+    with pytest.raises(ConfigError, match="the question is a vector"):
+        kb.retrieve(vector, 3, rerank=True)
+    kb.retriever.reranker, reranker = None, kb.retriever.reranker
+    try:
+        with pytest.raises(ConfigError, match="open the store with one"):
+            kb.retrieve(ASKED, 3, rerank=True)
+    finally:
+        kb.retriever.reranker = reranker
+
+
+def test_reranking_ends_when_the_caller_gives_up(directory):
+    limit = Limit(threading.Event())
+    limit.cancelled.set()
+    with pytest.raises(CancelledError), limited(limit):
+        load_reranker(directory).scores(ASKED, STATED)
+
+
+def test_what_is_no_cross_encoder_is_refused(tmp_path):
+    with pytest.raises(RerankerError, match="cannot be loaded"):
+        load_reranker(tmp_path)
+    with pytest.raises(RerankerError, match="BertModel"):
+        load_reranker(save_bert(tmp_path / "embedder"))
+    with pytest.raises(RerankerError, match="3 labels"):
+        load_reranker(save_bert(tmp_path / "three", BertForSequenceClassification, num_labels=3))

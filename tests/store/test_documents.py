@@ -1,11 +1,12 @@
-"""The document store, on every database."""
+"""The document store, on every database; what chunks are read behind, and what goes with a chunk that others were read
+behind (law 10)."""
 
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, make_url, text
 
@@ -22,7 +23,8 @@ from ragcache.errors import (
     StoreReadOnlyError,
 )
 from ragcache.store.documents import DocumentStore
-from ragcache.store.records import Counts, NewChunk, NewDocument
+from ragcache.store.neighbours import KnownNeighbours, Near, NeighbourTable
+from ragcache.store.records import Counts, NewChunk, NewDocument, StoredVersion
 from ragcache.store.schema import SCHEMA_VERSION
 
 DIM = 4
@@ -96,22 +98,15 @@ def test_a_document_without_chunks_is_a_document(store):
     assert (store.counts(), store.garbage()) == (Counts(2, 0, 0), {"h"})
 
 
-def test_vector_ids_rise_and_are_never_given_again(store):
+def test_vector_ids_rise_and_are_never_given_again(url):
     seen: list[int] = []
-    for _ in range(5):
-        seen += put(store, "d", "a", "b")
-        store.delete_documents(["d"])
-    seen += put(store, "e", "c")
+    for _ in range(3):
+        with DocumentStore.open(url) as store:
+            for _ in range(2):
+                seen += put(store, "d", "a", "b")
+                store.delete_documents(["d"])
     assert seen == sorted(set(seen))
-    assert len(seen) == 11
-
-
-def test_vector_ids_survive_reopening(url):
-    with DocumentStore.open(url) as store:
-        (first,) = put(store, "d", "a")
-        store.delete_documents(["d"])
-    with DocumentStore.open(url) as store:
-        assert put(store, "d", "a")[0] > first
+    assert len(seen) == 12
 
 
 def test_chunks_by_vector_ids_keep_their_order_and_leave_out_the_gone(store):
@@ -150,21 +145,6 @@ def test_vectors_are_those_of_one_moment(store, url):
     assert [id for batch in store.all_vectors() for id in batch.ids] == [4]
 
 
-def test_handles_that_lose_their_last_chunk_become_garbage(store):
-    put(store, "a", "only a", "shared")
-    put(store, "b", "shared", "only b")
-    assert store.garbage() == set()
-    store.delete_documents(["a"])
-    assert store.garbage() == {"only a"}, "b still refers to the shared one"
-    put(store, "b", "new")
-    assert store.garbage() == store.collectable() == {"only a", "shared", "only b"}
-    assert store.handles() == {"new"}
-    put(store, "c", "only b")
-    assert store.collectable() == {"only a", "shared"}, "in use again"
-    store.clear_garbage(["only a", "never heard of"])
-    assert store.collectable() == {"shared"}
-
-
 def test_handles_set_later(store):
     put(store, "a", None, None, "h")
     generation = store.generation()
@@ -191,7 +171,8 @@ HANDLES = st.lists(st.sampled_from(["h1", "h2", "h3", "h4", None]), max_size=3)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(operations=st.lists(st.tuples(st.sampled_from("abc"), HANDLES | st.none()), max_size=8))
+@given(operations=st.lists(st.tuples(st.sampled_from([*"abc", "clear"]), HANDLES | st.none()), max_size=8))
+@example([("a", ["h1", "h2"]), ("b", ["h2", "h3"]), ("a", None), ("b", []), ("c", ["h3"]), ("clear", ["h1"])])
 def test_garbage_and_handles_equal_a_model(store, operations):
     """Every handle ever used is either referred to, or garbage: none is lost, none is both."""
     store.delete_documents("abc")
@@ -201,6 +182,9 @@ def test_garbage_and_handles_equal_a_model(store, operations):
     for id, handles in operations:
         if handles is None:
             assert store.delete_documents([id]) == ([id] if documents.pop(id, None) is not None else [])
+        elif id == "clear":
+            store.clear_garbage(["never heard of", *filter(None, handles)])
+            used -= {*handles} - {handle for held in documents.values() for handle in held}
         else:
             put(store, id, *handles)
             documents[id] = handles
@@ -392,3 +376,99 @@ def test_long_lists_are_taken_in_parts(store, monkeypatch):
 def test_a_large_document_is_one_insert(store):
     ids = put(store, "large", *(f"h{number}" for number in range(2500)))
     assert len(store.chunks_by_vector_ids(ids)) == 2500
+
+
+# Neighbours
+
+
+@pytest.fixture
+def table(store: DocumentStore) -> NeighbourTable:
+    return NeighbourTable(store.database)
+
+
+def put_one(store: DocumentStore, name: str, handle: str | None = None) -> int:
+    """A document of one chunk; its vector id."""
+    return put(store, name, handle)[0]
+
+
+def handle_of(store: DocumentStore, name: str) -> str | None:
+    return store.chunks([f"{name}.0"])[0].handle
+
+
+def test_neighbours_come_back_in_their_order(store, table):
+    a, b, c = (put_one(store, name) for name in "abc")
+    assert table.record({a: [Near(c, 0.9), Near(b, 0.4)], b: [Near(c, 0.5)]}) == {a, b}
+    assert table.of([a, b, c, 999]) == {a: [c, b], b: [c]}
+    assert table.known() == {a: KnownNeighbours(2, 0.4), b: KnownNeighbours(1, 0.5)}
+
+
+def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(store, table):
+    a, b, c = (put_one(store, name, f"h{name}") for name in "abc")
+    table.record({a: [Near(b, 0.9), Near(c, 0.4)]})
+    assert (handle_of(store, "a"), store.garbage()) == (None, {"ha"})
+    store.clear_garbage(["ha"])
+    store.set_handle("a.0", "h2")
+    assert table.record({a: [Near(b, 0.9), Near(c, 0.4)]}) == {a}
+    assert (handle_of(store, "a"), store.garbage()) == ("h2", set())
+    table.record({a: [Near(c, 0.4), Near(b, 0.4)]})
+    assert (handle_of(store, "a"), store.garbage(), table.of([a])) == (None, {"h2"}, {a: [c, b]})
+    assert (handle_of(store, "b"), handle_of(store, "c")) == ("hb", "hc")
+
+
+@pytest.mark.parametrize("how", ["delete", "replace", "move onto it"])
+def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(store, table, how):
+    a, b, c, d = (put_one(store, name) for name in "abcd")
+    for id, near in ((a, [b, c]), (b, [a]), (c, [d]), (d, [c, b])):
+        table.record({id: [Near(one, 0.5) for one in near]})
+    store.set_handles({f"{name}.0": f"h{name}" for name in "abcd"})
+    if how == "delete":
+        store.delete_documents(["b"])
+    elif how == "replace":
+        put_one(store, "b", "new")
+    else:
+        store.move_document("a", "b", StoredVersion("", "", ""), ["b.0"])
+    assert [handle_of(store, name) for name in "cd"] == ["hc", None]
+    assert table.of([c, d]) == {c: [d]}
+    assert store.garbage() == {"ha", "hb", "hd"}
+    if how == "move onto it":  # the chunk keeps its vector id; what it was read behind is gone
+        assert (handle_of(store, "b"), table.of([a])) == (None, {})
+    else:
+        assert (handle_of(store, "a"), table.of([a, b])) == (None, {})
+
+
+def test_neighbours_follow_a_document_that_is_moved(store, table):
+    a, b = put_one(store, "a"), put_one(store, "b")
+    table.record({a: [Near(b, 0.5)], b: [Near(a, 0.5)]})
+    store.set_handles({"a.0": "ha", "b.0": "hb"})
+    store.move_document("a", "z", StoredVersion("", "", ""), ["z.0"])
+    assert table.of([a, b]) == {a: [b], b: [a]}
+    assert (handle_of(store, "z"), store.garbage()) == ("ha", set())
+
+
+def test_a_chunk_that_has_gone_is_recorded_nowhere(store, table):
+    a, b, c = put_one(store, "a", "ha"), put_one(store, "b"), put_one(store, "c")
+    store.delete_documents(["b"])
+    assert table.record({a: [Near(c, 0.6), Near(b, 0.5)], b: [Near(a, 0.5)], c: [Near(a, 0.6)]}) == {c}
+    assert (table.of([a, b, c]), handle_of(store, "a")) == ({c: [a]}, "ha")
+
+
+def test_what_waits_for_more_retrievals_is_not_to_be_computed(store, table):
+    put(store, "a", None)
+    put(store, "b", "hb")
+    store.replace_document(NewDocument("c"), [new_chunk("c.0", uses_left=2)])
+    put(store, "d", None)
+    assert table.without_kv() == ["a.0", "d.0"]
+
+
+def test_the_last_id_compared_is_kept(store, table):
+    assert table.compared() == 0
+    table.set_compared(7)
+    table.set_compared(12)
+    assert table.compared() == 12
+    assert store.generation() == 0
+
+
+def test_nothing_is_recorded_where_nothing_may_be_written(store, url):
+    a = put_one(store, "a")
+    with DocumentStore.open(url, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
+        NeighbourTable(reader.database).record({a: []})

@@ -131,23 +131,6 @@ def test_every_operator_on_every_pair_of_values(store):
         assert {document.id for document in store.documents(case)} == {f"d{number}" for number in passing}
 
 
-def test_chunks_pass_by_their_own_metadata_on_top_of_their_documents(store):
-    chunks = [chunk(f"c{page}", {"page": page} | ({"lang": "de"} if page else {})) for page in range(3)]
-    ids = store.replace_document(NewDocument("d", metadata={"lang": "en", "year": 2024}), chunks)
-    assert store.vector_ids({"year": 2024}) == set(ids)
-    assert store.vector_ids({"lang": "en"}) == {ids[0]}
-    assert store.vector_ids({"lang": "de", "page": {"$gt": 1}}) == {ids[2]}
-    assert [document.id for document in store.documents({"lang": "en"})] == ["d"]
-    assert store.documents({"lang": "de"}) == []
-
-
-def test_no_filter_passes_everything(store):
-    ids = fill(store, [{"a": 1}, {}])
-    for nothing in (None, {}):
-        assert store.vector_ids(nothing) == set(ids)
-        assert len(store.documents(nothing)) == 2
-
-
 @pytest.mark.slow
 def test_long_lists_pass(store):
     ids = fill(store, [{"n": number} for number in range(3)])

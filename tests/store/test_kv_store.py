@@ -20,7 +20,6 @@ from ragcache.codecs.container import read_container, write_container
 from ragcache.errors import (
     ConfigError,
     DamagedBlockError,
-    MissingBlockError,
     SchemaVersionError,
     StoreReadOnlyError,
     TraceError,
@@ -56,27 +55,6 @@ def damage(root: Path, key: str) -> None:
     path_of(root, key).write_bytes(data)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_is_bit_identical_from_every_tier(root, dtype):
-    block = make_block(1, dtype=dtype)
-    with KVStore(root) as store:
-        store.put(KEY, block)
-        first = store.get(KEY)
-    with KVStore(root, memory_bytes=0) as mapped, KVStore(root) as promoting:
-        loads = [first, mapped.get(KEY), mapped.get(KEY), promoting.get(KEY), promoting.get(KEY)]
-    assert [load.tier for load in loads if load] == ["memory", "disk", "disk", "disk", "memory"]
-    assert all(load.block.equal(block) for load in loads if load)
-
-
-def test_an_unknown_key_is_nowhere(store):
-    assert store.get(KEY) is None
-    assert tier_of(store, KEY) is None
-    assert KEY not in store
-    store.delete(KEY)
-    with pytest.raises(MissingBlockError):
-        store.verify(KEY)
-
-
 def test_size_is_what_a_read_from_the_fastest_tier_moves(root, store):
     block = make_block(1)
     assert size_of(store, KEY) is None
@@ -89,18 +67,6 @@ def test_size_is_what_a_read_from_the_fastest_tier_moves(root, store):
         )
         assert other.stats().hits_by_tier == {"memory": 0, "disk": 0}
     assert tier_of(store, KEY) == "memory"
-
-
-def test_deletion_reaches_every_tier(root, store):
-    store.put(KEY, make_block(1))
-    store.put(make_key(2), make_block(2))
-    assert path_of(root, KEY).exists()
-    store.delete(KEY)
-    assert tier_of(store, KEY) is None
-    assert store.get(KEY) is None
-    assert not path_of(root, KEY).exists()
-    assert store.stats().bytes_by_tier["memory"] == make_block(2).num_bytes
-    assert served_from(store, make_key(2), make_block(2)) == "memory"
 
 
 @pytest.mark.parametrize("way", ["get", "put"])
@@ -208,13 +174,6 @@ def test_statistics_are_those_of_what_happened(root):
         assert sorted(store.keys()) == sorted(make_key(number) for number in range(3))
 
 
-def test_a_budget_below_one_block_serves_from_disk(root):
-    with KVStore(root, memory_bytes=make_block(1).num_bytes - 1) as store:
-        store.put(KEY, make_block(1))
-        assert [served_from(store, KEY, make_block(1)) for _ in range(2)] == ["disk", "disk"]
-        assert store.stats().bytes_by_tier["memory"] == 0
-
-
 def test_sweep_removes_leftovers_of_dead_writers(root, store):
     store.put(KEY, make_block(1))
     directory = path_of(root, KEY).parent
@@ -229,7 +188,7 @@ def test_sweep_removes_leftovers_of_dead_writers(root, store):
 
 
 BAD_OPTIONS = [
-    ({"codec": "zip"}, "zip"),
+    ({"codec": "zip"}, "'zip'.*raw"),
     ({"durable": "tape"}, "durable tier 'tape' is unknown; choose one of disk"),
     ({"eviction": "random"}, "'random'.*lru"),
     ({"admission": "bouncer"}, "'bouncer'.*all, tinylfu"),
@@ -246,16 +205,6 @@ def test_bad_options_are_refused(root, options, words):
     with pytest.raises(ConfigError, match=words):
         KVStore(root, **options).use_device(torch.device("cpu"))
     assert not root.exists()
-
-
-def test_bad_keys_are_refused(store):
-    for key in ("", "handle", "../" * 21 + "x"):
-        for action in (store.get, store.delete, store.verify):
-            with pytest.raises(ConfigError, match="no block key"):
-                action(key)
-        for where in ("durable", "flushed", "memory", "again", "nowhere"):
-            with pytest.raises(ConfigError, match="no block key"):
-                store.put(key, make_block(1), where)
 
 
 FULL_DISK = """

@@ -320,13 +320,6 @@ def test_a_new_store_outlives_a_power_cut(tmp_path, monkeypatch):
     assert unflushed(calls) == []
 
 
-def test_paths_are_below_the_root(tmp_path):
-    layout = StoreLayout(str(tmp_path))
-    paths = (layout.marker, layout.database, layout.kv, layout.index, layout.lock)
-    assert len(set(paths)) == 5
-    assert all(path.parent == tmp_path for path in paths)
-
-
 def test_an_empty_directory_becomes_a_store_and_others_do_not(tmp_path):
     StoreLayout(tmp_path).create()
     other = tmp_path / "other"
@@ -380,15 +373,6 @@ def test_the_same_thread_may_hold_the_lock_twice(tmp_path):
         pass
     with StoreLayout(tmp_path).writer(0):
         pass
-
-
-def test_a_second_layout_of_the_same_store_waits_too(tmp_path):
-    def work() -> None:
-        with pytest.raises(StoreBusyError), StoreLayout(tmp_path).writer(0):
-            pass
-
-    with StoreLayout(tmp_path).writer(0):
-        at_once(work)
 
 
 HOLDER = """

@@ -1,12 +1,16 @@
 """What every tier keeps, what every durable one keeps beyond it, and a store over one that is no directory."""
 
 import random
+import re
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +18,6 @@ from bases import ready
 from blocks import DTYPES, make_block, make_key, make_mixed_block, same, served_from, tier_of
 from covering import covering
 from flushes import needs_proc, record_calls, unflushed
-from shared_tier import SharedTier
 
 from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
@@ -32,12 +35,96 @@ from ragcache.store.tiers import (
     DurableTier,
     MemoryTier,
     RemoteTier,
+    Room,
     Tier,
     TierUsage,
 )
 from ragcache.store.tiers.write_behind import WriteBehind
 
 ROOMY = 1 << 20
+
+
+class Kept(NamedTuple):
+    block: KVBlock
+    used_at: float
+
+
+class SharedTier(DurableTier):
+    """A durable tier that is no directory: a test double of a service that several processes share. Blocks in a
+    dictionary, by the name of the store: what one instance puts, all others of that name have."""
+
+    name = "shared"
+    services: ClassVar[dict[Path, dict[str, Kept]]] = {}
+
+    def __init__(
+        self,
+        root: Path,
+        codec: Codec,
+        budget_bytes: int | None = None,
+        policy: EvictionPolicy | None = None,
+        is_pinned: Callable[[str], bool] = bool,
+    ) -> None:
+        self._kept = self.services.setdefault(root, {})
+        self.codec = codec
+        self._lock = threading.Lock()
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None
+
+    @property
+    def has_been_bounded(self) -> bool:
+        return False
+
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock:
+        _checked(key)
+        block = block if encoded else self.codec.decode(self.codec.encode(block))
+        held = block.map(lambda tensor: tensor.detach().clone())
+        self._kept[key] = Kept(held, time.time())
+        return held
+
+    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
+        kept = self._kept.get(_checked(key))
+        return None if kept is None else kept.block
+
+    def verify(self, key: str) -> None:
+        if self.get(key) is None:
+            raise MissingBlockError(f"no block {key}")
+
+    def delete(self, key: str) -> None:
+        self._kept.pop(_checked(key), None)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and _checked(key) in self._kept
+
+    def size(self, key: str) -> int | None:
+        kept = self._kept.get(_checked(key))
+        return None if kept is None else kept.block.num_bytes
+
+    def keys(self) -> Iterator[str]:
+        return iter(list(self._kept))
+
+    def usage(self) -> TierUsage:
+        sizes = [kept.block.num_bytes for kept in list(self._kept.values())]
+        return TierUsage(len(sizes), sum(sizes))
+
+    def sweep(self, older_than_s: float) -> int:
+        return 0
+
+    def used_at(self, key: str) -> float | None:
+        kept = self._kept.get(_checked(key))
+        return None if kept is None else kept.used_at
+
+    def mark_used(self, key: str, at: float) -> None:
+        with self._lock:
+            if key in self._kept:
+                self._kept[key] = Kept(self._kept[key].block, at)
+
+
+def _checked(key: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", key):
+        raise ConfigError(f"{key!r} is no block key")
+    return key
 
 
 def durable(codec: Codec) -> dict[str, Callable[[Path], DurableTier]]:
@@ -107,14 +194,6 @@ def test_names_of_blocks_are_flushed(tmp_path, monkeypatch, budget_bytes):
         step()
         assert any(path.name.startswith(make_key(1)) for what, path in calls if what in ("rename", "remove"))
         assert unflushed(calls) == []
-
-
-def test_an_empty_tier_has_nothing(tier):
-    assert tier.get(make_key(1)) is None
-    assert make_key(1) not in tier
-    assert list(tier.keys()) == []
-    assert tier.usage() == TierUsage(0, 0)
-    tier.delete(make_key(1))
 
 
 def test_keys_and_usage_are_those_of_the_blocks_held(tier):
@@ -190,15 +269,6 @@ def test_threads_get_whole_blocks_or_none(tier):
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(work, range(4))) == [0, 0, 0, 0]
-
-
-def test_disk_is_sharded_and_survives_a_new_tier(tmp_path):
-    key = make_key(1)
-    DiskTier(tmp_path, RawCodec()).put(key, make_block(1))
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [
-        f"{key[:2]}/{key[2:4]}/{key}.safetensors"
-    ]
-    assert same(DiskTier(tmp_path, RawCodec()).get(key), make_block(1))
 
 
 def test_disk_lists_nothing_but_blocks(tmp_path):
