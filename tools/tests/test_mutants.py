@@ -1,6 +1,7 @@
 """The mutants of the kill matrix: programs that differ in one place, the same ones for a seed."""
 
 import ast
+import json
 
 import pytest
 
@@ -24,3 +25,13 @@ def test_a_seed_draws_the_same_ones_of_every_kind():
     room = ROOT / "ragcache" / "kv"
     assert drawn(room, 1, 14) == drawn(room, 1, 14) != drawn(room, 2, 14)
     assert sorted({mutant.kind for mutant in drawn(room, 1, 14)}) == KINDS
+
+
+def test_what_kills_a_mutant_is_there():
+    """The matrix names, for each mutant that is killed, a test that there is: where it was moved, the row goes along."""
+    matrix = json.loads((ROOT / "tests" / "mutants.json").read_text(encoding="utf-8"))
+    rows = [*matrix["mutants"], *matrix["beside"]["mutants"], *matrix["by_hand"]]
+    for row in rows:
+        file, _, test = (row.get("killed_after_by") or row.get("killed_by") or "").partition("::")
+        if test:
+            assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), row
