@@ -28,7 +28,7 @@ def test_a_seed_draws_the_same_ones_of_every_kind():
 
 
 def test_what_kills_a_mutant_is_there():
-    """The matrix names, for each mutant that is killed, a test that there is: where it was moved, the row goes along."""
+    """The matrix names, for each mutant that is killed, a test that there is; one that moves takes its row along."""
     matrix = json.loads((ROOT / "tests" / "mutants.json").read_text(encoding="utf-8"))
     rows = [*matrix["mutants"], *matrix["beside"]["mutants"], *matrix["by_hand"]]
     for row in rows:
