@@ -1,5 +1,5 @@
-"""The documents of the store that most tests here ask, questions, a template, and messages. A module, since every
-folder has a conftest."""
+"""The documents of the store that most tests here ask, questions, a template, options, and messages. A module, since
+every folder has a conftest."""
 
 TEXTS = {
     "cats": "The cat sat on the mat. It was happy there.\n",
@@ -17,6 +17,21 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+READ = {
+    "method": "full",
+    "method_options": {"reuse": False},
+    "approximate": False,
+    "evict": 7,
+    "on_overflow": "trim",
+    "order": "shared",
+    "hint": False,
+    "reasoning_effort": "low",
+    "enable_thinking": True,
+    "thinking_budget": 7,
+    "chat_template_kwargs": {"a": 1},
+}
+"""How an answer is read: each option of the engine but the sampling, the time and the cancelling, at another value than
+its own."""
 
 
 def user(*parts):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from engine_texts import READ
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types import chat, completion_create_params, embedding_create_params, responses
 from serving import Served
@@ -321,19 +322,6 @@ def test_messages_are_short_whatever_comes(shared: Served):
 
 # Options that OpenAI's own fields stand for, and the client that hangs up.
 ELSEWHERE = {"sampling", "cancelled"}
-READ = {
-    "method": "full",
-    "method_options": {"reuse": False},
-    "approximate": False,
-    "evict": 7,
-    "on_overflow": "trim",
-    "order": "shared",
-    "hint": False,
-    "reasoning_effort": "low",
-    "enable_thinking": True,
-    "thinking_budget": 7,
-    "chat_template_kwargs": {"a": 1},
-}
 RETRIEVE = {
     "search": "hybrid",
     "filter": {"letters": 3},

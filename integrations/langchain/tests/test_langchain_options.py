@@ -1,6 +1,7 @@
 """The chat model takes whatever the engine's own options say, and hands it through."""
 
 import pytest
+from engine_texts import READ
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.messages.content import create_text_block
 
@@ -11,21 +12,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 # Options that other names stand for: the sampling's fields, `timeout`, and a task or stream that is cancelled.
 ELSEWHERE = {"sampling", "timeout_s", "cancelled"}
-GIVEN = {
-    "method": "full",
-    "method_options": {"reuse": False},
-    "approximate": False,
-    "evict": 7,
-    "on_overflow": "trim",
-    "order": "shared",
-    "hint": False,
-    "reasoning_effort": "low",
-    "enable_thinking": True,
-    "thinking_budget": 7,
-    "chat_template_kwargs": {"a": 1},
-    "context": "keep",
-    "drop_turns": False,
-}
+GIVEN = {**READ, "context": "keep", "drop_turns": False}
 
 
 class Engine:

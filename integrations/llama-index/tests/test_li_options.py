@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+from engine_texts import READ
 from llama_index.core.base.llms.types import ChatMessage
 
 import ragcache as rc
@@ -12,20 +13,7 @@ from ragcache.errors import ConfigError, TimedOutError
 
 # The sampling's fields stand for it, and LlamaIndex cancels a task or closes a stream.
 ELSEWHERE = {"sampling", "cancelled"}
-GIVEN = {
-    "method": "full",
-    "method_options": {"reuse": False},
-    "approximate": False,
-    "evict": 7,
-    "on_overflow": "trim",
-    "timeout_s": 9.0,
-    "order": "shared",
-    "hint": False,
-    "reasoning_effort": "low",
-    "enable_thinking": True,
-    "thinking_budget": 7,
-    "chat_template_kwargs": {"a": 1},
-}
+GIVEN = {**READ, "timeout_s": 9.0}
 MESSAGES = [ChatMessage("Hi")]
 
 
