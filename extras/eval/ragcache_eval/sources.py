@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, check_least
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.haystack import CountTokens, NeedleSettings, needle_cases
 from ragcache_eval.metrics import BM25
@@ -156,6 +156,7 @@ class PublicSettings:
                  any), "0/4/9", or "given" to leave the order alone; "" is "each" for sets that name positions and
                  "given" for others
     passages:    passages a question, gold ones included; 0: all that the set brings, and 10 of a corpus
+    joined:      so many passages in a row are read as one, each below its title
     distractors: of a corpus set, the others: "near" the question by BM25, or "random"
     seed:        of random distractors and of the order of corpus passages
     """
@@ -163,11 +164,13 @@ class PublicSettings:
     split: str = "dev"
     positions: str = ""
     passages: int = 0
+    joined: int = 1
     distractors: str = "near"
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_setting("distractors", self.distractors, DISTRACTORS)
+        check_least("joined", self.joined, 1)
         if self.passages < 0:
             raise ConfigError(f"passages={self.passages} is no number of passages; choose 1 or more, or 0 for all")
 
@@ -186,7 +189,7 @@ def public_cases(name: str, directory: Path, settings: PublicSettings, limit: in
     """
     entries = read_entries(_find(name, directory, settings.split))[:limit]
     filled = _from_corpus(entries, directory, settings)
-    return [case for entry in filled for case in at_positions(entry, settings.positions)]
+    return [_joined(case, settings.joined) for entry in filled for case in at_positions(entry, settings.positions)]
 
 
 def _folders(directory: Path, split: str) -> tuple[Path, Path]:
@@ -221,6 +224,18 @@ def _fewer(case: Case, count: int) -> Case:
     ranked = sorted(range(len(case.passages)), key=lambda rank: case.passages[rank].is_gold is not True)
     kept = sorted(ranked[: count or None])
     return replace(case, passages=tuple(case.passages[rank] for rank in kept))
+
+
+def _joined(case: Case, count: int) -> Case:
+    """The case with each `count` passages in a row as one: the same text, in longer passages."""
+    if count == 1:
+        return case
+    groups = [case.passages[first : first + count] for first in range(0, len(case.passages), count)]
+    passages = []
+    for group in groups:
+        text = "".join(passage.rendered() for passage in group)
+        passages.append(CasePassage(text, is_gold=any(one.is_gold for one in group) or group[0].is_gold))
+    return replace(case, passages=tuple(passages))
 
 
 class _Corpus:

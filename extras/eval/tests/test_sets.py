@@ -168,3 +168,17 @@ def test_fewer_passages_keep_the_gold_one_and_the_order(directory):
     assert [case.cell["gold_position"] for case in cases] == [0]
     with pytest.raises(ConfigError, match="passages=-1"):
         PublicSettings(passages=-1)
+
+
+def test_joined_passages_are_the_same_text_in_longer_pieces(directory):
+    rows = [document("a"), document("b"), document("gold", True), document("d", None), document("e")]
+    write(directory / "five.jsonl", {"id": "q", "question": "Q?", "documents": rows})
+    (apart,) = public_cases("five", directory, PublicSettings())
+    for count, gold in ((2, [False, True, False]), (3, [True, None])):
+        (case,) = public_cases("five", directory, PublicSettings(joined=count))
+        assert [passage.is_gold for passage in case.passages] == gold
+        assert "".join(p.rendered() for p in case.passages) == "".join(p.rendered() for p in apart.passages)
+    moved = public_cases("nq3", directory, PublicSettings(joined=2))  # the gold passage moves first
+    assert [[passage.is_gold for passage in case.passages] for case in moved] == [[True, False], [False, True]]
+    with pytest.raises(ConfigError, match="joined"):
+        PublicSettings(joined=0)
