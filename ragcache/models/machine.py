@@ -37,6 +37,14 @@ def has_device(kind: str) -> bool:
     return kind == "cpu" or bool(getattr(torch, kind).is_available())
 
 
+_failures: list[str] = []
+
+
+def device_failure() -> str | None:
+    """What ended all work of this process on its device, if anything did."""
+    return _failures[0] if _failures else None
+
+
 @contextmanager
 def translate_device_errors() -> Iterator[None]:
     """Raises DeviceError for what a GPU's driver reports; other errors pass through."""
@@ -50,10 +58,11 @@ def translate_device_errors() -> Iterator[None]:
     except RuntimeError as error:  # PyTorch's own, its libraries', Triton's
         if not (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "[CUDA]" in str(error)):
             raise
-        raise DeviceError(
+        _failures.append(
             f"the model's device failed ({first_line(error)}), and nothing runs there any more; what is stored is "
             "whole. Start again, with --device cpu if it fails again"
-        ) from error
+        )
+        raise DeviceError(_failures[-1]) from error
 
 
 def multiplies(dtype: torch.dtype) -> bool:

@@ -229,7 +229,7 @@ STATUS_MEANINGS = {
     413: "The body is too large",
     415: "The body is of another content type",
     500: "The server failed",
-    503: "The server has too much to do, or is shutting down; `Retry-After` says when to try again",
+    503: "The server has too much to do, or is shutting down: `Retry-After` says when to try again; or its GPU failed",
     504: "The time for one request is up",
     507: "The store's device is full",
 }

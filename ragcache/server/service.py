@@ -40,7 +40,6 @@ class Service:
     chat_model, embedding_model, reranking_model: names that requests use; None for a reranker that there is not
     plain_model: the chat model for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
-    ready:    whether it takes questions: warmed up, and not told to stop
     """
 
     def __init__(self, kb: RagCache, settings: ServerSettings, views: Iterable[View] = ()) -> None:
@@ -65,10 +64,6 @@ class Service:
         self._working: set[RunningTask[Any]] = set()
         self._additions: set[RunningTask[Any]] = set()
         self._threads: ThreadPoolExecutor | None = None
-
-    @property
-    def ready(self) -> bool:
-        return self.warm and not self.draining
 
     async def start(self) -> None:
         """Delete what a killed server left, and pay for what the first question would pay for: a model's first pass

@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 from ragcache import RagCache, RagCacheError, methods
 from ragcache.errors import ConfigError
 from ragcache.ingest.readers import readers
+from ragcache.models.machine import device_failure
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.service import Service, service_of, stopping
 from ragcache.server.wire import AnswerModel
@@ -165,9 +166,18 @@ def _models(service: Service) -> list[ModelItem]:
 operation_router = APIRouter(tags=["operation"])
 
 
+def check_device() -> None:
+    """Raises ApiError after a failure that only a new process gets over."""
+    if (failure := device_failure()) is not None:
+        raise ApiError(503, failure, "device_failed")
+
+
 @operation_router.head("/healthz", include_in_schema=False)
-@operation_router.get("/healthz", summary="Whether the process lives", responses={200: {"model": Health}, **errors()})
+@operation_router.get(
+    "/healthz", summary="Whether it can answer at all", responses={200: {"model": Health}, **errors(503)}
+)
 async def healthz() -> Response:
+    check_device()
     return Health(status="ok").to_response()
 
 
@@ -177,6 +187,7 @@ async def healthz() -> Response:
 )
 async def readyz(request: Request) -> Response:
     service = service_of(request)
+    check_device()
     if service.draining:
         raise stopping()
     if not service.warm:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, DeviceError, PromptError
+from ragcache.models import machine
 from ragcache.models.generate import decode
 
 TURNS = [user(QUESTIONS[0])]
@@ -192,8 +193,9 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("error", "said"), FAILURES)
-def test_a_device_that_fails_is_named_and_nothing_is_left_of_the_question(kb, error, said):
+def test_a_device_that_fails_is_named_and_nothing_is_left_of_the_question(kb, error, said, monkeypatch):
     """Amid the answer, while the prompt is read, and at ingestion; the next question has all memory."""
+    monkeypatch.setattr(machine, "_failures", [])
     left = iter(range(8))
 
     def fail(*_):
@@ -210,6 +212,7 @@ def test_a_device_that_fails_is_named_and_nothing_is_left_of_the_question(kb, er
         kb.ask("Where do cats sleep?")
     with pytest.raises(DeviceError, match=said):
         kb.ingest([rc.Document("new", "Foxes dig under the fence.")])
+    assert (machine.device_failure() is None) == isinstance(error, torch.OutOfMemoryError)
     hook.remove()
     assert kb.admission.reserved_bytes == 0
     assert kb.ask("Where do dogs bark?", sampling=rc.Sampling(max_tokens=20)).text == expected

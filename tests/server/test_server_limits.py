@@ -16,10 +16,12 @@ import forked
 import httpx
 import numpy as np
 import pytest
+import torch
 from openai import APIError, AsyncOpenAI
 from serving import Served, events, figures, send, serving, wait_for
 
 import ragcache as rc
+from ragcache.models import machine
 from ragcache.models.deadline import LIMIT
 from ragcache.server.uploads import UploadFolder
 from ragcache_demo.bag_of_words import BagOfWords
@@ -128,6 +130,23 @@ def test_a_full_queue_refuses(serve):
     for client in held:
         client.close()
     wait_for(lambda: idle(served))
+
+
+def test_a_server_whose_device_failed_says_so_to_what_starts_it_again(serve, monkeypatch):
+    monkeypatch.setattr(machine, "_failures", [])
+    served = serve()
+    assert served.http.get("/healthz").status_code == 200
+    hook = served.service.kb.lm.model.get_input_embeddings().register_forward_pre_hook(fail)
+    assert served.chat("Cats?").status_code == 500
+    hook.remove()
+    for path in ("/healthz", "/readyz"):
+        refused = served.http.get(path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "device_failed")
+        assert "launch failure" in refused.json()["error"]["message"]
+
+
+def fail(*_):
+    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 
 def test_questions_wait_for_their_turn(serve):

@@ -222,8 +222,7 @@ def _from_corpus(entries: Sequence[QuestionLine], directory: Path, settings: Pub
 def _fewer(case: Case, count: int) -> Case:
     """The case with `count` of its passages: gold ones first, all in their own order."""
     ranked = sorted(range(len(case.passages)), key=lambda rank: case.passages[rank].is_gold is not True)
-    kept = sorted(ranked[: count or None])
-    return replace(case, passages=tuple(case.passages[rank] for rank in kept))
+    return replace(case, passages=tuple(case.passages[rank] for rank in sorted(ranked[: count or None])))
 
 
 def _joined(case: Case, count: int) -> Case:
@@ -231,11 +230,9 @@ def _joined(case: Case, count: int) -> Case:
     if count == 1:
         return case
     groups = [case.passages[first : first + count] for first in range(0, len(case.passages), count)]
-    passages = []
-    for group in groups:
-        text = "".join(passage.rendered() for passage in group)
-        passages.append(CasePassage(text, is_gold=any(one.is_gold for one in group) or group[0].is_gold))
-    return replace(case, passages=tuple(passages))
+    gold = [max((one.is_gold for one in group), key=bool) for group in groups]
+    texts = ["".join(one.rendered() for one in group) for group in groups]
+    return replace(case, passages=tuple(CasePassage(text, "", has) for text, has in zip(texts, gold, strict=True)))
 
 
 class _Corpus:
