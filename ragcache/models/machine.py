@@ -58,11 +58,12 @@ def translate_device_errors() -> Iterator[None]:
     except RuntimeError as error:  # PyTorch's own, its libraries', Triton's
         if not (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "[CUDA]" in str(error)):
             raise
-        _failures.append(
+        failure = (
             f"the model's device failed ({first_line(error)}), and nothing runs there any more; what is stored is "
             "whole. Start again, with --device cpu if it fails again"
         )
-        raise DeviceError(_failures[-1]) from error
+        _failures[:] = _failures or [failure]  # the first is the cause; others would pile up
+        raise DeviceError(failure) from error
 
 
 def multiplies(dtype: torch.dtype) -> bool:
