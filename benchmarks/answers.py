@@ -27,7 +27,9 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -37,7 +39,8 @@ from benchmarks.environment import Environment, environment
 from benchmarks.report import RESULTS, Result, write
 from ragcache.errors import ConfigError, check_least, translate_os_errors
 from ragcache.prompt import PromptFormat, encode_text, prompt_format
-from ragcache_eval.case import Case
+from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.journal import Journal
 from ragcache_eval.methods import MethodSpec, all_methods, parse_methods, usable_methods
 from ragcache_eval.runner import Runner, RunSettings
@@ -116,6 +119,32 @@ def questions_of(
     return found
 
 
+def with_neighbours(
+    questions: dict[str, list[Case]], directory: Path, count: int, embedder: Embedder, seed: int
+) -> dict[str, list[Case]]:
+    """The same questions, of each passage the `count` passages of its whole set with the most similar embeddings, the
+    most similar one last: what a store that holds the set would read it behind. Like texts count once."""
+    found = {}
+    for source, cases in questions.items():
+        pool = {passage.rendered(): None for case in choose(source, directory, seed) for passage in case.passages}
+        texts = list(pool | {passage.rendered(): None for case in cases for passage in case.passages})
+        places = {text: place for place, text in enumerate(texts)}
+        vectors = np.asarray(embedder.embed(texts), np.float32)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+
+        def behind(
+            passage: CasePassage, texts: Sequence[str] = texts, vectors: Any = vectors, places: Any = places
+        ) -> CasePassage:
+            own = places[passage.rendered()]
+            scores = vectors @ vectors[own]
+            scores[own] = -np.inf
+            nearest = np.argsort(-scores)[:count]
+            return passage._replace(behind=tuple(texts[place] for place in nearest[::-1]))
+
+        found[source] = [replace(case, passages=tuple(map(behind, case.passages))) for case in cases]
+    return found
+
+
 def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:
     """The first question of each set, the second of each, and so on."""
     return filter(None, chain.from_iterable(zip_longest(*questions.values())))
@@ -159,6 +188,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no question after these")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--neighbours",
+        type=int,
+        default=0,
+        help="of each passage, for methods with neighbours=N",
+    )
     return parse_questions(parser, given, "answers", SETS, questions=24, methods="every one")
 
 
@@ -199,6 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     runner = Runner(lm, short_answers(lm), RunSettings(MAX_ANSWER_TOKENS, STOP, "skip", "full"))
     specs = usable_methods(asked, lm)
     questions = questions_of(options.sets, options.data, runner, options.context, options.questions, options.seed)
+    if options.neighbours:
+        near = options.neighbours, load_embedder("minilm")
+        questions = with_neighbours(questions, options.data, *near, options.seed)
     name = options.name or f"answers-{Path(lm.name).name}"
     path = options.journal or options.out / f"{name}.journal.jsonl"
     settings = {"dtype": options.dtype, "context": options.context, "seed": options.seed}

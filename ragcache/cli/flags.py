@@ -68,7 +68,16 @@ class ModelOptions:
         option("--option", "Option of --method, such as ratio=0.15; may be repeated.", metavar="NAME=VALUE"),
     ] = None
     recipe: Annotated[
-        str | None, option("--recipe", "How passages are encoded: isolated or prefix; the method's own if not given.")
+        str | None,
+        option("--recipe", "How passages are read: isolated, prefix or primer; as the store was made if not given."),
+    ] = None
+    primer: Annotated[
+        str | None,
+        option(
+            "--primer",
+            "Of recipe primer: 64, 128 or 256 tokens of ours, or a file with a text of yours.",
+            show_default="128",
+        ),
     ] = None
     kv_kept: Annotated[
         float | None,
@@ -116,13 +125,17 @@ class ModelOptions:
 
     def chosen_recipe(self) -> Recipe | str | None:
         """Raises ConfigError naming the option."""
-        if self.kv_kept is None:
-            if self.kv_task:
-                raise ConfigError("--kv-task says which KV is dropped; say with --kv-kept how much stays")
+        if self.kv_kept is None and self.kv_task:
+            raise ConfigError("--kv-task says which KV is dropped; say with --kv-kept how much stays")
+        if self.kv_kept is None and self.primer is None:
             return self.recipe
         from ragcache import Recipe
+        from ragcache.models.primer import read_primer
 
-        return Recipe(self.recipe or "isolated", kept=self.kv_kept, task=self.kv_task or "")
+        name = self.recipe or ("isolated" if self.primer is None else "primer")
+        kept = {} if self.kv_kept is None else {"kept": self.kv_kept, "task": self.kv_task or ""}
+        primer = "" if self.primer is None else read_primer(self.primer)
+        return Recipe(name, primer=primer, **kept)
 
 
 @dataclass(frozen=True)

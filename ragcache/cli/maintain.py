@@ -57,6 +57,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("store", store.store),
         ("model", found.model),
         ("embedder", found.embedder),
+        *((("primer", f"{found.primer_tokens} tokens"),) if found.primer_tokens else ()),
         ("documents", found.documents),
         ("passages", f"{found.chunks} of {found.tokens:,} tokens, {found.pending} without KV yet"),
         ("blocks", found.blocks),
@@ -181,18 +182,23 @@ def reencode(
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
-    """Make a store with the documents of --store for another --model.
+    """Make a store with the documents of --store for another --model, or another --recipe.
 
     The passages stay as they were cut, with their ids and metadata. --store is not changed: delete it when the new one
     is what you want. After an interruption, run it again: it goes on from there.
     """
-    if models.model is None:
-        raise ConfigError("say which model is to read the documents: --model")
+    if models.model is None and models.recipe is None:
+        raise ConfigError("say which model is to read the documents (--model), or how (--recipe)")
     if target.resolve() == store.store.resolve():
         raise ConfigError(f"{target} is --store itself; a store is of one model, so name another directory")
     with open_for_care(store, read_only=True) as old:
-        embedder = models.embedder or str(old.store.documents.properties().get("embedder", "minilm"))
+        bound = old.store.documents.properties()
+        model = models.model or str(bound.get("model_name", "mini"))
+        embedder = models.embedder or str(bound.get("embedder", "minilm"))
         made = replace(store, store=target, database=None)
-        with open_with_models(made, replace(models, embedder=embedder), create=True) as kb, bars() as progress:
+        with (
+            open_with_models(made, replace(models, model=model, embedder=embedder), create=True) as kb,
+            bars() as progress,
+        ):
             report = kb.copy(old, kv=kv, progress=progress, timeout_s=wait)
     finish(report, as_json)

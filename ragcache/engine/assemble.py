@@ -38,7 +38,7 @@ from ragcache.ingest.context_chunks import NEIGHBOURHOODS, Neighbourhood
 from ragcache.ingest.encoder import BlockKeys, ModelEncoder
 from ragcache.ingest.pipeline import IngestConfig, Ingestor, as_cut
 from ragcache.ingest.worker import Workers, WorkersConfig
-from ragcache.kv.block_key import Recipe
+from ragcache.kv.block_key import PRIMER, Recipe
 from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.card import ModelCard
 from ragcache.models.hub import resolve
@@ -128,6 +128,7 @@ def assemble(
     """
     if engine is not None and card.is_recurrent:
         raise ConfigError(f"{card.name} has recurrent layers, whose states no other engine takes; leave the engine out")
+    chosen = replace(chosen, recipe=_with_primer(store.documents, card, chosen.recipe))
     neighbours = _neighbours(store.documents, config, chosen.recipe)
     number, share = neighbours.number, store.documents.properties().get(KEPT)
     is_whole = not (isinstance(chosen.recipe, Recipe) and chosen.recipe.kept < 1)
@@ -186,6 +187,27 @@ def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, 
     if not method.reuses_blocks or (card.is_recurrent and not method.joins_states):
         return not method.reuses_blocks
     return (is_whole or method.takes_sparse) and (engine is None or engine.reads(card, method))
+
+
+def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe | None) -> str | Recipe | None:
+    """Return the recipe asked for, or the one with a primer that the store was made with.
+
+    A primer is remembered as ids, so that its file may change or go. Raises StoreMismatchError where another recipe is
+    asked for than the store's primer.
+    """
+    bound = documents.properties().get(PRIMER)
+    made = Recipe(PRIMER, primer=tuple(bound)) if isinstance(bound, list) else None
+    if recipe is None:
+        return made
+    asked = card.recipe(recipe)
+    if made is not None and asked.primer != made.primer:
+        raise StoreMismatchError(
+            f"{documents.database.where}: its passages are read by recipe {made}, not by {asked}; leave the recipe "
+            "out, or make a new store: `ragcache reencode NEW --store OLD --recipe NAME`"
+        )
+    if asked.primer:
+        documents.bind(PRIMER, list(asked.primer_ids))
+    return asked
 
 
 def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from ragcache.engine.store_config import StoreParts
 from ragcache.errors import StoreUnreachableError
 from ragcache.files import atomic_write, write_all
+from ragcache.kv.block_key import PRIMER
 from ragcache.store.counters import KVStats
 from ragcache.store.schema import chunks_with
 
@@ -25,6 +26,7 @@ class Info:
     """Counts, bytes by tier, and hits over the life of the store.
 
     pending: chunks without stored KV: not computed yet, or given up by the store, or held in memory alone
+    primer_tokens: of the primer that passages are read behind; 0: none
     """
 
     documents: int
@@ -39,6 +41,7 @@ class Info:
     model: str | None
     embedder: str | None
     schema_version: int
+    primer_tokens: int = 0
     pinned: int = 0
     unwritten_bytes: int = 0
 
@@ -61,6 +64,7 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
         model=None if "model_name" not in bound else str(bound["model_name"]),
         embedder=None if "embedder" not in bound else str(bound["embedder"]),
         schema_version=int(str(bound["schema_version"])),
+        primer_tokens=len(primer) if isinstance(primer := bound.get(PRIMER), list) else 0,
         pinned=stats.pinned,
         unwritten_bytes=stats.unwritten_bytes,
     )

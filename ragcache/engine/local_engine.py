@@ -363,7 +363,7 @@ class KVLookup:
     def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
         """The store's own, or one that encodes behind another prefix where blocks depend on that."""
         own = self.encoder
-        if not own.recipe.sees_prefix or ids == own.prefix_ids:
+        if not own.recipe.needs_prefix or ids == own.prefix_ids:
             return own
         return ModelEncoder(
             self.lm,

@@ -56,8 +56,8 @@ class Prompts:
             return
         own = self.names
         recipe = block_recipe(self.lm, method, own.recipe)
-        prefix_ids = [*self.format.prefix_ids, *added.behind_prefix] if recipe.sees_prefix else []
-        if recipe != own.recipe or prefix_ids != own.prefix_ids:
+        prefix_ids = [*self.format.prefix_ids, *added.behind_prefix]
+        if recipe != own.recipe or (recipe.needs_prefix and prefix_ids != own.prefix_ids):
             other = f"{own.recipe}" if recipe != own.recipe else "blocks behind another prefix"
             raise ConfigError(
                 f"method {method.name!r} needs blocks of recipe {recipe} and the store was opened for {other}; open it "
@@ -66,10 +66,10 @@ class Prompts:
 
     def check_system(self, system: str | None, method: FusionMethod) -> None:
         """Raises ConfigError for another system prompt than the one that the store's blocks were encoded behind."""
-        if system is not None and method.reuses_blocks and self.names.recipe.sees_prefix:
+        if system is not None and method.reuses_blocks and self.names.recipe.needs_prefix:
             raise ConfigError(
                 "system= needs blocks of recipe isolated, and this store's were encoded behind its own system prompt; "
-                'open it with recipe="isolated" or with this system prompt, or ask with method="full"'
+                'open it with recipe="primer" or with this system prompt, or ask with method="full"'
             )
 
     def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
@@ -181,10 +181,10 @@ class Prompts:
                 'joined side by side alone; choose method="full"',
                 "context",
             )
-        if method.reuses_blocks and self.names.recipe.sees_prefix:
+        if method.reuses_blocks and self.names.recipe.needs_prefix:
             raise ConfigError(
-                'context="keep" needs blocks of recipe isolated: those behind a prefix stay behind it; open the store '
-                'with recipe="isolated"',
+                'context="keep" needs blocks of recipe primer or isolated: those behind a prefix stay behind it; open '
+                'the store with recipe="primer"',
                 "context",
             )
         if reading.evict is not None:

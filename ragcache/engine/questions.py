@@ -133,7 +133,7 @@ class Questions:
             return self._read_kept(conversation, k, options, reading, system, drops)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, options, reading)
-        first = reader.prompts.names.recipe.sees_prefix
+        first = reader.prompts.names.recipe.needs_prefix
 
         def ends(passages: int) -> tuple[PromptEnds, int]:
             return reader.prompts.shortened(
@@ -247,7 +247,7 @@ class Questions:
         token beside (link tokens, markers): what a prompt says never depends on what was found before."""
         method, recipe = reading.method, self._parts.reader.prompts.names.recipe
         adds = method.additions(self._parts.card) != NO_ADDITIONS or self._parts.card.is_recurrent
-        return method.reuses_blocks and method.keeps_context and not adds and not recipe.sees_prefix
+        return method.reuses_blocks and method.keeps_context and not adds and not recipe.needs_prefix
 
     # Work
 

@@ -83,7 +83,7 @@ def encode(
 ) -> list[KVBlock]:
     """One KV block a chunk of the prompt.
 
-    recipe: "isolated", "prefix", or a Recipe; what a method needs, markers included, says `block_recipe`
+    recipe: "isolated", "prefix", "primer", or a Recipe; what a method needs, markers included, says `block_recipe`
     neighbours: by chunk, the ids of the chunks that it is read behind, for a recipe with neighbours
 
     Raises ConfigError for an unknown recipe, and what `LanguageModel.encode` raises.
@@ -275,12 +275,12 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
     if recipe is None:
         trained = lm.reuse.recipe if lm.reuse is not None else None
         recipe = trained if trained in method.recipes else method.recipes[0]
-    chosen = Recipe.of(recipe)
+    chosen = lm.recipe(recipe)
     if not method.reuses_blocks:
         return chosen
     if lm.is_recurrent and not chosen.joins_states:
         raise ConfigError(
-            f"{lm.name} has recurrent layers and reads no blocks of recipe {chosen}; use isolated or prefix"
+            f"{lm.name} has recurrent layers and reads no blocks of recipe {chosen}; use isolated, prefix or primer"
         )
     if chosen.name not in method.recipes:
         raise ConfigError(
@@ -297,10 +297,10 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
         )
     if added is None:
         return chosen
-    if chosen.neighbours and added.positions == "encoded":
+    if (chosen.neighbours or chosen.primer_ids) and added.positions == "encoded":
         raise ConfigError(
             f"method {method.name!r} leaves blocks at the positions that they were encoded at, which were behind other "
-            "chunks; choose one that moves them, such as reposition, or a recipe without neighbours"
+            "text; choose one that moves them, such as reposition, or a recipe without neighbours or primer"
         )
     if chosen.markers not in (None, added.markers) or chosen.anchors not in (None, added.anchors):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")

@@ -223,7 +223,7 @@ def lay_out(parts: Sequence[Part], recipe: Recipe, added: AddedTokens, *, separa
         if passage is None:
             behind_text = end
     prefix = len(added.behind_prefix) + sum(len(part.ids) for part in parts[:1] if isinstance(part, Text))
-    seen = None if recipe.bos or recipe.neighbours else prefix * recipe.sees_prefix
+    seen = None if recipe.bos or recipe.neighbours or recipe.primer_ids else prefix * recipe.sees_prefix
     exact = next((piece for piece in pieces if piece.passage == 0 and piece.start == seen), None)
     return Layout(tuple(pieces), separate, exact)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import PromptError
 from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Span, lay_out
 from ragcache.kv.block import KVBlock
-from ragcache.kv.block_key import Recipe
+from ragcache.kv.block_key import RECIPE_NAMES, Recipe
 from ragcache.kv.state import compose
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
@@ -287,7 +287,7 @@ class FusionMethod:
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
     takes_passages: ClassVar[bool] = True
-    recipes: ClassVar[tuple[str, ...]] = ("isolated", "prefix")
+    recipes: ClassVar[tuple[str, ...]] = RECIPE_NAMES
     joins_states: ClassVar[bool] = False
     takes_exact: ClassVar[bool] = False
     keeps_context: ClassVar[bool] = False

@@ -52,6 +52,11 @@ class BlockKeys:
         """What every chunk is encoded behind: `first_ids`, or nothing where the recipe does not see them."""
         return list(self.first_ids) if self.recipe.sees_prefix else []
 
+    @cached_property
+    def context_ids(self) -> list[int]:
+        """All that every chunk is read behind and that is the same for all: `prefix_ids`, then the recipe's primer."""
+        return [*self.prefix_ids, *self.recipe.primer_ids]
+
     @property
     def first_key(self) -> str | None:
         """The key of the prompts' beginning as a block of its own; None where it is too short for one."""
@@ -74,10 +79,11 @@ class BlockKeys:
 
     def check(self, token_ids: Sequence[int], where: str) -> None:
         """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
-        ids = [*self.prefix_ids, *self.recipe.marked(token_ids)]
-        what = f"{where}: a chunk{' (behind the shared prefix)' if self.prefix_ids else ''}"
+        ids = [*self.context_ids, *self.recipe.marked(token_ids)]
+        shared = "prefix and the primer" if self.recipe.primer_ids else "prefix"
+        what = f"{where}: a chunk{f' (behind the shared {shared})' if self.context_ids else ''}"
         self.card.check_ids(ids, what)
-        check_replay(self.card, self.recipe, self.prefix_ids, token_ids, what)
+        check_replay(self.card, self.recipe, self.context_ids, token_ids, what)
 
     def key(self, token_ids: Sequence[int], neighbours: Neighbours = ()) -> str:
         """The block key of a chunk."""
@@ -100,7 +106,7 @@ class BlockKeys:
     def _fitting(self, chunk: Chunk, near: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
         """Ids of what is near, nearest first, as many as the model has room for."""
         marks = len(self.recipe.marked(()))
-        left = self.card.max_positions - len(self.prefix_ids) - chunk.num_tokens - marks - self.recipe.bos
+        left = self.card.max_positions - len(self.context_ids) - chunk.num_tokens - marks - self.recipe.bos
         taken: list[tuple[int, ...]] = []
         for one in near:
             left -= one.num_tokens + marks
@@ -114,7 +120,7 @@ class BlockKeys:
 class ModelEncoder(BlockKeys):
     """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models.
 
-    read_prefix: gives the KV of prefix_ids at every use; None: it is read at first use and kept
+    read_prefix: gives the KV of context_ids at every use; None: it is read at first use and kept
     on_encoded:  is told of every batch that was encoded
     codec:       says what is kept beside blocks
     """
@@ -151,7 +157,7 @@ class ModelEncoder(BlockKeys):
         longest = max(map(len, rows), default=1)
         try:
             read_prefix = self.read_prefix or (lambda _ids: nullcontext(self._prefix))
-            with read_prefix(self.prefix_ids) if self.prefix_ids else nullcontext() as prefix:
+            with read_prefix(self.context_ids) if self.context_ids else nullcontext() as prefix:
                 started = time.perf_counter()
                 blocks = self.lm.encode(
                     chunks,
@@ -174,4 +180,4 @@ class ModelEncoder(BlockKeys):
 
     @cached_property
     def _prefix(self) -> Exact:
-        return self.lm.read(self.prefix_ids)
+        return self.lm.read(self.context_ids)

@@ -16,7 +16,8 @@ from typing import Any, Self
 from ragcache.errors import ConfigError, check_choice, is_whole
 from ragcache.kv.anchor_tokens import Anchors
 
-RECIPE_NAMES = ("isolated", "prefix")
+PRIMER = "primer"
+RECIPE_NAMES = ("isolated", "prefix", PRIMER)
 
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids in front of a chunk and behind it."""
@@ -42,7 +43,10 @@ def sides_of(given: Sides | None) -> Sides | None:
 class Recipe:
     """How a block is encoded.
 
-    name: "isolated" (the chunk alone, from position 0) or "prefix" (behind the shared prefix, which it attends to)
+    name: "isolated" (the chunk alone, from position 0), "prefix" (behind the shared prefix, which it attends to), or
+          "primer" (behind the shared prefix and the primer, which it attends to and whose KV is dropped)
+    primer: "primer" only: the primer's ids; or its text, or the name of a shipped one (`models/primer.py`), which
+          `ModelCard.recipe` turns into ids. Without any ids the recipe is "prefix"
     bos:  "isolated" only: encode behind a lone BOS token whose own KV is dropped, so that the chunk's first tokens do
           not become attention sinks. Needs a model with a BOS token.
     markers: ids read in front of the chunk and behind it, as many as there are; their KV is part of the block
@@ -63,8 +67,10 @@ class Recipe:
     kept: float = 1.0
     task: str = ""
     anchors: Anchors | None = None
+    primer: str | tuple[int, ...] = ""
 
     def __post_init__(self) -> None:
+        self._set_primer()
         object.__setattr__(self, "markers", sides_of(self.markers))
         object.__setattr__(self, "anchors", Anchors.of(self.anchors))
         if not is_whole(self.neighbours) or self.neighbours < 0:
@@ -87,12 +93,42 @@ class Recipe:
             if self.anchors and other:
                 raise ConfigError(f"recipe anchors and {name} do not go together; choose one of them")
 
+    def _set_primer(self) -> None:
+        if isinstance(self.primer, str):
+            if self.primer and self.name != PRIMER:
+                raise ConfigError(f"recipe {self.name!r} reads no primer; use recipe {PRIMER!r}, or leave it out")
+            return
+        if not isinstance(self.primer, Sequence) or not all(map(is_whole, self.primer)):
+            raise ConfigError(f"primer {self.primer!r} is no text and no list of token ids; give one of the two")
+        object.__setattr__(self, "primer", tuple(self.primer))
+        if self.primer and self.name != PRIMER:
+            raise ConfigError(f"recipe {self.name!r} reads no primer; use recipe {PRIMER!r}, or leave it out")
+        if not self.primer and self.name == PRIMER:
+            object.__setattr__(self, "name", "prefix")
+            object.__setattr__(self, "primer", "")
+
     @classmethod
     def of(cls, recipe: str | Recipe) -> Recipe:
         return recipe if isinstance(recipe, Recipe) else cls(recipe)
 
     @property
+    def primer_ids(self) -> tuple[int, ...]:
+        """Ids that every chunk is read behind, after the prefix. Raises ConfigError for a primer that is still text."""
+        if self.name != PRIMER:
+            return ()
+        if isinstance(self.primer, str):
+            raise ConfigError("the primer of this recipe is a text; `ModelCard.recipe` turns it into a model's ids")
+        return self.primer
+
+    @property
     def sees_prefix(self) -> bool:
+        """Whether a chunk is read behind the shared prefix."""
+        return self.name != "isolated"
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether a block may stand behind that prefix alone. Behind a primer it is an approximation anyway, which
+        serves every prefix."""
         return self.name == "prefix"
 
     @property
@@ -125,6 +161,7 @@ class Recipe:
         more = [f"markers {_shown(self.front)} and {_shown(self.back)}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
         more += [f"up to {self.neighbours} neighbours"] if self.neighbours else []
+        more += [f"{len(self.primer)} tokens"] if isinstance(self.primer, tuple) else []
         task = f" for task {self.task!r}" if self.task else ""
         more += [f"{self.kept:g} of the KV{task}"] if self.kept < 1 else []
         more += [str(self.anchors)] if self.anchors else []
@@ -167,6 +204,8 @@ class Recipe:
             found["markers"] = [*self.front, *self.back] if lone else [list(self.front), list(self.back)]
         if self.neighbours:
             found["neighbours"] = self.neighbours
+        if primer := self.primer_ids:
+            found["primer"] = list(primer)
         if self.kept < 1:
             found |= {"kept": float(self.kept), **({"task": self.task} if self.task else {})}
         if self.anchors is not None:
@@ -181,7 +220,7 @@ class Recipe:
         added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
         stated = (given.get("segment"), given.get("seen_by_text", False))
         anchors = (given["anchors"], *stated) if "anchors" in given else None
-        return cls(name, bos, given.get("markers"), *added, Anchors.of(anchors))
+        return cls(name, bos, given.get("markers"), *added, Anchors.of(anchors), tuple(given.get("primer", ())) or "")
 
 
 def _shown(ids: Sequence[int]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError
-from ragcache.kv.block_key import Neighbours, Recipe, block_key
+from ragcache.kv.block_key import PRIMER, Neighbours, Recipe, block_key
 from ragcache.kv.cache_shape import keeps_state
+from ragcache.models.primer import DEFAULT_PRIMER, check_primer, text_ids, visible
 from ragcache.models.trained_tokens import TrainedTokens
 
 if TYPE_CHECKING:
@@ -50,6 +51,34 @@ class ModelCard:
     @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
+
+    def recipe(self, given: str | Recipe) -> Recipe:
+        """Return the recipe with its primer as this model's ids, as many as it can attend to.
+
+        Raises ConfigError for an unknown recipe, a primer that leaves no room for a passage, and one that holds control
+        tokens or ids outside the vocabulary.
+        """
+        recipe = Recipe.of(given)
+        if recipe.name != PRIMER:
+            return recipe
+        if isinstance(recipe.primer, str):
+            ids = text_ids(recipe.primer or DEFAULT_PRIMER, self.tokenizer)
+        else:
+            ids = recipe.primer
+            if self.has_tokenizer:
+                check_primer(ids, self.tokenizer)
+        ids = visible(ids, self.config.get_text_config(decoder=True))
+        if len(ids) > self.max_positions // 2:
+            raise ConfigError(
+                f"the primer has {len(ids)} tokens and {self.name} takes {self.max_positions}; give one of half of "
+                "them at most, so that passages have room behind it"
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise ConfigError(
+                f"the primer holds ids outside the vocabulary of {self.name} (0 to {self.vocab_size - 1}): they are "
+                "another model's; give the primer as a text"
+            )
+        return replace(recipe, primer=ids)
 
     @property
     def default_method(self) -> str:

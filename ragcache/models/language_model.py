@@ -107,10 +107,11 @@ class LanguageModel(ModelCard):
     ) -> list[KVBlock]:
         """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
 
-        recipe: "isolated" (positions 0, 1, ...) or "prefix" (behind prefix_ids, which every chunk attends to); a
-                Recipe with markers reads them around the chunk and keeps their KV with it; one with kept below 1 has
-                the model read each chunk again, and drops what it attends to least; one with anchors keeps theirs
-        prefix: the KV of prefix_ids, as far as the caller has it
+        recipe: "isolated" (positions 0, 1, ...), "prefix" (behind prefix_ids, which every chunk attends to) or "primer"
+                (behind prefix_ids and a primer, which every chunk attends to); a Recipe with markers reads them around
+                the chunk and keeps their KV with it; one with kept below 1 has the model read each chunk again, and
+                drops what it attends to least; one with anchors keeps theirs
+        prefix: the KV of prefix_ids, and of the recipe's primer behind them, as far as the caller has it
         batch_tokens: padded tokens that run together; what suits the device when None
         wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
         neighbours: by chunk, the ids of the chunks that it is read behind; a recipe with neighbours needs them
@@ -120,14 +121,14 @@ class LanguageModel(ModelCard):
         the recipe's.
         """
         self.scheduler.home.check()
-        recipe = Recipe.of(recipe)
+        recipe = self.recipe(recipe)
         if self.shape.states and not recipe.joins_states:
             raise ConfigError(
                 f"{self.name} has recurrent layers: its passages are read alone or behind the prefix and kept whole, "
-                f"not by recipe {recipe}; use isolated or prefix"
+                f"not by recipe {recipe}; use isolated, prefix or primer"
             )
         head = self._read_before(recipe)
-        behind = list(prefix_ids) if recipe.sees_prefix else []
+        behind = [*prefix_ids, *recipe.primer_ids] if recipe.sees_prefix else []
         heads = [[*head, *recipe.before(near)] for near in _by_chunk(recipe, len(chunks), neighbours)]
         for rank, (before, chunk) in enumerate(zip(heads, chunks, strict=True)):
             if not chunk:

@@ -430,3 +430,17 @@ def test_answers_are_the_same_under_another_policy(store, tmp_path):
     ]
     assert len({access.request for access in accesses}) == 1
     assert "cat" not in trace.read_text()
+
+
+def test_a_store_is_read_again_behind_a_primer(store, tmp_path):
+    other = tmp_path / "other"
+    result = invoke("reencode", other, "--store", store, "--recipe", "primer", "--primer", "64")
+    assert result.exit_code == 0, result.output
+    assert "primer" in invoke("info", "--store", other).output
+    assert "primer" not in invoke("info", "--store", store).output
+
+
+def test_a_primer_that_is_no_file_is_named(store, folder):
+    result = invoke("ingest", folder, "--store", store, "--primer", "no.txt")
+    assert result.exit_code != 0
+    assert "--primer 'no.txt' is none of 64, 128, 256 and no text file" in " ".join(result.output.split())

@@ -143,7 +143,7 @@ class Check:
             return ""
         try:
             reader = self.runner.reader(self._probe)
-            fused, _ = reader.read(spec.method(), spec.recipe, neighbours=spec.neighbours)
+            fused, _ = reader.read(spec.method(), spec.recipe, neighbours=spec.neighbours, primer=spec.primer)
         except RagCacheError as error:
             return str(error)
         fused.cache.release()

@@ -14,7 +14,7 @@ from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
-from ragcache.kv.block_key import Recipe
+from ragcache.kv.block_key import PRIMER, Recipe
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Prompt
 from ragcache_eval.settings import split_settings
@@ -34,6 +34,7 @@ class MethodSpec:
     evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     kept:    share of its blocks' KV that the recipe keeps; 1: all
     neighbours: other passages that each one is encoded behind, of those that the questions name; 0: each alone
+    primer:  of recipe "primer": a shipped primer's name, or a text; "": the default one
     """
 
     label: str
@@ -43,6 +44,7 @@ class MethodSpec:
     evict: int | None = None
     kept: float = 1.0
     neighbours: int = 0
+    primer: str = ""
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
@@ -54,7 +56,8 @@ class MethodSpec:
         head, _, tail = text.strip().partition(":")
         label, equals, name = head.rpartition("=")
         settings = split_settings(tail, ":")
-        recipe, evict, kept, near = (settings.pop(key, None) for key in ("recipe", "evict", "kept", "neighbours"))
+        own = ("recipe", "evict", "kept", "neighbours", "primer")
+        recipe, evict, kept, near, primer = (settings.pop(key, None) for key in own)
         options = tuple((key, json_or_text(one)) for key, one in settings.items())
         spec = cls(
             label or text.strip(),
@@ -64,6 +67,7 @@ class MethodSpec:
             None if evict is None else SnapKV.of(json_or_text(evict)).budget,
             1.0 if kept is None else Recipe(kept=json_or_text(kept)).kept,
             0 if near is None else Recipe(neighbours=json_or_text(near)).neighbours,
+            primer or "",
         )
         if equals and not label:
             raise ConfigError(f"{text!r} has no label before the =; write LABEL=METHOD")
@@ -81,6 +85,7 @@ class MethodSpec:
         less = "" if self.evict is None else f"/{self.evict}"
         less += "" if self.kept == 1 else f"*{self.kept:g}"
         less += f"<{self.neighbours}" if self.neighbours else ""
+        less += f"<{self.primer}" if self.primer else ""
         return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
 
     @property
@@ -91,6 +96,8 @@ class MethodSpec:
     def _check_recipe(self, method: FusionMethod) -> None:
         if self.recipe is not None and self.recipe not in method.recipes:
             raise ConfigError(f"method {self.name!r} takes recipe {' or '.join(method.recipes)}, not {self.recipe!r}")
+        if self.primer and self.recipe != PRIMER:
+            raise ConfigError(f"method {self.name!r}: primer={self.primer} goes with recipe={PRIMER}; give both")
         if self.kept < 1 and not (method.reuses_blocks and method.takes_sparse):
             raise ConfigError(
                 f"method {self.name!r} needs blocks that hold all of their KV; leave kept={self.kept:g} out"

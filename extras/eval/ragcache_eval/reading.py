@@ -14,7 +14,7 @@ from ragcache.errors import ConfigError
 from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
-from ragcache.kv.block_key import Neighbours, Recipe
+from ragcache.kv.block_key import PRIMER, Neighbours, Recipe
 from ragcache.kv.fused_cache import FusedCache, Step
 from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import eos_token_ids
@@ -73,19 +73,21 @@ class PromptReader:
         evict: int | None = None,
         kept: float = 1.0,
         neighbours: int = 0,
+        primer: str = "",
     ) -> tuple[FuseOutput, float]:
         """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
 
         evict: passage tokens that each layer and KV head keeps for decoding; None: all
         kept:  share of their KV that the blocks hold
         neighbours: how many of `behind` each chunk is encoded behind, at most: the last ones
+        primer: of recipe "primer", as `Recipe` takes it
 
         Raises what `rc.fuse` raises, and ConfigError for neighbours where none of any chunk are known.
         """
         if not method.reuses_blocks:
             return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
         method.check(self.lm, self.prompt)
-        wanted = block_recipe(self.lm, method, recipe)
+        wanted = block_recipe(self.lm, method, Recipe(PRIMER, primer=primer) if recipe == PRIMER else recipe)
         wanted = block_recipe(self.lm, method, replace(wanted, kept=kept, neighbours=neighbours))
         found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
         fused = fuse(

@@ -45,7 +45,7 @@ class Ape(FusionMethod):
     name: ClassVar[str] = "ape"
     paper: ClassVar[str] = "APE (arXiv 2502.05431)"
     summary: ClassVar[str] = "reads chunks side by side behind one prefix, their attention sharpened and weighed"
-    recipes: ClassVar[tuple[str, ...]] = ("prefix",)
+    recipes: ClassVar[tuple[str, ...]] = ("prefix", "primer")
     takes_sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

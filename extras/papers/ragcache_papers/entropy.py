@@ -41,7 +41,7 @@ class Entropy(FusionMethod):
         "reads chunks side by side behind one prefix and keeps those that draw most attention; "
         "on a GPU it saves memory, no time"
     )
-    recipes: ClassVar[tuple[str, ...]] = ("prefix",)
+    recipes: ClassVar[tuple[str, ...]] = ("prefix", "primer")
 
     def __post_init__(self) -> None:
         if self.top_k < 1:

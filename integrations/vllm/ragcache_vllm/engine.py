@@ -173,6 +173,11 @@ class VllmEngine:
         names, first = self.prompts.names, self.prompts.names.first_ids
         blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
         seen = len(asked.reading.method.prefix_ids(self.card, asked.prompt)) if names.recipe.sees_prefix else 0
+        if names.recipe.primer_ids and tuple(layout.ids[:seen]) != tuple(first):
+            raise ConfigError(
+                "this store's blocks are read behind its own prefix and a primer, and a request to another engine "
+                "names them by how its prompt begins; leave system= out, or leave out the engine"
+            )
         if seen in (0, len(first)) and self._has_beginning(layout):
             blocks, seen = [Span(0, len(first)), *blocks], len(first)
         return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.tenant)

@@ -1,0 +1,124 @@
+"""Blocks read behind a primer that is left out, against plain forwards over [prefix + primer + chunk]."""
+
+from functools import partial
+
+import pytest
+import torch
+from families import FAMILIES, assert_same, causal_logits, ids_of, oracle_logits_of, random_prompt
+from test_neighbours import one_forward
+
+import ragcache as rc
+from ragcache.errors import ConfigError, StaleBlockError
+from ragcache.kv.block_key import Recipe
+from ragcache.models.primer import PRIMERS, visible
+
+IDS = (11, 12, 13, 14, 15)
+PRIMER = Recipe("primer", primer=IDS)
+BLOCKS_OF_TEXT = sorted(set(FAMILIES) - {"mistral-window"})  # which sees four tokens of a primer of five
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_passages_see_prefix_and_primer_and_the_question_sees_no_primer(load, family):
+    """One plain forward: a copy of prefix and primer stands before each passage, which the question does not see."""
+    lm, oracle = load(family)
+    prompt = random_prompt(70, prefix=6, chunks=(7, 13, 4))
+    recipe = lm.recipe(PRIMER)
+    fused = rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt, recipe))
+    copies = [[[*prompt.prefix_ids, *recipe.primer_ids]]] * 3
+    assert_same(fused.next_logits, oracle_logits_of(oracle, *one_forward(prompt, copies, Recipe())))
+    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
+
+
+@pytest.mark.parametrize("family", BLOCKS_OF_TEXT)
+def test_one_passage_behind_the_primers_own_kv_is_full_prefill(family, load):
+    lm, oracle = load(family)
+    prompt = random_prompt(71, prefix=6, chunks=(17,))
+    blocks = rc.encode(lm, prompt, PRIMER)
+    behind = rc.Prompt([*prompt.prefix_ids, *IDS], prompt.chunk_ids, prompt.suffix_ids)
+    assert_same(rc.fuse(lm, behind, "reposition", blocks).next_logits, causal_logits(oracle, behind.ids))
+
+
+def test_an_empty_primer_is_the_recipe_prefix(llama):
+    lm, _ = llama
+    prompt = random_prompt(72, prefix=6, chunks=(7, 9))
+    empty = lm.recipe(Recipe("primer", primer=()))
+    assert empty == Recipe("prefix")
+    assert all(map(rc.KVBlock.equal, rc.encode(lm, prompt, empty), rc.encode(lm, prompt, "prefix")))
+    assert lm.block_key([1, 2], empty, [9]) == lm.block_key([1, 2], Recipe("prefix"), [9])
+
+
+def test_the_key_says_which_primer_and_which_prefix(llama):
+    lm, _ = llama
+    recipes = [PRIMER, Recipe("primer", primer=IDS[1:]), Recipe("primer", primer=IDS, neighbours=1), Recipe("prefix")]
+    keys = [lm.block_key([1, 2], recipe, [9]) for recipe in recipes] + [lm.block_key([1, 2], PRIMER, [8])]
+    assert len(set(keys)) == len(keys)
+    assert Recipe.from_json(PRIMER.to_json()) == PRIMER
+
+
+def test_neighbours_stand_between_the_primer_and_the_passage(llama):
+    lm, oracle = llama
+    (chunk,), near = random_prompt(73, chunks=(8,)).chunk_ids, ids_of(6, 74)
+    (block,) = lm.encode([chunk], Recipe("primer", primer=IDS, neighbours=1), [5, 6], neighbours=[[near]])
+    with torch.no_grad():
+        cache = oracle(input_ids=torch.tensor([[5, 6, *IDS, *near, *chunk]]), use_cache=True).past_key_values
+    assert_same(block.layer_values(2), cache.layers[2].values[0, :, -8:])
+
+
+def test_a_primer_longer_than_every_window_is_cut_to_what_is_seen(load):
+    lm, _ = load("mistral-window")
+    window = lm.config.sliding_window
+    long = tuple(ids_of(window + 9, 75))
+    assert lm.recipe(Recipe("primer", primer=long)).primer_ids == long[-(window - 1) :]
+    mixed, _ = load("gemma2")
+    assert visible(long, mixed.config) == long
+
+
+def test_each_shipped_primer_has_about_as_many_tokens_as_its_name_says():
+    lm = rc.load_lm("mini")
+    for name, text in PRIMERS.items():
+        words = len(text.split())
+        assert 0.6 * int(name) <= words <= int(name)  # a real tokenizer makes 1.2 to 1.4 tokens of a word
+        assert lm.recipe(Recipe("primer", primer=name)).primer_ids
+        assert not any(character.isdigit() for character in text)
+
+
+REFUSED = [
+    (partial(Recipe, "isolated", primer=IDS), "reads no primer"),
+    (partial(Recipe, "prefix", primer="128"), "reads no primer"),
+    (partial(Recipe, "primer", primer=5), "is no text and no list"),
+    (partial(Recipe, "primer", primer=[1, "2"]), "is no text and no list"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED)
+def test_what_is_no_primer_is_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("primer", "said"),
+    [((7,) * 300, "takes 512"), ((5000,), "outside the vocabulary of .*another model's")],
+)
+def test_a_primer_that_the_model_cannot_read_is_refused(llama, primer, said):
+    with pytest.raises(ConfigError, match=said):
+        llama[0].recipe(Recipe("primer", primer=primer))
+
+
+def test_control_tokens_and_a_model_without_a_tokenizer_are_refused(llama):
+    mini = rc.load_lm("mini")
+    with pytest.raises(ConfigError, match="holds the control token"):
+        mini.recipe(Recipe("primer", primer=(mini.tokenizer.eos_token_id,)))
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        llama[0].recipe("primer")
+    with pytest.raises(ConfigError, match="turns it into a model's ids"):
+        mini.block_key([1], Recipe("primer"))
+
+
+def test_blocks_behind_another_primer_are_stale(llama):
+    lm, _ = llama
+    prompt = random_prompt(76, prefix=6, chunks=(7, 9))
+    with pytest.raises(StaleBlockError):
+        rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt, PRIMER), recipe=Recipe("primer", primer=IDS[1:]))
+    with pytest.raises(ConfigError, match="'concat' leaves blocks"):
+        rc.fuse(lm, prompt, "concat", rc.encode(lm, prompt, PRIMER))
