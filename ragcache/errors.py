@@ -34,7 +34,7 @@
     │   ├── StoreBusyError              another process is writing
     │   ├── StoreReadOnlyError
     │   ├── StoreFullError              no space left on the device
-    │   ├── StoreUnreachableError       a remote does not answer
+    │   ├── StoreUnreachableError       a database server or a remote does not answer
     │   ├── PinError                    pinned blocks would fill a tier
     │   ├── BlockError
     │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
@@ -214,7 +214,14 @@ class StoreFullError(StoreError):
 
 
 class StoreUnreachableError(StoreError):
-    """A remote that holds blocks does not answer, or not in time."""
+    """A database server or a remote that holds blocks does not answer, or not in time.
+
+    retry_s: seconds after which it makes sense to ask again
+    """
+
+    def __init__(self, message: str, retry_s: float = 2.0) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class PinError(StoreError):

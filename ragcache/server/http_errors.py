@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ragcache.server.wire import EVENT_STREAM, ErrorBody, ErrorDetail
 MAX_MESSAGE = 1000
 TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
 FAILURE = "the server failed; its log says more under this request's id"
+UNAVAILABLE = "a part of the store does not answer; ask again later. The log says which under this request's id"
 OWN_FAULTS = (500, 502)
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # A client that waits no longer: nobody reads the status, but logs and metrics show it.
@@ -89,6 +91,7 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.StoreBusyError: Meaning(409, "store_busy", headers={"Retry-After": "2"}),
     engine.StoreReadOnlyError: Meaning(403, "store_read_only"),
     engine.StoreFullError: Meaning(507, "store_full"),
+    engine.StoreUnreachableError: Meaning(503, "store_unavailable"),
     engine.EngineError: Meaning(502, "engine_failed"),
     engine.TimedOutError: Meaning(504, "request_timeout", headers=NO_RETRY),
     engine.CancelledError: Meaning(503, "cancelled", headers={"Retry-After": "2"}),
@@ -108,14 +111,16 @@ def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> 
     asked: the request's body, where it is JSON
     """
     meaning = next(MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS)
-    message = FAILURE if meaning.status in OWN_FAULTS else str(error)
+    message, headers = FAILURE if meaning.status in OWN_FAULTS else str(error), meaning.headers
+    if isinstance(error, engine.StoreUnreachableError):
+        message, headers = UNAVAILABLE, {"Retry-After": str(max(1, math.ceil(error.retry_s)))}
     option = error.option if isinstance(error, engine.ConfigError) else meaning.option
     return ApiError(
         meaning.status,
         message,
         meaning.code,
         None if option is None else place_of(option, asked),
-        headers=meaning.headers,
+        headers=headers,
     )
 
 

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragcache.errors import StoreUnreachableError
 from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, as_api_error, printable
 from ragcache.server.metrics import Metrics
 
@@ -31,6 +32,7 @@ SECURITY = {
 QUIET = ("/healthz", "/readyz", "/metrics")
 FIELDS = "ragcache.log"
 ARRIVED = "ragcache.arrived"
+ID = "ragcache.request_id"
 
 
 def note(request: Request, **fields: Any) -> None:
@@ -63,7 +65,7 @@ class Observe:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
         started, status = time.perf_counter(), 0
-        scope[ARRIVED] = started
+        scope[ARRIVED], scope[ID] = started, request_id
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -112,7 +114,10 @@ def write(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def write_failure(error: BaseException, **fields: Any) -> None:
-    """An error that nobody expected: its class and the way it took. Its message may hold text and stays out."""
+    """Log an error that nobody expected: its class and the way it took. Its message may hold text and stays out,
+    unless it says which part of the store does not answer."""
+    if isinstance(error, StoreUnreachableError):
+        fields["reason"] = str(error)
     write("failure", logging.ERROR, error=type(error).__qualname__, trace=_way(error.__traceback__), **fields)
 
 

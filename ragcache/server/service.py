@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from ragcache import RagCache
 from ragcache.engine.info import Info
-from ragcache.errors import StoreError
+from ragcache.errors import StoreError, StoreUnreachableError
 from ragcache.models.deadline import Limit, limited
 from ragcache.server import observe as logs
 from ragcache.server.http_errors import NO_RETRY, OWN_FAULTS, ApiError, ClientGoneError, as_api_error
@@ -177,8 +177,8 @@ class Service:
     def told(self, error: Exception, request: Request) -> ApiError:
         """The error as an answer, without where things are on this machine. One that is the server's own is logged."""
         problem = as_api_error(error, getattr(request.state, "asked", None))
-        if problem.status_code in OWN_FAULTS:
-            logs.write_failure(error)
+        if problem.status_code in OWN_FAULTS or isinstance(error, StoreUnreachableError):
+            logs.write_failure(error, request_id=request.scope.get(logs.ID, ""))
         places = {self.kb.lm.name: self.chat_model, str(self.kb.store.layout.root): "the store"}
         for place, name in places.items():
             problem.detail = problem.detail.replace(place, name) if Path(place).is_absolute() else problem.detail

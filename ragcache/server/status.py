@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from ragcache import RagCache, RagCacheError, methods
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, StoreUnreachableError
 from ragcache.ingest.readers import readers
 from ragcache.models.machine import device_failure
 from ragcache.server.http_errors import ApiError, errors
@@ -192,6 +192,12 @@ async def readyz(request: Request) -> Response:
         raise stopping()
     if not service.warm:
         raise ApiError(503, "the model is warming up", "warming_up", headers={"Retry-After": "1"})
+    try:
+        await service.in_thread(service.kb.store.documents.generation)
+    except StoreUnreachableError as error:
+        raise ApiError(
+            503, "the database does not answer", "store_unavailable", headers={"Retry-After": "2"}
+        ) from error
     return Health(status="ready").to_response()
 
 

@@ -22,6 +22,7 @@ from ragcache.errors import (
     StoreFullError,
     StoreNotFoundError,
     StoreReadOnlyError,
+    StoreUnreachableError,
 )
 from ragcache.runtime import Home
 from ragcache.store import schema as migrations
@@ -240,6 +241,7 @@ _BUSY: _Translation = (StoreBusyError, "another process is writing to it; try ag
 _FULL: _Translation = (StoreFullError, "no space left on the device; free some space and run again")
 _READ_ONLY: _Translation = (StoreReadOnlyError, "cannot be written; check its permissions, or open it read-only")
 _UNREACHABLE: _Translation = (StoreNotFoundError, "cannot be opened; check that it exists and can be reached")
+_LOST: _Translation = (StoreUnreachableError, "does not answer; check that the server runs and can be reached")
 
 # Primary result codes, https://www.sqlite.org/rescode.html
 _SQLITE: dict[int, _Translation] = {
@@ -260,7 +262,8 @@ _POSTGRES: dict[str, _Translation] = {
     "55P03": _BUSY,
     "40": _BUSY,
     "53": _BUSY,
-    "08": _UNREACHABLE,
+    "08": _LOST,
+    "57P": _LOST,
     "3D": _UNREACHABLE,
     "28": (StoreError, "the server refuses the login; check user and password"),
 }
@@ -287,6 +290,8 @@ def _translation(error: BaseException | None) -> _Translation:
     if code is not None:
         return _SQLITE.get(code & 0xFF, (StoreError, "the database reports an error"))
     state = getattr(error, "sqlstate", None)
-    if state is None:  # the server never answered
-        return _UNREACHABLE
-    return _POSTGRES.get(state) or _POSTGRES.get(state[:2]) or (StoreError, "the database reports an error")
+    if state is None:  # no connection: a server that refuses one says FATAL, also while it starts or stops
+        said = str(error)
+        return _UNREACHABLE if "FATAL" in said and "the database system is" not in said else _LOST
+    known = (_POSTGRES.get(state[:length]) for length in (5, 3, 2))
+    return next(filter(None, known), None) or (StoreError, "the database reports an error")

@@ -24,7 +24,14 @@ import ragcache as rc
 from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import StoreParts, open_store
-from ragcache.errors import DatabaseMismatchError, SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError
+from ragcache.errors import (
+    DatabaseMismatchError,
+    SchemaVersionError,
+    StoreBusyError,
+    StoreError,
+    StoreNotFoundError,
+    StoreUnreachableError,
+)
 from ragcache.store.directory import StoreLayout
 from ragcache.store.records import NewChunk, NewDocument
 
@@ -136,12 +143,12 @@ def test_a_server_that_cannot_be_reached_is_an_error_and_no_empty_store(tmp_path
     """And what was never reached is not held to: another name works."""
     url = "postgresql://user:hush-hush@127.0.0.1:9/rag?password=hush-hush"
     pytest.importorskip("psycopg", reason="needs ragcache-kv[postgres]")
-    refuse(tmp_path / "kb", StoreNotFoundError, "reached", database=url, create=True)
+    refuse(tmp_path / "kb", StoreUnreachableError, "reached", database=url, create=True)
     root = filled(tmp_path / "kb")
     marker = json.loads((root / "ragcache.json").read_text())
     marker["documents"]["where"] = "postgresql://user@127.0.0.1:9/rag"
     (root / "ragcache.json").write_text(json.dumps(marker))
-    assert "hush" not in refuse(root, StoreNotFoundError, "reached", database=url)
+    assert "hush" not in refuse(root, StoreUnreachableError, "reached", database=url)
     refuse(root, DatabaseMismatchError, r"postgresql://user@127.0.0.1:9/rag")
 
 

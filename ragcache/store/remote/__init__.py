@@ -124,7 +124,7 @@ class Connection:
         wait_s = self._broken_until - self.clock()
         if wait_s > 0:
             raise StoreUnreachableError(
-                f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s"
+                f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s", wait_s
             )
         try:
             self._check_owner()
