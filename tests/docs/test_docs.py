@@ -111,14 +111,17 @@ def test_scripts_are_there(words):
 
 def test_commands_of_workflows_and_templates_are_understood():
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github").rglob("*.yml"))}
-    assert {yaml.safe_load(text)["name"] for text in texts.values()} == {"test", "Bug report", "Feature request"}
+    names = {"test", "newcomer", "Bug report", "Feature request"}
+    assert {yaml.safe_load(text)["name"] for text in texts.values()} == names
     asked = [shlex.split(line) for text in texts.values() for line in re.findall(r"(?:bin/|`)ragcache ([^`\n]+)", text)]
-    assert len(asked) == 4
+    assert len(asked) == 2
     for command, *arguments in asked:
         assert command == "--help" or COMMANDS[command].make_context(command, arguments)
     workflow = yaml.safe_load(texts["test.yml"])["jobs"]
     scripts = [step["run"] for step in workflow["test"]["steps"] if "run" in step]
     assert scripts == ["scripts/test"]
+    extras = yaml.safe_load(texts["newcomer.yml"])["jobs"]["extra"]["strategy"]["matrix"]["extra"]
+    assert f"ALL=({' '.join(extras)})" in (ROOT / "scripts" / "newcomer").read_text(encoding="utf-8")
     least = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"]
     assert f">={workflow['test']['strategy']['matrix']['python'][0]}" == least
 
