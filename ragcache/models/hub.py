@@ -75,9 +75,14 @@ def cached(name: str) -> Path | None:
 
 def place_of(name: str) -> Path:
     """Where a named model's converted weights belong. Other weights under the same name belong elsewhere."""
+    return models_home() / f"{name}-{NAMED[name].sha256[:12]}"
+
+
+def models_home() -> Path:
+    """Return the directory of converted models."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return root / "ragcache" / "models" / f"{name}-{NAMED[name].sha256[:12]}"
+    return root / "ragcache" / "models"
 
 
 def is_whole(place: Path) -> bool:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors import SafetensorError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGE_READERS
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache.errors import (
@@ -31,29 +22,25 @@ from ragcache.errors import (
     UnsupportedModelError,
     check_choice,
     check_type,
-    first_line,
 )
 from ragcache.files import file_digest
 from ragcache.kv.block_key import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter, Lora
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
-from ragcache.models.hub import ADAPTER, BUNDLED, GGUF, refuse_absent, resolve, split_file
+from ragcache.models.checkpoint import LOADED, load_config, load_generation, load_tokenizer, load_weights
+from ragcache.models.hub import ADAPTER, BUNDLED, resolve, split_file
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.pull import obtain
-from ragcache.models.support import describe_config, inspect, refuse_by_config, unsupported
+from ragcache.models.support import describe_config, inspect, refuse_by_config
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import team_ends
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-LOADED = "loaded:"  # begins the name of a model that was not loaded here
 INSPECTED = "_ragcache_inspected"
-# What transformers and the readers of its formats raise for files that are not what they should be.
-UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
 WAY_OUT = "name a model or its directory, or give a model of transformers (of peft: model.merge_and_unload())"
 
 
@@ -97,12 +84,14 @@ def load_lm(
     base, adapter, lora, config, own_tokenizer, reuse = _find(name)
     place = find_device(device)
     usual = "float32" if base in map(resolve, BUNDLED) else AUTO  # the bundled models are in bfloat16 to be small
-    model = _load_weights(base, config, _dtype(dtype or usual, config, place, str(name)), place)
+    model = load_weights(base, config, _dtype(dtype or usual, config, place, str(name)), place)
     if adapter is not None:
-        adapter.check_base(checkpoint_digest(base))
+        adapter.check_base(checkpoint_digest(resolve(adapter.base.name)))
         model = adapter.apply(model)
     if lora is not None:
         model = lora.merge(model)
+    if file := split_file(base_of(name))[1]:  # as transformers states it, so that a file and its copy are one model
+        model.config.quantization_config = {"quant_method": "gguf", **file, "dequantize": False}
     return _learn(model, own_tokenizer, str(name), reuse, packed)
 
 
@@ -112,7 +101,7 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
     name = f"{LOADED}{Path(origin).name or model.config.model_type}"
     refuse_by_config(model.config, name)
     if tokenizer is None and origin and (directory := find_directory(origin)) is not None:
-        tokenizer = _load_tokenizer(str(directory))
+        tokenizer = load_tokenizer(str(directory))
     model.set_attn_implementation(NAME)
     model.eval().requires_grad_(False)
     return _learn(model, tokenizer, name, _reuse(model.config, name), packed)
@@ -147,7 +136,7 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
     if adapter is not None:
         adapter.extend(config)
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
-    card = ModelCard(config, _generation(base), tokenizer, vocab_size, fingerprint, str(name), reuse)
+    card = ModelCard(config, load_generation(base), tokenizer, vocab_size, fingerprint, str(name), reuse)
     if reuse is not None:
         reuse.check(vocab_size, tokenizer, str(name))
     return card
@@ -175,26 +164,19 @@ def _find(name: str | Path) -> _Found:
     beside = adapter.base.name if adapter is not None else lora.base if lora is not None else None
     base = where if beside is None else obtain(beside)
     try:
-        config = _load_config(base, name if beside is None else beside)
+        config = load_config(base, name if beside is None else beside)
     except ModelNotFoundError as error:
         if beside is None:
             raise
         place = f'{ADAPTER} under "base"' if adapter is not None else f'{Lora.FILE} under "{Lora.BASE}"'
         raise AdapterError(f"{name}: {error}; put the base model there, or write where it is into {place}") from error
     refuse_by_config(config, str(name))
-    tokenizer = _load_tokenizer(where)
+    tokenizer = load_tokenizer(where)
     if adapter is None:
-        tokenizer = tokenizer or (_load_tokenizer(base) if lora is not None else None)
+        tokenizer = tokenizer or (load_tokenizer(base) if lora is not None else None)
         return _Found(base, None, lora, config, tokenizer, _reuse(config, str(name)))
     adapter.check(config, tokenizer)
     return _Found(base, adapter, None, config, tokenizer, adapter.spec)
-
-
-def _generation(where: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(split_file(where)[0])
-    except (OSError, ValueError):
-        return None  # transformers then makes one of the model's configuration, which is asked anyway
 
 
 def base_of(name: str | Path) -> str:
@@ -225,83 +207,11 @@ def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.dev
     return DTYPES[dtype]
 
 
-def _load_config(where: str, name: str | Path) -> PreTrainedConfig:
-    place, file = split_file(where)
-    if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
-        files = sorted(path.name for path in Path(where).glob(f"*{GGUF}"))
-        found = f"; it has {len(files)} GGUF files: name one, such as {name}/{files[0]}" if files else ""
-        raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json{found}")
-    if where.startswith(LOADED):
-        raise ModelNotFoundError(
-            f"the store was made with a loaded model ({where}); give it again: RagCache.open(..., model=...)"
-        )
-    refuse_absent(place, str(name), BUNDLED)
-    try:
-        return AutoConfig.from_pretrained(place, **file)
-    except ImportError as error:
-        raise ConfigError(f"{name}: {first_line(error)}; install ragcache-kv[gguf]") from error
-    except UNREADABLE as error:
-        if file and "architecture" in str(error):
-            raise UnsupportedModelError(f"{name} is not supported: {first_line(error)}") from error
-        again = "; it is no whole GGUF file of a language model: get it again" if file else ""
-        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}{again}") from error
-
-
 def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
     try:
         return TrainedTokens.of(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """What makes a model of this configuration. A model that reads images too, and has no class for text alone, is
-    loaded as a whole, and read by its text part."""
-    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in IMAGE_READERS
-    return AutoModelForCausalLM if alone else AutoModelForImageTextToText
-
-
-def _load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    place, file = split_file(where)
-    try:
-        model, report = auto_class(config).from_pretrained(
-            place, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True, **file
-        )
-    except UNREADABLE as error:
-        if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
-            raise unsupported(config, where, "transformers has no causal language model of this kind") from error
-        if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
-            raise unsupported(config, where, "it does not use transformers' attention interface") from error
-        if "ignore_mismatched_sizes" in str(error):
-            raise _other_weights(where, config, "some have other shapes") from error
-        raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {first_line(error)}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would go on with random numbers in their place
-        raise ModelNotFoundError(f"{where} lacks {len(missing)} of its weights, such as {missing[0]}; get it again")
-    known = {f"{place}." for place, module in model.named_modules() if getattr(module, "weight", None) is not None}
-    for name in sorted(report["unexpected_keys"]):  # such as a bias that this family has not: another model's
-        if name.removesuffix(name.rpartition(".")[2]) in known:
-            raise _other_weights(where, config, f"{name} has no place in it")
-    model.eval().requires_grad_(False)
-    return model.to(device)
-
-
-def _other_weights(where: str, config: PreTrainedConfig, reason: str) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"{where}: its config.json says {config.model_type}, and its weights are not of such a model: {reason}; get "
-        "the config.json that belongs to them"
-    )
-
-
-def _load_tokenizer(where: str) -> Tokenizer | None:
-    place, file = split_file(where)
-    found = (path for name in TOKENIZER_FILES for path in Path(place).glob(name))
-    if Path(place).is_dir() and not file and not any(found):
-        return None  # transformers makes up an empty one for some families
-    try:
-        return AutoTokenizer.from_pretrained(place, **file)
-    except (OSError, ValueError, KeyError):
-        return None  # a model without tokenizer files still runs on ids
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:

