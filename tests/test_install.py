@@ -1,5 +1,6 @@
 """What `pip install` is told to fetch, and a stranger's package of the same import name beside this one."""
 
+import ast
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
+from ragcache.models.pull import READERS
 from tools import house
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +60,69 @@ def test_only_the_package_its_integrations_and_its_apps_are_shipped():
     annexes = {path.rpartition("/")[2] for path in house.ANNEXES}
     own = {"ragcache", "ragcache_chatbot", "langchain_ragcache", "llama_index"}
     assert {name.split(".")[0] for name in found} == annexes | own
+
+
+# Module -> distribution, where its name is another one, or that of the package that brings it along.
+DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "llama_index": "llama-index-core",
+    "llama_index_instrumentation": "llama-index-core",
+    "markdown_it": "markdown-it-py",
+    "starlette": "fastapi",
+    "tokenizers": "transformers",
+    "yaml": "pyyaml",
+}
+# Folder of packages -> extras that bring what it imports beyond the wheel's own requirements.
+EXTRAS = {
+    ".": ["server", "structured", "train"],
+    "extras/documents": ["documents"],
+    "extras/eval": ["eval", "capability"],
+    "extras/train": ["train"],
+    "extras/watch": ["watch"],
+    "integrations/completions": ["server"],
+    "integrations/langchain": ["langchain"],
+    "integrations/llama-index": ["llama-index"],
+    "integrations/mcp": ["mcp", "server"],
+    "integrations/ollama": ["server"],
+    "integrations/openai": ["server"],
+    "integrations/ray": ["ray"],
+    "integrations/remote": ["remote"],
+    "integrations/vllm": ["vllm"],
+}
+# Used where they are installed: pydantic comes with FastAPI, LangChain and MCP, triton with torch on a GPU.
+OPTIONAL = {"langchain", "pydantic", "triton"}
+
+
+def imported(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in requirements}
+
+
+def test_an_extra_declares_what_its_packages_import():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, find = settings["project"], settings["tool"]["setuptools"]["packages"]["find"]
+    own = {"ragcache", "langchain_ragcache", *(path.rpartition("/")[2] for path in house.ANNEXES)}
+    for where in find["where"]:
+        folder = ROOT / ("ragcache" if where == "." else where)
+        files = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
+        modules = set().union(*map(imported, files)) - own - OPTIONAL
+        requirements = [*project["dependencies"]]
+        for extra in EXTRAS.get(where, []):
+            requirements += project["optional-dependencies"][extra]
+        needed = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in modules}
+        assert needed <= declared(requirements), where
+
+
+def test_each_extra_that_reads_gguf_files_brings_what_transformers_reads_them_with():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for extra in ("gguf", "offline"):
+        assert set(READERS) <= declared(extras[extra])
 
 
 def install(site: Path, folder: str, metadata: str) -> Path:
