@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
-from ragcache.ingest.document import Document
+from ragcache.ingest.document import Document, hash_parts
 from ragcache.ingest.readers import SourceFile, file_id
 from ragcache.store.records import StoredVersion
 
 
 class Found(NamedTuple):
-    """A stored document: the id that it has, and whether its content is the input's."""
+    """A stored document: the id that it has, and whether its content is the input's, whatever the places in it."""
 
     id: str
     same: bool
@@ -64,7 +64,9 @@ class DocumentChanges:
             if self._is_same(document, content_hash, stored):
                 return Found(document.id, same=True)
         vanished = [
-            id for id in self._vanished.get(content_hash, ()) if id in self._versions and id not in self._claimed
+            id
+            for id in self._vanished.get(hash_parts(content_hash).content, ())
+            if id in self._versions and id not in self._claimed
         ]
         if file and vanished:
             return Found(vanished[0], same=True)
@@ -102,7 +104,7 @@ class DocumentChanges:
         """Note the documents under the roots whose files are neither found nor there: `find` follows their content."""
         for id, stored in self._versions.items():
             if stored.file and stored.file not in found and _is_under(stored.file, roots) and _is_gone(stored.file):
-                self._vanished.setdefault(stored.content_hash, []).append(id)
+                self._vanished.setdefault(hash_parts(stored.content_hash).content, []).append(id)
 
     def vanished(self, roots: Collection[str], read: Mapping[str, bool], seen: Collection[str]) -> list[str]:
         """Ids of documents from files under the roots that have gone, or from files that do not hold them any more.
@@ -119,9 +121,10 @@ class DocumentChanges:
         ]
 
     def _is_same(self, document: Document, content_hash: str, stored: StoredVersion) -> bool:
-        return stored.content_hash == content_hash or (
-            stored.file is None and stored.content_hash == document.content_hash(self._settings, source=stored.source)
-        )
+        hashes = [content_hash]
+        if stored.file is None:
+            hashes.append(document.content_hash(self._settings, source=stored.source))
+        return hash_parts(stored.content_hash).content in (hash_parts(one).content for one in hashes)
 
     def _refuse_other_file(self, id: str, stored: StoredVersion, file: str) -> None:
         """Records of two files that state the same id would replace each other at every run."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_se
 from ragcache.models.deadline import LIMIT
 from ragcache.plugins import Registry
 from ragcache.prompt import control_tokens, encode_text
+from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
 # A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
@@ -76,11 +78,13 @@ class ChunkerConfig(Config, max_tokens="chunk_size", overlap="chunk_overlap"):
 
 class TextChunk(NamedTuple):
     """text: ends with one newline. token_ids: of the text, alone, or of what a compressor leaves of it. headings: those
-    above it that it does not contain."""
+    above it that it does not contain. metadata: of the chunk itself: the headings of the section that it begins in, its
+    own among them, and its place in the file."""
 
     text: str
     token_ids: list[int]
     headings: tuple[str, ...]
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
     def embedded_text(self, title: str) -> str:
         """Text for the embedder: the chunk below its document's title and its headings, where it does not begin with
@@ -138,15 +142,23 @@ class Chunker:
     def chunk_id(self, document_id: str, ordinal: int) -> str:
         return f"{document_id}#{ordinal}"
 
-    def split(self, text: str) -> list[TextChunk]:
-        """The chunks of a document, in order; none for white space."""
-        text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+    def split(self, text: str, places: Sequence[Place] = ()) -> list[TextChunk]:
+        """Return the chunks of a document, in order; none for white space. places: in its file, of the text"""
+        text, places = edited(text, places, lambda part: part.replace("\r\n", "\n").replace("\r", "\n"))
+        blank = len(text) - len(text.lstrip())
+        text, places = text.strip(), [place._replace(start=max(0, place.start - blank)) for place in places]
+        placed = PlaceIndex(text, places)
         outline = _Outline()
         groups = self._pack(self._units(text, map(outline.note, split_blocks(text))))
         groups = ([unit for unit in group if not text[unit.start : unit.end].isspace()] for group in groups)
         spans = (_Span(group[0].start, group[-1].end, group[0].header) for group in groups if group)
         return [
-            TextChunk(whole := span.text(text), self._read(whole, ids), outline.above(span.start))
+            TextChunk(
+                whole := span.text(text),
+                self._read(whole, ids),
+                outline.above(span.start),
+                _with_headings(outline.path(span.start), placed.between(span.start, span.end)),
+            )
             for some in _batched(spans, lambda span: span.end - span.start)
             for span, ids in self._fitting(text, some)
         ]
@@ -350,6 +362,10 @@ def _middle(text: str, start: int, end: int) -> int:
     return middle + space.end() if space else middle
 
 
+def _with_headings(headings: tuple[str, ...], place: Mapping[str, Any]) -> dict[str, Any]:
+    return {"headings": list(headings), **place} if headings else dict(place)
+
+
 class _Outline:
     """The headings above each chunk, while blocks and chunks go by in order."""
 
@@ -370,6 +386,28 @@ class _Outline:
         # A heading at `position` closes its peers, and is itself part of the chunk.
         is_here = bool(self._coming) and self._coming[0].start == position
         return tuple(block.title for block in (_below(self._open, self._coming[0]) if is_here else self._open))
+
+    def path(self, position: int) -> tuple[str, ...]:
+        """Return what `above` returns and, behind it, the headings at `position` that are each below the one before:
+        the section of the first text there."""
+        return (*self.above(position), *_first_headings(self._coming, position))
+
+
+def headings_above(path: Sequence[str], text: str) -> tuple[str, ...]:
+    """Return the headings above a chunk: its path without those that its own text begins with."""
+    own = _first_headings(split_blocks(text), 0)
+    return tuple(path[: -len(own)] if own and tuple(path[-len(own) :]) == own else path)
+
+
+def _first_headings(blocks: Iterable[Block], position: int) -> tuple[str, ...]:
+    """Return the titles of the headings that follow each other from `position` on, as far as their levels rise."""
+    found: list[Block] = []
+    for block in blocks:
+        level, end = (found[-1].level, found[-1].end) if found else (0, position)
+        if block.level <= level or block.start != end:
+            break
+        found.append(block)
+    return tuple(block.title for block in found)
 
 
 def _below(open_sections: list[Block], heading: Block) -> list[Block]:
@@ -456,8 +494,9 @@ class PassthroughSplitter:
         self._tokens = ChunkTokenizer(tokenizer)
         self._max_tokens = max_tokens
 
-    def split(self, text: str) -> list[TextChunk]:
-        return [TextChunk(text, ids, ()) for ids in self.encode([text])]
+    def split(self, text: str, places: Sequence[Place] = ()) -> list[TextChunk]:
+        place = PlaceIndex(text, places).between(0, len(text))
+        return [TextChunk(text, ids, (), place) for ids in self.encode([text])]
 
     def chunk_id(self, document_id: str, ordinal: int) -> str:
         return document_id

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragcache.errors import Config, ConfigError, IngestError, ReaderError, ReaderLimitError, check_least
 from ragcache.kv.block_key import digest
 from ragcache.store.json_values import check_metadata, text_problem
+from ragcache.store.places import Place, check_places
 
 # The line below a table's header.
 _TABLE = re.compile(r"(?m)^(?=[^\n]*-)(?=[^\n]*\|)[ \t|:-]+$")
@@ -25,6 +26,7 @@ class Document:
     metadata: a JSON object, for filters
     title:    given to the embedder with every chunk
     source:   where it came from, for people (a path, a URL); the id when empty
+    places:   where in its file the text was read, by offsets; each passage's own is in its metadata
     """
 
     id: str
@@ -32,6 +34,7 @@ class Document:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
     source: str = ""
+    places: Sequence[Place] = ()
 
     @property
     def where(self) -> str:
@@ -51,15 +54,36 @@ class Document:
             if problem := text_problem(value):
                 raise ReaderError(self.where, f"its {name} holds {problem}: it is binary, or in another encoding")
         check_metadata(self.where, dict(self.metadata) if isinstance(self.metadata, Mapping) else self.metadata)
+        check_places(self.where, self.text, self.places)
 
     def content_hash(self, settings: Mapping[str, Any], **more: str) -> str:
-        """SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and source are
-        not among them: a file that moves keeps it. more: the source, which stores before schema version 3 took in"""
+        """Return the SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and
+        source are not among them: a file that moves keeps it. If the document has places, their own SHA-256 follows: a
+        document whose places alone changed keeps its chunks (see `hash_parts`).
+
+        more: the source, which stores before schema version 3 took in
+        """
         cut = dict(settings)
         if "max_tokens" in cut and _TABLE.search(self.text):
             cut["tables"] = 1  # versions that cut tables anywhere had none: only documents with one are cut anew
         content = {"text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": cut}
-        return digest(content | more)
+        places = [[place.start, dict(place.fields), place.row] for place in self.places]
+        return digest(content | more) + (f"{PLACED}{digest(places)}" if places else "")
+
+
+PLACED = "+"
+
+
+class HashParts(NamedTuple):
+    """The parts of a content hash: of text, title, metadata and settings, and of the places, "" without any."""
+
+    content: str
+    places: str
+
+
+def hash_parts(content_hash: str) -> HashParts:
+    content, _, places = content_hash.partition(PLACED)
+    return HashParts(content, places)
 
 
 def headed(title: str, text: str) -> str:

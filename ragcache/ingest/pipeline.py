@@ -34,13 +34,14 @@ from ragcache.errors import (
     check_least,
 )
 from ragcache.ingest.changes import DocumentChanges, sync_roots
-from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
-from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk, headings_above
+from ragcache.ingest.document import Document, ReadLimits, hash_parts
 from ragcache.ingest.encoder import BlockKeys
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.ingest.worker import (
+    ChunkedDocument,
     EncodeJob,
     LocalWorkers,
     Record,
@@ -203,7 +204,7 @@ class PendingDocument:
     """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
 
     file: id of the file that it is from, or ""
-    stored: the chunks are in the store already; only KV blocks are missing.
+    stored: the chunks are in the store already; only KV blocks are missing
     ids: of the chunks; (): as the chunker names them
     """
 
@@ -347,39 +348,67 @@ class IngestRun:
             self._seen.add(document.id)
             content_hash = document.content_hash(self.chunker.settings)
             found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
+            metadata: Sequence[Mapping[str, Any]] | None = ()
+            if found is not None and found.same:
+                metadata = self._placed_anew(found.id, document, content_hash, record)
+                found = found._replace(same=metadata is not None)
             if found is not None and not found.same and not self.replace:
                 raise DocumentExistsError(
                     f"{document.where}: another text is stored under the id {document.id!r}; name this one otherwise, "
                     "or let it replace the other (replace=true)"
                 )
             if found is not None:
-                self._rename(found.id, document, content_hash if found.same else None, file)
+                self._rename(found.id, document, content_hash if found.same else None, file, metadata or ())
                 if found.same:
                     return self._prepare_unchanged(document, content_hash)
-            cut = record.cut or self.bench.cut(document, self.report.seconds)
-            if isinstance(cut, Exception):
-                raise cut
+            cut = self._cut(document, record)
         except (IngestError, PromptError) as error:
             self._fail(document.where, error, file)
             return None
         return PendingDocument(document, file, content_hash, cut.chunks, cut.keys, found is not None)
 
-    def _rename(self, id: str, document: Document, content_hash: str | None, file: str) -> None:
-        """Let a stored document have the id, source and file that it has now. content_hash: None where its content is
-        another; it is then still to be replaced."""
+    def _cut(self, document: Document, record: Record) -> ChunkedDocument:
+        """Raises IngestError, PromptError."""
+        cut = record.cut or self.bench.cut(document, self.report.seconds)
+        if isinstance(cut, Exception):
+            raise cut
+        return cut
+
+    def _placed_anew(
+        self, id: str, document: Document, content_hash: str, record: Record
+    ) -> Sequence[Mapping[str, Any]] | None:
+        """Return the metadata that the chunks of a stored document are to have, whose places alone have changed: none
+        if these are the same too, None if its chunks would be cut otherwise today."""
+        if hash_parts(content_hash).places == hash_parts(self._known.version(id).content_hash).places:
+            return ()
+        chunks = self._cut(document, record).chunks
+        if [chunk.text for chunk in chunks] != [chunk.text for chunk in self.to.documents.chunks_of(id)]:
+            return None
+        return [{**document.metadata, **chunk.metadata} for chunk in chunks]
+
+    def _rename(
+        self,
+        id: str,
+        document: Document,
+        content_hash: str | None,
+        file: str,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Let a stored document have the id, source and file that it has now, and its chunks this metadata, if it is
+        given. content_hash: None where its content is another; it is then still to be replaced."""
         old = self._known.version(id)
         version = StoredVersion(content_hash or old.content_hash, document.where, file)
         if id == document.id and (content_hash is None or version == old):
             return
         if not self.report.dry_run:
             names = [self.chunker.chunk_id(document.id, chunk.ordinal) for chunk in self.to.documents.chunks_of(id)]
-            gone = self.to.documents.move_document(id, document.id, version, names)
+            gone = self.to.documents.move_document(id, document.id, version, names, metadata)
             self.to.retriever.apply([], np.empty((0, self.to.retriever.index.dimension), np.float32), gone)
         self._known.move(id, document.id, version)
         if id != document.id:
             self.report.moved.append(Moved(id, document.id))
             self._told.add(document.id)
-        elif old.source != version.source and old.file is not None:
+        elif metadata or (old.source != version.source and old.file is not None):
             self.report.updated.append(id)
             self._told.add(id)
 
@@ -498,7 +527,7 @@ class IngestRun:
                 id, chunk.text, chunk.token_ids, vector,
                 handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
                 uses_left=self.uses,
-                metadata={"headings": list(chunk.headings)} if chunk.headings else {},
+                metadata=dict(chunk.metadata),
             )
             for id, chunk, key, vector in zip(ids, one.chunks, one.keys, vectors, strict=True)
         ]  # fmt: skip
@@ -576,7 +605,8 @@ class IngestRun:
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:
-    """A stored chunk as the chunker made it. metadata: its document's; where those have "headings", a chunk's own are
-    not told from them."""
-    headings = () if "headings" in metadata else tuple(chunk.metadata.get("headings", ()))
-    return TextChunk(chunk.text, token_ids, headings)
+    """Return a stored chunk as the chunker made it. metadata: its document's; if these have "headings", a chunk's own
+    are not known from them."""
+    own = {name: value for name, value in chunk.metadata.items() if metadata.get(name, ...) != value}
+    headings = () if "headings" in metadata else headings_above(own.get("headings", ()), chunk.text)
+    return TextChunk(chunk.text, token_ids, headings, own)

@@ -21,6 +21,7 @@ from ragcache.ingest.document import Document, ReadLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.sandbox_child import OVER_MEMORY
 from ragcache.models.deadline import LIMIT, POLL_S
+from ragcache.store.places import Place
 
 # Starting an interpreter does not count as reading; on a busy machine it takes a while.
 START_S = 60.0
@@ -65,7 +66,8 @@ class IsolatedReader:
             if "end" in answer:
                 return
             if "document" in answer:
-                yield Document(**answer["document"])
+                places = [Place(*place) for place in answer["document"].pop("places")]
+                yield Document(**answer["document"], places=places)
             else:
                 kind = ReaderLimitError if "limit" in answer else ReaderError
                 yield kind(*next(iter(answer.values())))

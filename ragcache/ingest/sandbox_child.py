@@ -35,6 +35,8 @@ ALARM_GRACE_S = 1.0
 WATCH_S = 0.2
 # Metadata, title and source of a document, as JSON: they are kept for the document and shown with every answer.
 MAX_FIELDS = 1 << 20
+# Places, as JSON: so many bytes for each character of the text. Pages and rows take far fewer.
+MAX_PLACES = 8
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -95,11 +97,17 @@ def _next(records: Iterator[Document | ReaderError], path: str, limits: ReadLimi
 
 def _document(record: Document) -> bytes:
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    beside = _json({**values, "text": ""})
+    beside, places = _json({**values, "text": "", "places": []}), _json(values["places"])
     if len(beside) > MAX_FIELDS:
         raise ReaderLimitError(
             record.where[:200],
             f"its metadata, title and source take {len(beside):,} bytes, and {MAX_FIELDS:,} are allowed; shorten them",
+        )
+    if len(places) > MAX_FIELDS + MAX_PLACES * len(record.text):
+        raise ReaderLimitError(
+            record.where[:200],
+            f"the places in it (pages, sheets, rows) take {len(places):,} bytes, more than {MAX_PLACES} for each "
+            "character; shorten the names of its pages or sheets",
         )
     return _json({"document": values})
 

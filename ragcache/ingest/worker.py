@@ -164,7 +164,7 @@ class Worker:
     def cut(self, document: Document, seconds: IngestSeconds) -> ChunkedDocument:
         """Raises IngestError, PromptError."""
         with seconds.timed("chunk_s"):
-            chunks = self.chunker.split(document.text)
+            chunks = self.chunker.split(document.text, document.places)
         self.reader.limits.check_chunks(len(chunks), document.where)
         for chunk in chunks:
             self.names.check(chunk.token_ids, document.where)

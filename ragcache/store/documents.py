@@ -27,6 +27,7 @@ from ragcache.store import records as rows
 from ragcache.store import text_search
 from ragcache.store.database import Database
 from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
+from ragcache.store.json_values import check_metadata
 from ragcache.store.records import (
     Chunk,
     Counts,
@@ -140,17 +141,28 @@ class DocumentStore:
                 f"document {document.id!r}: one of its chunk ids belongs to another document ({error.orig})"
             ) from error
 
-    def move_document(self, id: str, new_id: str, version: StoredVersion, chunk_ids: Sequence[str]) -> list[int]:
-        """Give a stored document another id and version, and its chunks, in order, these ids; text, embeddings and
-        handles stay. A document that has the new id is replaced: returns its chunks' vector ids.
+    def move_document(
+        self,
+        id: str,
+        new_id: str,
+        version: StoredVersion,
+        chunk_ids: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Give a stored document another id and version, and its chunks, in order, these ids and, if it is given, this
+        metadata; text, embeddings and handles stay. A document that has the new id is replaced: returns its chunks'
+        vector ids.
 
-        Raises NoSuchDocumentError, DuplicateDocumentError (a chunk id that is taken); then nothing changed.
+        Raises NoSuchDocumentError, MetadataError, DuplicateDocumentError (a chunk id that is taken); then nothing
+        changed.
         """
         check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file or ""), [])
+        for one in metadata:
+            check_metadata(f"document {new_id!r}", one)
         try:
             with self.database.write() as connection:
                 advance(connection, "generation")
-                return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids)
+                return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids, metadata)
         except IntegrityError as error:
             raise DuplicateDocumentError(
                 f"document {new_id!r}: one of its chunk ids belongs to another document ({error.orig})"
@@ -416,10 +428,21 @@ class DocumentStore:
         rescue(connection)
         return ids
 
-    def _move(self, connection: Connection, id: str, new: dict[str, Any], chunk_ids: Sequence[str]) -> list[int]:
+    def _move(
+        self,
+        connection: Connection,
+        id: str,
+        new: dict[str, Any],
+        chunk_ids: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> list[int]:
         old = connection.execute(select(documents).where(documents.c.id == id)).mappings().one_or_none()
         if old is None:
             raise NoSuchDocumentError(f"{self.database.where}: no document {id!r}; it may have been deleted")
+        at = (chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
+        if metadata:
+            changed = update(chunks).where(*at).values(metadata=bindparam("own"))
+            connection.execute(changed, [{"at": ordinal, "own": one} for ordinal, one in enumerate(metadata)])
         if new["id"] == id:
             connection.execute(update(documents).where(documents.c.id == id).values(new))
             return []
@@ -428,7 +451,6 @@ class DocumentStore:
         discard_chunks(connection, [new["id"]])
         connection.execute(delete(documents).where(taken))
         connection.execute(insert(documents), {**old, **new})
-        at = (chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
         if chunk_ids:
             moved = update(chunks).where(*at).values(id=bindparam("name"), document_id=new["id"])
             connection.execute(moved, [{"at": ordinal, "name": name} for ordinal, name in enumerate(chunk_ids)])

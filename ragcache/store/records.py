@@ -13,6 +13,7 @@ from sqlalchemy import RowMapping, Select, func, select
 from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.filters import Filter, compile_filter
 from ragcache.store.json_values import check_metadata, text_problem
+from ragcache.store.places import place_text
 from ragcache.store.schema import chunks, documents
 
 NOT_STORED = -1
@@ -126,6 +127,11 @@ class Chunk:
     @property
     def state(self) -> str:
         return "ready" if self.handle else "pending"
+
+    @property
+    def place(self) -> str:
+        """Where in its document the passage is, in words such as "p. 3"; "" where nothing says so."""
+        return place_text(self.metadata, self.title)
 
     @property
     def is_stored(self) -> bool:

@@ -11,13 +11,25 @@ from typing import Any
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import decode, read_bytes, storable
-from ragcache.ingest.text_blocks import first_heading
+from ragcache.ingest.text_blocks import MAX_TITLE, first_heading
 
 DROPPED = ["button", "head", "iframe", "nav", "noscript", "script", "select", "style", "svg", "template"]
 _DECLARED = re.compile(rb"""(?i)<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""")
 # Code stays as it is. Elsewhere the converter writes two spaces at a line break, and escapes what a line of Markdown
 # would begin a list with: "1\. Opening hours".
 _WRITTEN = re.compile(r"(?ms)^[ >]*(?P<fence>`{3,}).*?^[ >]*(?P=fence)$| +$|^(?P<mark>[ >]*\d*)\\(?=[-+.)] )")
+
+# Comments, elements without visible text, the title, and all other tags: one after the other, in linear time. What is
+# not closed goes on to the end. An icon that is closed at once (<svg/>) has nothing in it.
+_INSIDE_TAG = r"""(?:"[^"]*+"?+|'[^']*+'?+|[^>"'])*+"""
+_MARKUP = re.compile(
+    rf"""(?isx) <!--.*?(?:-->|\Z)
+    | <(?P<name>script|style|svg|math|template|noscript|textarea|iframe)\b{_INSIDE_TAG}(?<!/)>.*?(?:</(?P=name)\b|\Z)
+    | <title\b{_INSIDE_TAG}>(?P<title>.*?)(?:</title\b|\Z)
+    | <[a-z/!?]{_INSIDE_TAG}(?:>|\Z)"""
+)
+_NO_TITLE = {"", "untitled", "anonymous", "(anonymous)", "word document", "powerpoint presentation"}
+_FILE_TITLE = re.compile(r"Microsoft (Word|Excel|PowerPoint) - ")
 
 
 def read_html(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
@@ -42,8 +54,20 @@ def markdown_of(page: str, where: Path) -> tuple[str, str]:
     if any(warning.kind == WarningKind.DEPTH_LIMIT_EXCEEDED for warning in made.warnings):
         raise ReaderError(where, "its elements are nested too deeply")
     text = _WRITTEN.sub(_as_seen, made.content or "").strip()
-    named = re.search(r"(?i)<title\b[^>]*>([^<]*)", page)
-    return " ".join(unescape(named[1]).split()) if named else first_heading(text), text
+    return _page_title(page) or first_heading(text), text
+
+
+def _page_title(page: str) -> str:
+    """Return the words of the page's own title, "" if it has none. What stands in comments, scripts, icons and
+    attributes is no title."""
+    found = (match["title"] for match in _MARKUP.finditer(page) if match["title"] is not None)
+    return " ".join(storable(unescape(next(found, "")[:MAX_TITLE])).split())
+
+
+def stated_title(title: str) -> str:
+    """Return the title that a file states of itself in one line; "" for what programs write where nobody has."""
+    title = " ".join(storable(title).split())
+    return "" if title.lower() in _NO_TITLE or _FILE_TITLE.match(title) else title
 
 
 def _as_seen(found: re.Match[str]) -> str:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from html import escape
 from io import BytesIO, StringIO
 from itertools import islice, repeat
 from pathlib import Path
-from typing import IO, Any
-from xml.etree.ElementTree import Element, ParseError, fromstring
+from typing import IO, Any, NamedTuple
+from xml.etree.ElementTree import Element, ParseError, fromstring, iterparse
 from zipfile import BadZipFile, ZipFile
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import decode, read_bytes, storable
 from ragcache.ingest.text_blocks import first_heading
-from ragcache_documents.html import decode_page, markdown_of
+from ragcache.store.places import Place, edited
+from ragcache_documents.html import decode_page, markdown_of, stated_title
 
 TEXTUAL = (".ipynb", ".csv")
 # What converters write of a file without text: comments that number slides, and names of sheets.
@@ -30,21 +31,32 @@ def read_converted(path: Path, document_id: str) -> Iterator[Document | ReaderEr
     data, suffix = read_bytes(path), path.suffix.lower()
     if suffix in TEXTUAL:
         data = decode(data, path).encode()
-    title, text = ("", storable(_csv(data.decode(), path))) if suffix == ".csv" else _convert(data, suffix, path)
+    found = _Converted("", *_csv(data.decode(), path)) if suffix == ".csv" else _convert(data, suffix, path)
+    text, places = edited(found.text, found.places, storable)
     if not any(map(str.isalnum, _MADE.sub("", text))):
         raise ReaderError(path, "there is no text in it")
-    yield Document(document_id, text, title=title or first_heading(text), source=document_id)
+    # A workbook's headings are names of its sheets.
+    other = document_id.rpartition("/")[2] if suffix == ".xlsx" else first_heading(text)
+    yield Document(document_id, text, title=found.title or other, source=document_id, places=places)
 
 
-def _convert(data: bytes, suffix: str, path: Path) -> tuple[str, str]:
-    """Title, where the file states one, and text. Raises ReaderError."""
+class _Converted(NamedTuple):
+    """title: where the file states one. places: of slides, sheets and rows"""
+
+    title: str
+    text: str
+    places: list[Place]
+
+
+def _convert(data: bytes, suffix: str, path: Path) -> _Converted:
+    """Raises ReaderError."""
     try:
         from markitdown import MissingDependencyException, StreamInfo, converters
     except ImportError as error:
         raise ReaderError(path, _lacking(suffix)) from error
     try:
         if suffix == ".xlsx":
-            return "", storable(_sheets(data))
+            return _Converted(_own_title(data, suffix), *_sheets(data))
         # The converter is named, not guessed from the bytes: that would load a model.
         converter = getattr(converters, f"{suffix[1:].capitalize()}Converter")()
         if suffix in (".docx", ".epub"):
@@ -57,7 +69,68 @@ def _convert(data: bytes, suffix: str, path: Path) -> tuple[str, str]:
     except Exception as error:  # the parsers below raise any kind
         raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
     text = storable(made.markdown).replace("\r\n", "\n").replace("\r", "\n")
-    return " ".join(storable(made.title or "").split()), text
+    places = list(_slides(text)) if suffix == ".pptx" else []
+    return _Converted(_own_title(data, suffix) or " ".join(storable(made.title or "").split()), text, places)
+
+
+# Titles: of Office documents in their own words, and as their properties state them.
+
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_TITLE = "{http://purl.org/dc/elements/1.1/}title"
+_OFFICE_SUFFIXES = (".docx", ".pptx", ".xlsx")
+
+
+def _own_title(data: bytes, suffix: str) -> str:
+    """Return the title of an Office document: its first paragraph in Word's style Title, or its properties' title; ""
+    where there is neither, or none that can be read."""
+    if suffix not in _OFFICE_SUFFIXES:
+        return ""
+    try:
+        with ZipFile(BytesIO(data)) as archive:
+            names = archive.namelist()
+            shown = _title_paragraph(archive) if "word/styles.xml" in names else ""
+            has_properties = not shown and "docProps/core.xml" in names
+            stated = fromstring(archive.read("docProps/core.xml")).findtext(_TITLE) if has_properties else ""
+    except (BadZipFile, KeyError, ParseError):  # of an optional part: the text was read
+        return ""
+    return shown or stated_title(stated or "")
+
+
+def _title_paragraph(archive: ZipFile) -> str:
+    styles = fromstring(archive.read("word/styles.xml")).iter(f"{_WORD}style")
+    # Names of built-in styles are English; their ids are in the language of the program.
+    ids = {style.get(f"{_WORD}styleId") for style in styles if _value(style.find(f"{_WORD}name")).lower() == "title"}
+    if not ids:
+        return ""
+    with archive.open("word/document.xml") as document:
+        for _event, element in iterparse(document):
+            if element.tag == f"{_WORD}p":
+                if _value(element.find(f"{_WORD}pPr/{_WORD}pStyle")) in ids:
+                    words = "".join(run.text or "" for run in element.iter(f"{_WORD}t"))
+                    if title := " ".join(storable(words).split()):
+                        return title
+                element.clear()
+    return ""
+
+
+def _value(element: Element | None) -> str:
+    return "" if element is None else element.get(f"{_WORD}val", "")
+
+
+# Slides, as markitdown numbers them in comments.
+
+_SLIDE = re.compile(r"^<!-- Slide number: (\d+) -->$\s*", re.MULTILINE)
+
+
+def _slides(text: str) -> Iterator[Place]:
+    """Yield the places of the slides. Their comments belong to none: one may stand at the end of the passage before."""
+    number = 0
+    for mark in _SLIDE.finditer(text):
+        if int(mark[1]) == number + 1:  # another one was written on a slide
+            number += 1
+            yield Place(mark.start(), {})
+            if mark.end() < len(text):
+                yield Place(mark.end(), {"slide": number})
 
 
 def _lacking(suffix: str) -> str:
@@ -88,23 +161,27 @@ PIECE = 1 << 20
 SEPARATORS = ",;\t|"
 # Rows that a list's separator is told by.
 TOLD_BY = 50
+MAX_NAME = 100
 
 
-def _sheets(data: bytes) -> str:
-    """Each sheet as a table under its name. A formula is the value that was saved with it, or stands itself."""
+def _sheets(data: bytes) -> tuple[str, list[Place]]:
+    """Return each sheet as a table under its name. A formula is the value that was saved with it, or stands itself."""
     from openpyxl import load_workbook
 
     load = partial(load_workbook, read_only=True)
     book = load(BytesIO(data), data_only=True)
     written = load(BytesIO(data)).worksheets if _has_formulas(data) else repeat(None)
-    tables = []
+    tables, places, start = list[str](), list[Place](), 0
     for sheet, formulas in zip(book.worksheets, written, strict=False):
         rows = _rows(sheet)
         if formulas is not None:
             both = zip(rows, _rows(formulas), strict=True)
             rows = ([text if value is None else value for value, text in zip(*pair, strict=True)] for pair in both)
-        tables.append(f"## {sheet.title}\n{_table(rows)}".rstrip("\n"))
-    return "\n\n".join(tables)
+        heading, table, named = f"## {sheet.title}\n", _table(rows), {"sheet": storable(sheet.title)[:MAX_NAME]}
+        tables.append(f"{heading}{table.text}".rstrip("\n"))
+        places += [Place(start, named), *table.places(start + len(heading), named)]
+        start += len(tables[-1]) + len("\n\n")
+    return "\n\n".join(tables), places
 
 
 def _rows(sheet: Any) -> Iterator[Sequence[object]]:
@@ -125,17 +202,37 @@ def _has_formulas(data: bytes) -> bool:
     return False
 
 
-def _table(rows: Iterable[Sequence[object]]) -> str:
-    """Rows as Markdown, the first one as its header, all as wide as the widest; those without text are left out."""
-    written = [row for cells in rows if any(row := [_cell(value) for value in cells])]
-    width = max(map(len, written), default=0)
-    lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in written]
-    return "\n".join([*lines[:1], *["|" + " --- |" * width] * bool(lines), *lines[1:]])
+class _Table(NamedTuple):
+    """A table as Markdown. rows: the number of the sheet's row that each line is, from 1"""
+
+    text: str
+    rows: list[int]
+
+    def places(self, start: int, fields: Mapping[str, str]) -> Iterator[Place]:
+        """Yield the places of its rows, one where the numbers do not rise by one. start: of the table in its text"""
+        before = 0
+        for line, row in zip(self.text.split("\n"), self.rows, strict=False):
+            if row != before + 1 or not before:
+                yield Place(start, fields, row)
+            before = row
+            start += len(line) + 1
 
 
-def _csv(text: str, path: Path) -> str:
-    """The list as a table. Its separator is the one that its first line states, or by which most rows are as wide as
-    the first, which has several cells: with semicolons, 3,50 is a number."""
+def _table(rows: Iterable[Sequence[object]]) -> _Table:
+    """Return rows as Markdown, the first one as its header, all as wide as the widest; those without text are left
+    out."""
+    numbered = ((number, [_cell(value) for value in cells]) for number, cells in enumerate(rows, 1))
+    written = [(number, row) for number, row in numbered if any(row)]
+    width = max((len(row) for _, row in written), default=0)
+    lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for _, row in written]
+    numbers = [number for number, _ in written]
+    text = "\n".join([*lines[:1], *["|" + " --- |" * width] * bool(lines), *lines[1:]])
+    return _Table(text, [*numbers[:1], *numbers])  # the line below the header is the header's
+
+
+def _csv(text: str, path: Path) -> tuple[str, list[Place]]:
+    """Return the list as a table. Its separator is the one that its first line states, or by which most rows are as
+    wide as the first, which has several cells: with semicolons, 3,50 is a number."""
     stated = re.match(r"sep=(.)\n", text)
     text = text[stated.end() :] if stated else text
 
@@ -146,9 +243,10 @@ def _csv(text: str, path: Path) -> str:
 
     try:
         separator = stated[1] if stated else max(SEPARATORS, key=fit)
-        return _table(csv.reader(StringIO(text), delimiter=separator))
+        table = _table(csv.reader(StringIO(text), delimiter=separator))
     except (csv.Error, TypeError) as error:
         raise ReaderError(path, f"the file is no list of values ({error})") from error
+    return table.text, list(table.places(0, {}))
 
 
 def _cell(value: object) -> str:
@@ -179,13 +277,26 @@ def read_odt(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     data = read_bytes(path)
     try:
         with ZipFile(BytesIO(data)) as archive:
-            page = _page(fromstring(archive.read("content.xml")))
+            content = fromstring(archive.read("content.xml"))
+            page = _page(content)
             meta = fromstring(archive.read("meta.xml")) if "meta.xml" in archive.namelist() else Element("meta")
     except (BadZipFile, KeyError, ParseError, RuntimeError, ValueError) as error:
         raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
-    title = meta.findtext(".//{http://purl.org/dc/elements/1.1/}title")
+    title = _styled_title(content) or stated_title(meta.findtext(f".//{_TITLE}", ""))
     named, text = markdown_of(page, path)
-    yield Document(document_id, text, title=" ".join((title or named).split()), source=document_id)
+    yield Document(document_id, text, title=title or named, source=document_id)
+
+
+def _styled_title(content: Element) -> str:
+    """Return the first paragraph in the style Title, or in one made from it; "" for none."""
+    parents = {
+        style.get(f"{_STYLE}name"): style.get(f"{_STYLE}parent-style-name") for style in content.iter(f"{_STYLE}style")
+    }
+    for paragraph in content.iter(f"{_TEXT}p"):
+        style = paragraph.get(f"{_TEXT}style-name")
+        if "Title" in (style, parents.get(style)) and (title := " ".join("".join(paragraph.itertext()).split())):
+            return title
+    return ""
 
 
 def _page(content: Element) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 from pypdf import PdfReader
@@ -12,14 +13,17 @@ from pypdf.errors import DependencyError, FileNotDecryptedError
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import read_bytes, storable
+from ragcache.store.places import Place
+from ragcache_documents.html import stated_title
 
 # A line is taken as wrapped when the next line's first word would not have fitted into this share of the page's widest
 # line. Characters stand in for widths, so the share leaves room for proportional type. Behind the end of a sentence it
 # leaves none: a line end too many does no harm there, two paragraphs in one would.
 WRAP_SHARE = 0.85
 WRAP_SHARE_AFTER_SENTENCE = 1.0
+BETWEEN_PAGES = "\n\n"
 _NEW_BLOCK = re.compile(r"\s*([-*•‣◦–]|\d+[.)])\s")
-_NO_TITLE = {"", "untitled", "(anonymous)", "anonymous"}
+MAX_LABEL = 100
 
 
 def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
@@ -30,7 +34,8 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         if reader.is_encrypted and not reader.decrypt(""):
             raise ReaderError(path, "the PDF is encrypted with a password; save it without one")
         pages = [join_wrapped_lines(storable(page.extract_text())) for page in reader.pages]
-        title = storable(str((reader.metadata.title if reader.metadata else None) or "")).strip()
+        labels = _labels(reader, len(pages))
+        title = stated_title(str((reader.metadata.title if reader.metadata else None) or ""))
     except (ReaderError, MemoryError):
         raise
     except (FileNotDecryptedError, DependencyError) as error:
@@ -38,10 +43,27 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     except Exception as error:
         # pypdf lets the errors of whatever it was parsing through, of any kind: a broken PDF is a broken PDF.
         raise ReaderError(path, f"the PDF is damaged ({type(error).__name__}: {error})") from error
-    text = "\n\n".join(page for page in pages if page.strip())
-    if not text:
+    written = [number for number, page in enumerate(pages) if page.strip()]
+    if not written:
         raise ReaderError(path, f"there is no text in the PDF's {len(pages)} pages (scanned?); run OCR on it first")
-    yield Document(document_id, text, title="" if title.lower() in _NO_TITLE else title, source=document_id)
+    starts = accumulate((len(pages[number]) + len(BETWEEN_PAGES) for number in written), initial=0)
+    places = [
+        Place(start, {"page": number, "page_label": labels[number]})
+        for number, start in zip(written, starts, strict=False)
+    ]
+    text = BETWEEN_PAGES.join(pages[number] for number in written)
+    yield Document(document_id, text, title=title, source=document_id, places=places)
+
+
+def _labels(reader: PdfReader, num_pages: int) -> list[str]:
+    """Return what the PDF calls its pages: their numbers from 1, unless it states others that can be read."""
+    try:
+        stated = [storable(label).strip()[:MAX_LABEL] for label in reader.page_labels]
+    except MemoryError:
+        raise
+    except Exception:  # as above; a PDF with damaged labels has good pages
+        stated = []
+    return [label or str(number) for number, label in enumerate(stated + [""] * num_pages, 1)][:num_pages]
 
 
 def join_wrapped_lines(page: str) -> str:

@@ -6,7 +6,7 @@ search, a list or a deletion elsewhere, with whichever API key, is about the ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,16 @@ class OtherDocuments(SomeDocuments):
         self._check_id(document.id)
         return super().replace_document(document, new_chunks)
 
-    def move_document(self, id: str, new_id: str, version: StoredVersion, chunk_ids: Sequence[str]) -> list[int]:
+    def move_document(
+        self,
+        id: str,
+        new_id: str,
+        version: StoredVersion,
+        chunk_ids: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         self._check_id(new_id)
-        return super().move_document(id, new_id, version, chunk_ids)
+        return super().move_document(id, new_id, version, chunk_ids, metadata)
 
     def _check_id(self, id: str) -> None:
         if self.document(id) is None and self._all.document(id) is not None:

@@ -191,7 +191,7 @@ class _WorkThere:
             return Item(None, known)
         if source.content_hash(self._bench.chunker.settings) in known:
             return Item(None, known)
-        return Item(Document(source.id, source.text, source=source.source), frozenset())
+        return Item(Document(source.id, source.text, source=source.source, places=source.places), frozenset())
 
     def _in_order(self, batches: Iterator[list[Item]]) -> Iterator[tuple[int, Record]]:
         """The records of all batches with the ranks of their items; every actor reads ahead in one batch."""

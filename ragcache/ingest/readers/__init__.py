@@ -20,6 +20,7 @@ from ragcache.errors import ReaderError
 from ragcache.files import STORE_MARK
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import Reader, printable, readable, unreadable
+from ragcache.store.places import edited
 
 # Source code. XML and YAML are data, of which a folder may hold much that nobody asks for.
 CODE = (
@@ -98,7 +99,8 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
     try:
         for record in reader_of(file.path)(file.path, file.id):
             if isinstance(record, Document):
-                record = replace(record, text=readable(record.text), title=readable(record.title))
+                text, places = edited(record.text, record.places, readable)
+                record = replace(record, text=text, title=readable(record.title), places=places)
                 if not record.text.strip():
                     record = ReaderError(file.path, "there is no text in it")
             yield _renamed(record, file)
