@@ -212,7 +212,8 @@ def print_answer(answer: Mapping[str, Any]) -> None:
 
 
 def source_line(hit: Mapping[str, Any]) -> str:
-    """Title, place, score, and where the KV came from."""
+    """Return the title, source, place in it, score, and where the KV came from."""
     title = hit["title"] or hit["document_id"]
     where = "" if hit["source"] in ("", title) else f" ({hit['source']})"
-    return f"{title}{where}  score {hit['score']:.3f}  KV: {hit['kv']}"
+    place = f", {hit['place']}" if hit.get("place") else ""  # an older server states none
+    return f"{title}{where}{place}  score {hit['score']:.3f}  KV: {hit['kv']}"

@@ -141,6 +141,7 @@ def source_to_json(source: Source) -> dict[str, Any]:
         "document_id": chunk.document_id,
         "title": chunk.title,
         "source": chunk.source,
+        "place": chunk.place,
         "text": chunk.text,
         "metadata": chunk.metadata,
         "tokens": len(chunk.token_ids),

@@ -230,6 +230,8 @@ def source_event(hits: Sequence[Source]) -> dict[str, Any]:
     """
     cited = [_cited(hit.chunk) for hit in hits]
     metadata = [{"source": id or name, "name": name} for id, name in cited]
+    for one, hit in zip(metadata, hits, strict=True):
+        one.update({"page": page} if isinstance(page := hit.chunk.metadata.get("page"), int) else {})
     shown = {"source": metadata[0], "document": [hit.chunk.text for hit in hits], "metadata": metadata}
     return {"type": "source", "data": shown}
 

@@ -339,6 +339,7 @@ class SourceItem(AnswerModel):
     document_id: str
     title: str
     source: str
+    place: str = Field(description='Where in its document the passage is: "p. 3", "slide 2"; empty if unknown')
     text: str
     metadata: dict[str, Any]
     tokens: int

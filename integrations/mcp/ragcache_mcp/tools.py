@@ -27,7 +27,7 @@ WRITE_WAIT_S = 30.0
 AT_ONCE = 8
 INSTRUCTIONS = (
     "A library of documents. `search` finds passages, `ask` answers from them with a local model that has read them, "
-    "`add` stores texts, `delete` removes them. Cite the `source` of what you use."
+    "`add` stores texts, `delete` removes them. Cite the `source` and `place` of what you use."
 )
 
 T = TypeVar("T")
@@ -47,11 +47,12 @@ TokenCount = Annotated[int, Field(ge=1, description="Longest answer, in tokens; 
 
 
 class Passage(BaseModel):
-    """score: inner product of question and passage"""
+    """score: inner product of question and passage. place: in its document, such as "p. 3"; empty if unknown"""
 
     text: str
     title: str
     source: str
+    place: str
     document_id: str
     score: float
 
@@ -223,5 +224,5 @@ def _hints(writes: bool) -> Iterator[tuple[str, ToolAnnotations]]:
 
 def _passage(hit: Hit | Source) -> Passage:
     chunk = hit.chunk
-    where = {"title": chunk.title, "source": chunk.source, "document_id": chunk.document_id}
+    where = {"title": chunk.title, "source": chunk.source, "place": chunk.place, "document_id": chunk.document_id}
     return Passage(text=chunk.text, score=float(hit.score), **where)

@@ -6,7 +6,7 @@ stores is a retrieval among these, and KV of a text is kept once, in however man
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -15,7 +15,8 @@ from ragcache import Hit, Source
 from ragcache.server.http_errors import ApiError
 from ragcache.server.wire import INT64, RequestModel, Text
 from ragcache.store.filters import MAX_CONDITIONS, Filter
-from ragcache_openai.api import Caller, Id, Key, ShortText
+from ragcache.store.places import KEYS
+from ragcache_openai.api import MOST_PAIRS, Caller, Id, Key, ShortText
 from ragcache_openai.records import Record
 
 STORE, FILE, ATTACHED, BATCH = "vector_store", "file", "vector_store.file", "vector_store.files_batch"
@@ -129,12 +130,18 @@ async def shown_hits(caller: Caller, hits: Iterable[Hit | Source]) -> list[dict[
             "file_id": file.body["file_id"],
             "filename": file.body["filename"],
             "score": float(hit.score),
-            "attributes": file.body["attributes"],
+            "attributes": _with_place(file.body["attributes"], hit.chunk.metadata),
             "text": hit.chunk.text,
         }
         for hit, place in found
         if (file := files.get(place)) is not None
     ]
+
+
+def _with_place(attributes: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file's attributes and, behind them, the passage's place, as far as there is room."""
+    place = {key: metadata[key] for key in KEYS if key in metadata}
+    return dict(list({**attributes, **place, **attributes}.items())[:MOST_PAIRS])
 
 
 def place_of(metadata: Any) -> str | None:

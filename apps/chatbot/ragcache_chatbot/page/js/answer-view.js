@@ -6,7 +6,7 @@ import { element } from "./dom.js";
 import { Fold } from "./fold.js";
 import { counted } from "./format.js";
 import { PrefillView } from "./prefill-view.js";
-import { nameOf, SourcesView } from "./sources-view.js";
+import { labelOf, nameOf, SourcesView } from "./sources-view.js";
 
 /** @typedef {import("./conversation.js").Answer} Answer */
 
@@ -83,8 +83,8 @@ export class AnswerView {
     const { state, sources } = this.answer;
     if (this.#isCited || state === "asking" || !sources?.length) return;
     this.#isCited = true;
-    const texts = sources.map(({ text }) => text);
-    cite(this.#text.node, sources.map(nameOf), texts, (passage) => this.#sources.open(passage));
+    const texts = sources.map((source) => `${nameOf(source)} ${source.text}`);
+    cite(this.#text.node, sources.map(labelOf), texts, (passage) => this.#sources.open(passage));
   }
 }
 

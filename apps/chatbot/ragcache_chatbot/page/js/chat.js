@@ -3,9 +3,10 @@
 import { ApiError, ConnectionError } from "./api.js";
 
 /**
- * A passage that an answer was read from. `kv`: where its keys and values came from.
- * @typedef {{chunk_id: string, document_id: string, title: string, source: string, text: string, tokens: number,
- *   score: number | null, handle: string | null, kv: string}} Source
+ * A passage that an answer was read from. `kv`: where its keys and values came from. `place`: in its
+ * document; conversations that were kept by an older page have none.
+ * @typedef {{chunk_id: string, document_id: string, title: string, source: string, place?: string, text: string,
+ *   tokens: number, score: number | null, handle: string | null, kv: string}} Source
  */
 
 /**

@@ -10,12 +10,12 @@ const LEAST_COVER = 0.5; // of it, that all of them have to hold
 /**
  * Put a button behind each sentence of an answer for each passage that holds it.
  * @param {HTMLElement} answer
- * @param {string[]} names of the passages
- * @param {string[]} texts of the passages
+ * @param {string[]} names of the passages, as they are shown
+ * @param {string[]} texts of the passages, their documents' titles among them
  * @param {(passage: number) => void} open
  */
 export function cite(answer, names, texts, open) {
-  const passages = texts.map((text, i) => words(`${names[i]} ${text}`));
+  const passages = texts.map(words);
   for (const place of answer.querySelectorAll("p, td")) {
     for (const { end, sentence } of sentences(place.textContent ?? "").reverse()) {
       const buttons = holding(sentence, passages).map((passage) => citation(passage, names[passage], open));

@@ -26,6 +26,9 @@ const origin = (kv) => ORIGINS[/** @type {keyof typeof ORIGINS} */ (kv)] ?? [kv,
 /** @param {Source} source */
 export const nameOf = ({ title, source, chunk_id }) => title || source || chunk_id;
 
+/** The name and, where it is known, the place in it: "Travel policy, p. 3". @param {Source} source */
+export const labelOf = (source) => [nameOf(source), source.place].filter(Boolean).join(", ");
+
 /** @param {Source[]} sources @returns {string} such as "3 from memory, 1 computed now" */
 export function originsText(sources) {
   /** @type {Map<string, number>} */
@@ -49,7 +52,7 @@ export class SourcesView {
     if (!sources || sources === this.#shown) return;
     this.#shown = sources;
     this.#passages = sources.map((source) => passage(source, () => this.close()));
-    this.#chips = sources.map((source, i) => chip(i + 1, nameOf(source), this.#passages[i].id, () => this.#toggle(i)));
+    this.#chips = sources.map((source, i) => chip(i + 1, source, this.#passages[i].id, () => this.#toggle(i)));
     const chips = element("ol", { class: "chips" }, ...this.#chips.map((one) => element("li", {}, one)));
     this.node.replaceChildren(...(sources.length ? [chips, ...this.#passages] : [element("p", { class: "note" }, "No passage was found.")]));
   }
@@ -74,10 +77,11 @@ export class SourcesView {
   }
 }
 
-/** @param {number} number @param {string} name @param {string} id of the passage @param {() => void} onclick */
-function chip(number, name, id, onclick) {
-  const settings = { type: "button", class: "chip", title: name, "aria-expanded": "false", "aria-controls": id, onclick };
-  return element("button", settings, element("b", {}, String(number)), element("span", { class: "chip-name" }, name));
+/** @param {number} number @param {Source} source @param {string} id of the passage @param {() => void} onclick */
+function chip(number, source, id, onclick) {
+  const settings = { type: "button", class: "chip", title: labelOf(source), "aria-expanded": "false", "aria-controls": id, onclick };
+  const place = source.place ? [element("span", { class: "chip-place" }, source.place)] : [];
+  return element("button", settings, element("b", {}, String(number)), element("span", { class: "chip-name" }, nameOf(source)), ...place);
 }
 
 /** @param {Source} source @param {() => void} close */
@@ -88,7 +92,7 @@ function passage(source, close) {
   const head = element(
     "header",
     {},
-    element("h4", { class: "passage-name" }, nameOf(source)),
+    element("h4", { class: "passage-name" }, labelOf(source)),
     element("span", { class: "passage-facts" }, facts.filter(Boolean).join(", ")),
     element("span", { class: `kv kv-${source.kv in ORIGINS ? source.kv : "other"}` }, words),
     button,

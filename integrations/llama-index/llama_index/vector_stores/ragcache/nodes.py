@@ -36,6 +36,7 @@ _RESERVED = (ID_FIELD, REF_FIELD, _CONTENT, _KIND)
 _KINDS: dict[str, type[BaseNode]] = {
     kind.class_name(): kind for kind in (TextNode, Node, Document, ImageNode, ImageDocument, IndexNode)
 }
+_COUNTED = ("page", "last_page")
 _HIDDEN = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
 
 
@@ -61,7 +62,10 @@ def to_node(chunk: rc.Chunk) -> BaseNode:
         return _restored(chunk.metadata, chunk.text)
     source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)}
     known = {name: value for name, value in (("title", chunk.title), ("source", chunk.source)) if value}
-    return TextNode(id_=chunk.id, text=chunk.text, metadata={**known, **chunk.metadata}, relationships=source)
+    # Pages are counted from 0 here: a model is shown the label alone.
+    hidden = {name: list(_COUNTED) for name in _HIDDEN}
+    metadata = {**known, **chunk.metadata}
+    return TextNode(id_=chunk.id, text=chunk.text, metadata=metadata, relationships=source, **hidden)
 
 
 def to_scored_node(hit: rc.Hit) -> NodeWithScore:
