@@ -12,6 +12,7 @@ from terminal import NAMES, invoke, names
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.cli.ask import source_line
 from ragcache.ingest.report import bytes_text
 from ragcache_plan.accesses import read_trace
 
@@ -165,6 +166,12 @@ def test_ask_in_words_names_its_sources(store):
     assert "read by reposition: asked for\n" in result.stdout
     own = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
     assert re.search(r"read by full: not checked: full prefill takes an estimated 0\.\d\d s\n", own.stdout)
+
+
+def test_a_source_is_printed_with_its_place():
+    hit = {"title": "", "document_id": "travel.pdf", "source": "travel.pdf", "score": 0.5, "kv": "disk"}
+    assert source_line({**hit, "place": "p. 3"}) == "travel.pdf, p. 3  score 0.500  KV: disk"
+    assert source_line(hit) == "travel.pdf  score 0.500  KV: disk"  # from a server of an older version
 
 
 def test_chat_answers_line_by_line_as_ask_does(store):

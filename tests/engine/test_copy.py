@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import ConfigError
+from ragcache.store.places import Place
 
 TEXTS = {
     "one.md": "# Tolvik\n\nTolvik has a river.\n\n## Mills\n\n"
@@ -13,7 +14,8 @@ TEXTS = {
     + "\n",
     "two.txt": "".join(f"Osby has club {n}. " for n in range(9)) + "\n",
 }
-OWN = rc.Document("own", "Mora has a lake.\nAnd a bridge.", {"year": 1901}, title="Mora", source="https://mora")
+PAGES = (Place(0, {"page": 0, "page_label": "1"}), Place(18, {"page": 1, "page_label": "2"}))
+OWN = rc.Document("own", "Mora has a lake.\nAnd a bridge.", {"year": 1901}, "Mora", "https://mora", PAGES)
 CHUNKS = rc.ChunkerConfig(max_tokens=128, min_tokens=16)
 SHORT = rc.Sampling(max_tokens=6)
 

@@ -27,6 +27,7 @@ from ragcache.errors import (
 from ragcache.ingest.document import Document
 from ragcache.kv.block_key import digest
 from ragcache.store.directory import StoreLayout
+from ragcache.store.places import Place
 
 
 @pytest.fixture
@@ -382,6 +383,53 @@ def test_readers_beside_an_ingestion_see_whole_documents(kit):
 
     with beside(read, read):
         kit.ingestor.ingest(inputs)
+
+
+PAGED = text_of("Tolvik", 6)
+PLACES = [Place(0, {"page": 0, "page_label": "i"}), Place(len(PAGED) // 2, {"page": 1, "page_label": "ii"})]
+
+
+def test_places_change_no_text_token_block_or_vector(kit, tmp_path, lm):
+    with Kit(tmp_path / "other", lm) as other:
+        for one, places in ((kit, []), (other, PLACES)):
+            one.ingestor.ingest([Document("a", PAGED.replace("\n", "\r\n"), places=places)])
+        plain, placed = kit.documents.chunks_of("a"), other.documents.chunks_of("a")
+        assert [(one.text, one.token_ids, one.handle) for one in plain] == [
+            (one.text, one.token_ids, one.handle) for one in placed
+        ]
+        vectors = [one.documents.vectors([chunk.id for chunk in plain], one.embedder.dimension) for one in (kit, other)]
+        assert np.array_equal(*vectors)
+        assert (placed[0].metadata["page"], placed[-1].metadata["page"]) == (0, 1)
+        assert other.documents.vector_ids({"page": 1})
+
+
+def test_a_stored_document_gains_places_without_being_computed_again(kit):
+    kit.ingestor.ingest([Document("a", PAGED, {"year": 1901})])
+    before = kit.documents.chunks_of("a")
+    read = kit.encoder.tokens, kit.embedder.texts
+    placed = Document("a", PAGED, {"year": 1901}, places=PLACES)
+    assert kit.ingestor.ingest([placed], dry_run=True).updated == ["a"]
+    assert kit.documents.chunks_of("a")[0].metadata == before[0].metadata
+    report = kit.ingestor.ingest([placed], replace=False)
+    assert (report.updated, report.unchanged, report.computed_tokens) == (["a"], [], 0)
+    after = kit.documents.chunks_of("a")
+    assert [(one.vector_id, one.handle, one.text) for one in after] == [
+        (one.vector_id, one.handle, one.text) for one in before
+    ]
+    assert {one.metadata["page_label"] for one in after} == {"i", "ii"}
+    assert {one.metadata["year"] for one in after} == {1901}
+    assert kit.ingestor.ingest([placed]).unchanged == ["a"]
+    assert (kit.encoder.tokens, kit.embedder.texts) == read
+    kit.check()
+
+
+def test_a_heading_path_names_the_section_that_a_passage_begins_in(kit):
+    kit.ingestor.ingest(
+        [Document("a", f"# Towns\n\n## Tolvik\n\n{'Tolvik has a mill. ' * 20}\n\n## Osby\n\nOsby is small.")]
+    )
+    paths = [chunk.metadata["headings"] for chunk in kit.documents.chunks_of("a")]
+    assert paths[0] == paths[1] == ["Towns", "Tolvik"]
+    assert paths[-1] == ["Towns", "Osby"]
 
 
 def test_the_embedder_reads_titles_and_headings_that_a_chunk_lacks(kit, monkeypatch):

@@ -13,6 +13,7 @@ from serving import Served, events, serving
 
 import ragcache as rc
 from ragcache.server.settings import ServerSettings
+from ragcache.store.places import Place
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
@@ -148,10 +149,11 @@ def test_documents_of_the_request_stand_in_for_retrieval(client, kb):
     assert [source["text"] for source in answer.ragcache["sources"]] == [TEXTS["dogs"], TEXTS["cats"]]
 
 
+PAGE = {"page": 2, "page_label": "3"}
 CITED = [
     rc.Document("page", "The cat sits on a mat.", title="On cats", source="https://example.org/cats"),
     rc.Document("page-2", "The cat sits on a mat, again.", title="On cats", source="https://example.org/cats"),
-    rc.Document("notes", "The cat sits on a chair.", source="kept/notes.md"),
+    rc.Document("notes", "The cat sits on a chair.", source="kept/notes.md", places=[Place(0, PAGE)]),
 ]
 
 
@@ -177,8 +179,11 @@ def test_sources_are_cited_as_openais_own_types_read_them(client, kb):
     hits = kb.retrieve(QUESTION, **told["ragcache"])
     assert (parts[0].event["type"], shown["document"]) == ("source", [hit.chunk.text for hit in hits])
     pages = {"source": "https://example.org/cats", "name": "On cats"}
-    named = {"page": pages, "page-2": pages, "notes": {"source": "notes", "name": "notes.md"}}
+    named = {"page": pages, "page-2": pages, "notes": {"source": "notes", "name": "notes.md", "page": 2}}
     assert shown["metadata"] == [named[hit.chunk.document_id] for hit in hits]
+    assert [one["place"] for one in parts[0].ragcache["sources"]] == [
+        "p. 3" if hit.chunk.document_id == "notes" else "" for hit in hits
+    ]
     assert not any(hasattr(part, "event") for part in [*parts[1:], end])
     assert not any(hasattr(part.choices[0].delta, "annotations") for part in parts)
     assert (end.choices[0].finish_reason, end.choices[0].delta.annotations) == (

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from browsing import CORPUS, Tab, open_corpus, serving
+from browsing import CORPUS, PHONE, Tab, open_corpus, serving
 from playwright.sync_api import expect
 
 QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
@@ -28,6 +28,20 @@ def test_question_is_answered_with_its_passages(tab: Tab, kb):
         expect(chip).to_have_attribute("aria-expanded", "true")
         assert text.text_content() == hit.chunk.text
         expect(passage).to_contain_text(f"score {hit.score:.2f}, {hit.chunk.num_tokens} tokens")
+
+
+def test_sources_and_citations_name_their_pages(open_tab, site, slowed):
+    def paged(event: dict[str, Any]) -> None:
+        for source in (event.get("ragcache") or {}).get("sources") or []:
+            source |= {"title": "", "source": "files/travel.pdf", "place": "p. 3"}
+
+    slowed.rewrite = paged
+    turn = open_tab(site, viewport=PHONE).open().ask(QUESTION)
+    chip = turn.locator(".chip").first
+    expect(chip).to_have_text("1travel.pdfp. 3")
+    expect(turn.locator(".cite").first).to_have_attribute("aria-label", re.compile(r"^Source \d: travel\.pdf, p\. 3$"))
+    chip.click()
+    expect(turn.locator(".passage-name").first).to_have_text("travel.pdf, p. 3")
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import json
 import sys
 import zipfile
+from collections.abc import Mapping
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -13,6 +15,7 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import find_files, read_file
 from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.store.places import PlaceIndex
 
 W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
@@ -33,7 +36,7 @@ def zipped(files: dict[str, str | bytes]) -> bytes:
     return held.getvalue()
 
 
-def docx(body: str) -> bytes:
+def docx(body: str, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
     main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
     return zipped({
         "[Content_Types].xml": f'<Types xmlns="{PACKAGE}/content-types">'
@@ -42,6 +45,7 @@ def docx(body: str) -> bytes:
         "_rels/.rels": f'<Relationships xmlns="{PACKAGE}/relationships">'
         f'<Relationship Id="r1" Type="{RELATED}/officeDocument" Target="word/document.xml"/></Relationships>',
         "word/document.xml": f'<w:document xmlns:w="{W}"><w:body>{body}</w:body></w:document>',
+        **more,
     })  # fmt: skip
 
 
@@ -199,7 +203,7 @@ def found(folder) -> dict[str, Document | ReaderError]:
     [
         ("alna.docx", "The Alna", ["# The Alna", "It rises near Osby."]),
         ("deck.pptx", "The Alna", ["# The Alna", "# It rises near Osby"]),
-        ("table.xlsx", "Rivers", ["| river | length |", "| Alna | 17 |"]),
+        ("table.xlsx", "table.xlsx", ["| river | length |", "| Alna | 17 |"]),
         ("book.epub", "Rivers of the Vale", ["# One", "The Arno."]),
         ("notes.ipynb", "Lengths", ["In kilometres.", "```python\nalna = 17\n```"]),
         ("table.csv", "", ["| river | length |", "| Alna | 17 |"]),
@@ -303,6 +307,58 @@ def test_cells_keep_their_own_types(tmp_path):
         "| Swan\\|II | Petra Elley |  | TRUE | 2020-05-01 12:30:00 |",
         "| Teal | 0.3 | 1e-07 | 007 |  |",
     ]
+    assert places_in(document, "| boat", "| Heron", "| Swan", "| Teal") == [
+        {"sheet": "Rivers", "row": row} for row in (1, 2, 4, 5)
+    ]
+
+
+def places_in(document: Document, *words: str) -> list[dict[str, object]]:
+    """The place of the line that each begins."""
+    index = PlaceIndex(document.text, document.places)
+    starts = [document.text.index(word) for word in words]
+    return [index.between(start, (document.text + "\n").index("\n", start)) for start in starts]
+
+
+def test_slides_and_rows_are_numbered_as_programs_show_them(found, tmp_path):
+    deck = found["deck.pptx"]
+    assert places_in(deck, "# The Alna", "# It rises near Osby") == [{"slide": 1}, {"slide": 2}]
+    fake = read(tmp_path / "fake.pptx", pptx("<!-- Slide number: 7 -->", "Two"))
+    assert places_in(fake, "# Two") == [{"slide": 2}]
+    table = read(tmp_path / "a.csv", 'sep=;\nriver;length\n\nAlna;17\n"Ar\nno";4\n')
+    assert places_in(table, "| river", "| Alna", "| Ar no") == [{"row": row} for row in (1, 3, 4)]
+
+
+TITLE = (
+    '<w:p><w:pPr><w:pStyle w:val="Titel"/></w:pPr><w:r><w:t>Rivers </w:t></w:r><w:r><w:t>of the Vale</w:t></w:r></w:p>'
+)
+STYLES = f'<w:styles xmlns:w="{W}"><w:style w:styleId="Titel"><w:name w:val="Title"/></w:style></w:styles>'
+
+
+@pytest.mark.parametrize(
+    ("body", "stated", "title"),
+    [
+        (TITLE + HEADING, "Old", "Rivers of the Vale"),
+        (HEADING, "Rivers", "Rivers"),
+        (HEADING, "Word Document", "The Alna"),
+        (HEADING, "", "The Alna"),
+        (HEADING, "<", "The Alna"),
+    ],
+)
+def test_a_documents_own_title_is_before_its_first_heading(tmp_path, body, stated, title):
+    dc = "http://purl.org/dc/elements/1.1/"
+    core = f'<p xmlns:dc="{dc}"><dc:title>{stated}</dc:title></p>'
+    data = docx(body, {"word/styles.xml": STYLES, "docProps/core.xml": core})
+    assert read(tmp_path / "a.docx", data).title == title
+
+
+def test_decks_and_workbooks_have_the_title_that_they_state(tmp_path):
+    for suffix, make in (("pptx", pptx("The Alna")), ("xlsx", xlsx([["river"], ["Alna"]]))):
+        with zipfile.ZipFile(BytesIO(make)) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+        core = '<p xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>Rivers\nof the Vale</dc:title></p>'
+        assert (
+            read(tmp_path / f"a.{suffix}", zipped({**files, "docProps/core.xml": core})).title == "Rivers of the Vale"
+        )
 
 
 def read(path: Path, data: bytes | str) -> Document | ReaderError:

@@ -2,6 +2,7 @@
 
 import io
 import random
+import time
 
 import pytest
 from pypdf import PdfReader, PdfWriter
@@ -13,6 +14,7 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
+from ragcache_documents.html import _page_title
 from ragcache_documents.pdf import join_wrapped_lines
 
 # HTML
@@ -35,6 +37,29 @@ def test_html_becomes_its_visible_text_in_blocks(write):
         "# The Alna\n\nThe river rises near Osby.\nIt ends in a lake.\n\n- First\n\n- Second\n\n  inner\n\n"
         "```\ndef f():\n    return `1`\n```\n\n| Town | Year |\n| --- | --- |\n| Osby | 1901 |\n\nLoose words"
     )
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- <title>Old</title> --><head><title>Fees &amp; rules</title></head><p>x",
+        "<script>'<title>Old</title>'</script><style><title>Old</title></style><title>Fees &amp; rules</title><p>x",
+        "<head><svg><title>Icon</title></svg><svg/><meta name='<title>Old</title>'><TITLE lang=en>Fees &amp;\n rules</title>",
+        "<a><svg><title>Icon</title></svg></a><template><title>Old</title></template><h1>Fees &amp; rules</h1><p>x",
+        "<title> </title><h1>Fees &amp; rules</h1><p>x",
+        "<p>x<title>Fees &amp; rules</title>",
+    ],
+)
+def test_a_pages_title_is_its_own(write, page):
+    assert read_one(write("a.html", page + "<p>y")).title == "Fees & rules"
+
+
+def test_titles_are_found_in_linear_time(write):
+    for part in ("<!--", "<script>", "<svg>", '<a "', "<a '", "<title", "<p>x</p>"):
+        page = part * 100_000 + "<p>y"
+        started = time.perf_counter()
+        _page_title(page)
+        assert time.perf_counter() - started < 2, part
 
 
 def test_html_in_the_encoding_that_it_declares(write):
@@ -106,6 +131,27 @@ def test_pdf_pages_and_title(write):
     document = read_one(path := write("a.pdf", pdf_of(["Page one.", "Page two."], "The Alna")))
     assert (document.id, document.title, document.text) == (str(path), "The Alna", "Page one.\n\nPage two.")
     assert read_one(write("b.pdf", pdf_of(["Text."]))).title == ""
+    assert read_one(write("c.pdf", pdf_of(["Text."], "Microsoft Word - c.docx"))).title == ""
+
+
+def test_pages_are_called_what_the_pdf_calls_them(write):
+    """Blank pages count."""
+    stream = io.BytesIO()
+    writer = PdfWriter(clone_from=PdfReader(io.BytesIO(pdf_of(["Preface.", "", "Chapter one.", "More."]))))
+    writer.set_page_label(0, 1, style="/r")
+    writer.set_page_label(2, 3, style="/D", prefix="A-")
+    writer.write(stream)
+    document = read_one(write("a.pdf", stream.getvalue()))
+    found = [(document.text[place.start :].partition("\n")[0], dict(place.fields)) for place in document.places]
+    assert found == [
+        ("Preface.", {"page": 0, "page_label": "i"}),
+        ("Chapter one.", {"page": 2, "page_label": "A-1"}),
+        ("More.", {"page": 3, "page_label": "A-2"}),
+    ]
+    assert [place.fields["page_label"] for place in read_one(write("b.pdf", pdf_of(["One.", "Two."]))).places] == [
+        "1",
+        "2",
+    ]
 
 
 def test_pdf_paragraphs_wrapped_by_a_typesetter_are_unwrapped_and_kept_apart(tmp_path):

@@ -25,6 +25,7 @@ from ragcache.errors import (
     ReaderError,
     StoreBusyError,
 )
+from ragcache.store.places import Place
 from ragcache_demo.bag_of_words import BagOfWords
 
 
@@ -163,6 +164,14 @@ def test_a_passage_of_a_larger_document_is_not_deleted_alone(store, tmp_path):
         store.delete([found[0].id])
     store.delete([file])
     assert store.similarity_search("Sentence 3") == []
+
+
+def test_a_passage_of_a_pdf_says_its_page_as_langchains_loader_does(store):
+    places = [Place(0, {"page": 0, "page_label": "i"}), Place(14, {"page": 1, "page_label": "ii"})]
+    store.kb.ingest(rc.Document("berths", "Berths cost.\n\nTwelve crowns.", places=places))
+    metadata = store.similarity_search("Berths", 1)[0].metadata
+    assert (metadata["page"], metadata["page_label"], metadata["last_page"]) == (0, "i", 1)
+    assert store.similarity_search("Berths", 1, filter={"page": 0})
 
 
 # What is found

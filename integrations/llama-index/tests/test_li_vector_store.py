@@ -37,6 +37,7 @@ from ragcache.errors import (
     MetadataError,
     StoreBusyError,
 )
+from ragcache.store.places import Place
 from ragcache_demo.bag_of_words import BagOfWords
 
 RIVER = "Where does the Arno rise?"
@@ -212,6 +213,17 @@ def test_documents_ingested_without_llamaindex_are_nodes_too(kb):
         store.delete_nodes(["rivers#0"])
     store.delete("rivers")
     assert kb.document("rivers") is None
+
+
+def test_a_node_of_a_pdf_says_its_page_as_llamaindexs_reader_does(kb):
+    places = [Place(0, {"page": 4, "page_label": "5"})]
+    kb.ingest(rc.Document("berths", "A berth costs twelve crowns.", places=places))
+    [found] = RagCacheVectorStore(kb).query(query("What does a berth cost?", 1)).nodes
+    assert (found.metadata["page_label"], found.metadata["page"]) == ("5", 4)
+    shown = found.get_content(metadata_mode=MetadataMode.LLM)
+    assert "page_label: 5" in shown
+    assert "page: 4" not in shown
+    kb.delete("berths")
 
 
 # Deletion

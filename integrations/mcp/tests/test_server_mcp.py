@@ -40,7 +40,9 @@ async def test_the_tools_over_http(served, kb, mode):
         answer = (await client.call_tool("ask", {"question": BARKS, "k": 2, "max_tokens": 4})).structured_content
         right = kb.ask(BARKS, 2, sampling=rc.Sampling(4))
         assert (answer["answer"], answer["is_cut"]) == (right.text, True)
-        assert [one["text"] for one in answer["sources"]] == [hit.chunk.text for hit in right.hits]
+        assert [(one["text"], one["place"]) for one in answer["sources"]] == [
+            (hit.chunk.text, hit.chunk.place) for hit in right.hits
+        ]
 
         new = {"id": "hat", "text": "Jonas wears a green hat.", "metadata": {"year": 2024}}
         added = await client.call_tool("add", {"documents": [new, {"id": "blank", "text": " "}]})

@@ -225,6 +225,14 @@ def ask(client, store, input=QUESTION, **more):
     )
 
 
+def test_found_rows_are_named_beside_a_files_attributes(client):
+    store = client.vector_stores.create(name="fees")
+    sent = client.files.create(file=("fees.csv", b"boat,fee\nTeal,12\nSwan,14\n"), purpose="assistants")
+    attach(client, store.id, sent.id, attributes={"row": "of berths", "year": 2024})
+    [found] = client.vector_stores.search(store.id, query="What is the fee of Teal?").data
+    assert found.attributes == {"row": "of berths", "year": 2024, "last_row": 3}
+
+
 def test_file_search_in_a_response(client, library, kb):
     found = ask(client, library, include=["file_search_call.results"])
     call, message = found.output

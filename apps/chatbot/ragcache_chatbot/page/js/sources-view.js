@@ -23,8 +23,8 @@ let made = 0; // so that every passage has an id of its own
 /** @param {string} kv @returns {string[]} */
 const origin = (kv) => ORIGINS[/** @type {keyof typeof ORIGINS} */ (kv)] ?? [kv, ""];
 
-/** @param {Source} source */
-export const nameOf = ({ title, source, chunk_id }) => title || source || chunk_id;
+/** A document without a title is called by its file or its URL. @param {Source} source */
+export const nameOf = ({ title, source, chunk_id }) => title || (/^https?:/.test(source) ? source : source.replace(/^.*\/(?=.)/, "")) || chunk_id;
 
 /** The name and, where it is known, the place in it: "Travel policy, p. 3". @param {Source} source */
 export const labelOf = (source) => [nameOf(source), source.place].filter(Boolean).join(", ");
