@@ -229,9 +229,8 @@ def source_event(hits: Sequence[Source]) -> dict[str, Any]:
     Without scores: it shows them as percentages, which those of a search by words or of a reranker are not.
     """
     cited = [_cited(hit.chunk) for hit in hits]
-    metadata = [{"source": id or name, "name": name} for id, name in cited]
-    for one, hit in zip(metadata, hits, strict=True):
-        one.update({"page": page} if isinstance(page := hit.chunk.metadata.get("page"), int) else {})
+    pages = ({"page": hit.chunk.metadata["page"]} if "page" in hit.chunk.metadata else {} for hit in hits)
+    metadata = [{"source": id or name, "name": name, **page} for (id, name), page in zip(cited, pages, strict=True)]
     shown = {"source": metadata[0], "document": [hit.chunk.text for hit in hits], "metadata": metadata}
     return {"type": "source", "data": shown}
 

@@ -44,7 +44,7 @@ def test_html_becomes_its_visible_text_in_blocks(write):
     [
         "<!-- <title>Old</title> --><head><title>Fees &amp; rules</title></head><p>x",
         "<script>'<title>Old</title>'</script><style><title>Old</title></style><title>Fees &amp; rules</title><p>x",
-        "<head><svg><title>Icon</title></svg><svg/><meta name='<title>Old</title>'><TITLE lang=en>Fees &amp;\n rules</title>",
+        "<svg><title>Icon</title></svg><svg/><meta name='<title>Old</title>'><TITLE lang=en>Fees &amp;\n rules</title>",
         "<a><svg><title>Icon</title></svg></a><template><title>Old</title></template><h1>Fees &amp; rules</h1><p>x",
         "<title> </title><h1>Fees &amp; rules</h1><p>x",
         "<p>x<title>Fees &amp; rules</title>",

@@ -13,6 +13,7 @@ from llama_index.core.schema import (
     ImageNode,
     IndexNode,
     MediaResource,
+    MetadataMode,
     Node,
     NodeRelationship,
     RelatedNodeInfo,
