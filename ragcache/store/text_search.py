@@ -1,8 +1,10 @@
 """Full-text search of the chunks: SQLite's FTS5, ranked by BM25, or PostgreSQL's, ranked by cover density.
 
-The index is made at the first search; from then on the database keeps it true to the chunks, commit by commit. Both
-reduce English words to their stems. Chinese, Japanese, Thai and others are written without spaces between words: each
-of their letters is indexed, and a question's pairs of neighbouring letters are looked for.
+The index is made at the first search; from then on the database keeps it true to the chunks, commit by commit. Texts
+and questions are cut by one rule (`schema.cut`) before the parser of either database sees them, so that both find the
+same: parts of addresses, file names, versions and signed numbers. Both reduce English words to their stems. Chinese,
+Japanese, Thai and others are written without spaces between words: each of their letters is indexed, and a question's
+pairs of neighbouring letters are looked for.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from ragcache.errors import StoreReadOnlyError
 from ragcache.store import records as rows
 from ragcache.store.database import Database
 from ragcache.store.filters import Filter
-from ragcache.store.schema import LETTERS, PREFIX, SPACED, advance, chunks
+from ragcache.store.schema import LETTERS, MARKS, PREFIX, PUNCTUATION, SPACED, advance, chunks, cut
 
 WORDS = 64
 """Words of a question that are looked for, the first ones: no question takes unbounded time."""
 
 _TERM = re.compile(rf"(?P<run>[{LETTERS}]+)|[^\W{LETTERS}]+")
-_NAME, _BEFORE = PREFIX + "words", PREFIX + "text"  # the second one holds words between spaces alone
+_NAME = PREFIX + "terms"
+_BEFORE = (PREFIX + "words", PREFIX + "text")  # these hold words as the databases' own parsers cut them
 # A chunk's text never changes under its vector id.
 _SQLITE = (
     *(
-        f"DROP {kind} IF EXISTS {_BEFORE}{end}"
+        f"DROP {kind} IF EXISTS {before}{end}"
+        for before in _BEFORE
         for kind, end in (("TRIGGER", "_insert"), ("TRIGGER", "_delete"), ("TABLE", ""))
     ),
     f"CREATE VIRTUAL TABLE {_NAME} USING fts5(text, content='', tokenize='porter unicode61 remove_diacritics 2')",
@@ -39,10 +43,13 @@ _SQLITE = (
     f"INSERT INTO {_NAME}({_NAME}, rowid, text) VALUES ('delete', old.vector_id, {SPACED}(old.text)); END",
     f"INSERT INTO {_NAME}(rowid, text) SELECT vector_id, {SPACED}(text) FROM {chunks.name}",
 )
-_VECTOR = f"to_tsvector('english', regexp_replace(text, '([{LETTERS}])', ' \\1 ', 'g'))"
+_BARE = f"normalize(regexp_replace(normalize(text, NFKD), '[{MARKS}]', '', 'g'), NFKC)"
+_CUT = f"regexp_replace(regexp_replace({_BARE}, '[{PUNCTUATION}]', ' ', 'g'), '([{LETTERS}])', ' \\1 ', 'g')"
+_KINDS = ("'english'", "'simple'")  # stems; and words as they are, since "it" and "who" have no stem
+_VECTOR = " || ".join(f"to_tsvector({kind}, {_CUT})" for kind in _KINDS)
 _POSTGRES = (
-    f"DROP INDEX IF EXISTS {_BEFORE}",
-    f"CREATE INDEX {_NAME} ON {chunks.name} USING gin ({_VECTOR})",
+    *(f"DROP INDEX IF EXISTS {before}" for before in _BEFORE),
+    f"CREATE INDEX {_NAME} ON {chunks.name} USING gin (({_VECTOR}))",
 )
 
 
@@ -78,7 +85,7 @@ def search(database: Database, question: str, limit: int, where: Filter | None) 
 
 def _terms(question: str) -> Iterator[str]:
     """Words, and pairs of letters where nothing says where a word ends."""
-    for term in _TERM.finditer(question.lower()):
+    for term in _TERM.finditer(cut(question).lower()):
         run = term["run"] or ""
         yield from map(" ".join, pairwise(run)) if len(run) > 1 else (term[0],)
 
@@ -107,8 +114,10 @@ def _sqlite_query(words: list[str]) -> tuple[Select[Any], Any]:
 
 
 def _postgres_query(words: list[str]) -> tuple[Select[Any], Any]:
-    vector: Any = literal_column(_VECTOR)
-    each: list[Any] = [func.phraseto_tsquery(literal_column("'english'"), bindparam(None, word)) for word in words]
+    vector: Any = literal_column(f"({_VECTOR})")
+    each: list[Any] = [
+        func.phraseto_tsquery(literal_column(kind), bindparam(None, word)) for word in words for kind in _KINDS
+    ]
     wanted = reduce(lambda some, one: some.op("||")(one), each[1:], each[0])
     rank = func.ts_rank_cd(vector, wanted, 1)
     query = select(chunks.c.vector_id).where(vector.op("@@")(wanted)).order_by(rank.desc(), chunks.c.vector_id)

@@ -457,3 +457,22 @@ def test_an_index_of_words_between_spaces_is_replaced(url):
         assert texts_of(store, "大阪") == ["大阪 river", "会議は大阪で行われます。"]
         put(store, "more", ["club"])
         assert texts_of(store, "大阪") == ["会議は大阪で行われます。"]
+
+
+PARTS = [
+    ("Write to info@heron.example for a berth.", ["info@heron.example", "heron", "HERON"]),
+    ("The file harbour/fees.md has them.", ["fees.md", "fees", "harbour/fees.md"]),
+    ("Version v1.10.3 mends it.", ["v1.10.3", "v1"]),
+    ("The part AB-1234 fits every boat.", ["AB-1234", "1234", "ab 1234"]),
+    ("It was -12 degrees, or +7.", ["12", "-12", "7"]),
+    ("The IT office is open.", ["IT"]),
+    ("A ﬁne café in ＴＯＫＹＯ.", ["fine", "cafe", "café", "tokyo", "cafe\u0301"]),
+    ("See http://pier.example/a_b?x=9.", ["pier", "a_b", "b", "9"]),
+]
+
+
+@pytest.mark.parametrize(("text", "queries"), PARTS)
+def test_parts_of_addresses_codes_and_numbers_are_found_on_both_databases(url, text, queries):
+    with DocumentStore.open(url) as store:
+        fill(store, [text, "Nothing of the kind stands here, whoever looks."])
+        assert [texts_of(store, query) for query in queries] == [[text]] * len(queries)
