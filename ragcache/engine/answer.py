@@ -56,14 +56,14 @@ class Timings:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens, as OpenAI counts them.
+    """Tokens, as OpenAI counts them. Cached, created and computed tokens add up to the prompt's; see `TokenCounts`.
 
     prompt_tokens:     all of the prompt, with those that the method put between (link tokens, markers)
-    cached_tokens:     of these, tokens whose KV was reused
+    cached_tokens:     tokens whose KV was loaded, in proportion to the layers in which they did not run
     completion_tokens: of the answer, its thoughts included
-    created_tokens:    of blocks that no tier held and that were computed for this question
-    computed_tokens:   prompt tokens that the model ran for this question, in the layer where it ran most: the suffix,
-                       what the method adds or recomputes, and created_tokens
+    created_tokens:    tokens whose KV was in no tier and was encoded for this question
+    computed_tokens:   tokens that the model ran for this question, mean over its layers: the suffix, and what the
+                       method adds or recomputes
     reasoning_tokens:  of completion_tokens, those of the model's thoughts
     """
 

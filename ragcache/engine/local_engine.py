@@ -250,10 +250,15 @@ class ResolvedKV:
     sources: list[Source]
 
     def usage(self, fused: FuseOutput, written: OutputProcessor) -> Usage:
-        created = self.prefix.created_tokens + self.loaded.encoded_tokens
-        computed = max(fused.computed_tokens) + fused.encoded_tokens + created
-        cached = max(0, fused.prompt_tokens - computed)
-        return Usage(fused.prompt_tokens, cached, len(written.ids), created, computed, written.reasoning_tokens)
+        counts = fused.counts(self.prefix.created_tokens + self.loaded.encoded_tokens)
+        return Usage(
+            fused.prompt_tokens,
+            counts.cached,
+            len(written.ids),
+            counts.created,
+            counts.computed,
+            written.reasoning_tokens,
+        )
 
 
 @dataclass(eq=False, repr=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -23,6 +24,27 @@ from ragcache.models.card import ModelCard
 from ragcache.models.kvzip import num_kept
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, Passages, Prompt, Text
+
+
+class TokenCounts(NamedTuple):
+    """The tokens of a prompt by what they cost: whole numbers that add up to all of them.
+
+    computed: tokens that the model ran for this question, mean over its layers: one that ran in half of the layers
+              counts half
+    created:  tokens whose KV was in no tier and was encoded for this question, whether they ran once more or not
+    cached:   all others: their KV was loaded and placed, as far as they did not run
+    """
+
+    computed: int
+    created: int
+    cached: int
+
+    @classmethod
+    def of(cls, num_tokens: int, ran: Sequence[int], created: int) -> Self:
+        """Count a prompt of so many tokens. ran: tokens that ran, by layer"""
+        created = min(created, num_tokens)
+        computed = min(round(fmean(ran)), num_tokens - created)
+        return cls(computed, created, num_tokens - computed - created)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +92,12 @@ class FuseOutput(PrefillOutput):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the model did not run, in the layer where it ran most."""
-        return self.prompt_tokens - max(self.computed_tokens) - self.encoded_tokens
+        """Prompt tokens whose KV was given, in proportion to the layers in which they did not run."""
+        return self.counts().cached
+
+    def counts(self, created: int = 0) -> TokenCounts:
+        """Count the prompt's tokens. created: tokens that were encoded for it before this call"""
+        return TokenCounts.of(self.prompt_tokens, self.computed_tokens, self.encoded_tokens + created)
 
 
 def encode(

@@ -187,8 +187,8 @@ def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
 
 
 def dearest(answers: Sequence[Answer]) -> Answer:
-    """The answer that computed most of the prompt: the others read what it placed."""
-    return max(answers, key=lambda answer: answer.usage.computed_tokens)
+    """Return the answer that had least of its prompt cached: the others read what it placed."""
+    return min(answers, key=lambda answer: answer.usage.cached_tokens)
 
 
 def sources_of(hits: Sequence[Source]) -> list[SourceItem]:

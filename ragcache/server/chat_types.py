@@ -366,9 +366,15 @@ class ChatExtension(AnswerModel):
 
     sources: list[SourceItem] = Field(default_factory=list)
     prompt_tokens: int = Field(default=0, description="Tokens of the prompt")
-    computed_tokens: int = Field(default=0, description="Those of them that the model ran for this question")
-    created_tokens: int = Field(default=0, description="Of these, tokens of passages that no tier held")
-    avoided_tokens: int = Field(default=0, description="Tokens of the prompt whose KV was reused")
+    computed_tokens: int = Field(
+        default=0, description="Of them, tokens that the model ran for this question, mean over its layers"
+    )
+    created_tokens: int = Field(
+        default=0, description="Of them, tokens whose KV was in no tier and was encoded for this question"
+    )
+    avoided_tokens: int = Field(
+        default=0, description="The rest: tokens whose KV was loaded, in proportion to the layers that did not run them"
+    )
     method: str = Field(default="", description="The fusion method that read the prompt")
     method_reason: str = Field(default="", description="Why this one, in a few words")
     dropped: int = Field(default=0, description="Passages that did not fit the context")

@@ -48,7 +48,7 @@ class Metrics:
         )
         self.hits = self._counter("kv_hits", "KV blocks that a tier had", "tier")
         self.misses = self._counter("kv_misses", "KV blocks that a tier was asked for and did not have", "tier")
-        self.tokens = self._counter("tokens", "Tokens: prompt, of these cached and computed; completion", "kind")
+        self.tokens = self._counter("tokens", "Tokens: prompt (cached, created and computed); completion", "kind")
         self.store_bytes = self._gauge("store_bytes", "Bytes of KV blocks", "tier")
         self.store_counts = self._gauge("store_size", "What the store holds: documents, passages, tokens", "what")
         self.tier_rate = self._gauge("tier_bytes_per_second", "Rate of reads from a tier, as measured", "tier")
@@ -81,6 +81,7 @@ class Metrics:
             ("prompt", usage.prompt_tokens),
             ("cached", usage.cached_tokens),
             ("computed", usage.computed_tokens),
+            ("created", usage.created_tokens),
             ("completion", usage.completion_tokens),
         ):
             self.tokens.labels(kind).inc(tokens)

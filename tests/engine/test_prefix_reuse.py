@@ -119,7 +119,8 @@ def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
     assert prefix_tokens > len(system)
     for off, on in zip(answers["off"][1:], answers["on"][1:], strict=True):
         assert on.text == off.text
-        assert on.usage.computed_tokens == off.usage.computed_tokens - prefix_tokens
+        assert on.usage.created_tokens == 0
+        assert on.usage.cached_tokens > off.usage.cached_tokens + prefix_tokens / 2  # samkv runs the question twice
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ def test_the_extension_names_sources_and_costs(client, kb):
     assert extension["dropped"] == 0
     counts = (right.usage.prompt_tokens, right.usage.computed_tokens, right.usage.cached_tokens)
     assert tuple(extension[f"{kind}_tokens"] for kind in ("prompt", "computed", "avoided")) == counts
-    assert extension["prompt_tokens"] == extension["computed_tokens"] + extension["avoided_tokens"]
+    parts = sum(extension[f"{kind}_tokens"] for kind in ("computed", "created", "avoided"))
+    assert extension["prompt_tokens"] == parts
     assert 0 < extension["timings"]["ttft_s"] <= extension["timings"]["total_s"]
 
 

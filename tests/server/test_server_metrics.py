@@ -83,6 +83,7 @@ def test_tokens(served: Served):
         ("completion", lambda answer: answer["usage"]["completion_tokens"]),
         ("cached", lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
         ("computed", lambda answer: answer["ragcache"]["computed_tokens"]),
+        ("created", lambda answer: answer["ragcache"]["created_tokens"]),
     ):
         assert found["ragcache_tokens_total", kind] == sum(map(count, answers))
 

@@ -73,7 +73,7 @@ def test_tokens_come_before_times(tab: Tab):
     kept = tab.kept()[0]["usage"]
     assert kept["cached_tokens"] > 0
     statement = open_chart(turn).locator(".statement")
-    start = f"{kept['cached_tokens']} of {kept['prompt_tokens']} prompt tokens not computed. Time"
+    start = f"{kept['cached_tokens']} of {kept['prompt_tokens']} prompt tokens from the cache. Time"
     expect(statement).to_have_text(re.compile(f"^{start}.*Read by link: the model was trained for it\\.$"))
 
 
@@ -119,8 +119,8 @@ def test_conversation_shows_medians_by_method(tab: Tab, slowed):
     turns = tab.kept()
     assert len(turns) == len(times)
     avoided, tokens = (sum(turn["usage"][name] for turn in turns) for name in ("cached_tokens", "prompt_tokens"))
-    expect(figures).to_contain_text(f"Tokens not computed{avoided:,} of {tokens:,}")
+    expect(figures).to_contain_text(f"Tokens from the cache{avoided:,} of {tokens:,}")
     tab.page.reload()
-    expect(figures).to_contain_text(f"Tokens not computed{avoided:,} of {tokens:,}")
+    expect(figures).to_contain_text(f"Tokens from the cache{avoided:,} of {tokens:,}")
     tab.page.get_by_role("button", name="New conversation").click()
     expect(figures).to_have_text("Answers0")

@@ -50,8 +50,8 @@ def test_finished_answer_is_in_view_below_its_question(sized: Tab):
     assert parts == ["question", "answer", "sources", "fold prefill"]
     line = turn.locator(".prefill > summary")
     usage = sized.kept()[-1]
-    computed, prompt = usage["ending"]["computed_tokens"], usage["usage"]["prompt_tokens"]
-    assert re.fullmatch(rf"[\d.]+ m?s, {computed} of {prompt} tokens computed", line.inner_text())
+    cached, prompt = usage["usage"]["cached_tokens"], usage["usage"]["prompt_tokens"]
+    assert re.fullmatch(rf"[\d.]+ m?s, {cached} of {prompt} tokens from the cache", line.inner_text())
     chart = turn.locator(".prefill svg[role=img]").first
     expect(chart).to_be_hidden()
     line.click()

@@ -256,7 +256,7 @@ def _print_comparison(compared: Comparison) -> None:
         say(f"  {'':<11}first token after {seconds_text(first_s)}, asked again after {seconds_text(again_s)}")
     for hit in fused.to_json()["hits"]:
         say(f"    from {source_line(hit)}")
-    say(f"    {fused.usage.cached_tokens} of {fused.usage.prompt_tokens} prompt tokens were not computed again")
+    say(f"    {fused.usage.cached_tokens} of {fused.usage.prompt_tokens} prompt tokens came from the cache")
 
 
 def _verdict(compared: Comparison, answer: Answer) -> str:

@@ -82,7 +82,7 @@ class ChunkWriter:
 
 
 def to_usage(usage: rc.Usage) -> UsageMetadata:
-    """cache_read: tokens whose KV was reused. cache_creation: tokens of passages whose KV was computed just now."""
+    """Return the usage: `cache_read` are the engine's cached tokens, `cache_creation` its created ones."""
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,

@@ -18,7 +18,7 @@ import { ApiError, ConnectionError } from "./api.js";
 /**
  * What is known when the answer is complete. `reason`: why this method read it. `estimate_s`: what a full prefill of the
  * prompt would take, where the server can say.
- * @typedef {{timings: Timings, method: string, reason: string, dropped: number, computed_tokens: number,
+ * @typedef {{timings: Timings, method: string, reason: string, dropped: number,
  *   estimate_s: number | null, finish_reason: string}} Ending
  */
 
@@ -74,9 +74,9 @@ function readChunk(chunk) {
 
 /** @param {any} extra @param {string} finish_reason @returns {Ending} */
 function readEnding(extra, finish_reason) {
-  const { timings, method, method_reason: reason, dropped = 0, computed_tokens } = extra;
+  const { timings, method, method_reason: reason, dropped = 0 } = extra;
   const estimate_s = extra.full_prefill_estimate_s || null;
-  return { timings, method, reason, dropped, computed_tokens, estimate_s, finish_reason };
+  return { timings, method, reason, dropped, estimate_s, finish_reason };
 }
 
 /** @param {any} usage @returns {Usage} */

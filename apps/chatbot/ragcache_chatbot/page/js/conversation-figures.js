@@ -17,7 +17,7 @@ function rows(answers) {
   const all = sum(prompts.map(({ prompt_tokens }) => prompt_tokens));
   return [
     ["Answers", count(prompts.length)],
-    ...(all ? [/** @type {[string, string]} */ (["Tokens not computed", `${count(avoided)} of ${count(all)}`])] : []),
+    ...(all ? [/** @type {[string, string]} */ (["Tokens from the cache", `${count(avoided)} of ${count(all)}`])] : []),
     ...firstTokens(answers),
   ];
 }

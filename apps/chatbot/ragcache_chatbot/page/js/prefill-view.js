@@ -66,8 +66,8 @@ function waiting({ state, ending, first_token_s }, waited_s) {
 
 /** @param {import("./conversation.js").Answer} answer that has ended */
 function line({ ending, usage }) {
-  const computed = usage && `${count(ending?.computed_tokens ?? 0)} of ${counted(usage.prompt_tokens, "token")} computed`;
-  return [duration(ending?.timings.ttft_s ?? 0), computed].filter(Boolean).join(", ");
+  const cached = usage && `${count(usage.cached_tokens)} of ${counted(usage.prompt_tokens, "token")} from the cache`;
+  return [duration(ending?.timings.ttft_s ?? 0), cached].filter(Boolean).join(", ");
 }
 
 /** @param {Reading[]} found @param {import("./conversation.js").Answer} answer */
@@ -129,9 +129,9 @@ const isSeen = ({ seconds }) => seconds >= 1e-6;
 
 /** Tokens first: they are exact, and times vary. None is set in proportion to another. @param {import("./conversation.js").Answer} answer */
 function statement({ ending, usage, comparison, sources }) {
-  const tokens = usage && `${count(usage.cached_tokens)} of ${counted(usage.prompt_tokens, "prompt token")} not computed.`;
+  const tokens = usage && `${count(usage.cached_tokens)} of ${counted(usage.prompt_tokens, "prompt token")} from the cache.`;
   const passages = sources?.length && `KV of ${counted(sources.length, "passage")}: ${originsText(sources)}.`;
-  const method = ending && `Read by ${ending.method}: ${ending.reason}.`;
+  const method = ending && `Read by ${ending.method}: ${ending.reason}`;
   return [tokens, ending && times(ending, comparison), passages, method].filter(Boolean).join(" ");
 }
 
