@@ -94,7 +94,8 @@ class TokenLogprob:
 class Answer:
     """text: the answer. hits: the passages it was read from, best first.
 
-    method: the fusion method that read it; method_reason: why this one, in a few words
+    method: the fusion method that read it, with the options that differ from its own; method_reason: why this one, and
+            what to do next
     dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
     finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (it has some)
     logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them

@@ -16,8 +16,9 @@ from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
-from ragcache.engine.prompts import ANSWER_TOKENS, NOTHING_TO_REUSE, Prompts
+from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
+from ragcache.engine.verdict import NOTHING_TO_REUSE
 from ragcache.fusion.fuse import FuseOutput, fuse
 from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.fusion.place_check import place_kernel
@@ -88,7 +89,7 @@ class LocalEngine:
             with ExitStack() as leases:
                 with limited(limit):
                     ready = leases.enter_context(self.lookup.resolve(asked, seat.placed))
-                yield Sources(ready.sources, method.name, reading.choice.why)
+                yield Sources(ready.sources, reading.choice.label, reading.choice.why)
                 limit.check()
                 # Over the context of another question where there is one; else others may find this one's.
                 with limited(limit), seat.placing(limit) as tell:

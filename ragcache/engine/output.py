@@ -64,7 +64,7 @@ class OutputProcessor:
             hits,
             asked.clock.timings(),
             usage,
-            choice.method.name,
+            choice.label,
             asked.dropped,
             self.finish,
             None if asked.reading.sampling.logprobs is None else tuple(self.logprobs),

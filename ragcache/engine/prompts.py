@@ -14,6 +14,7 @@ from typing import TypeVar
 from ragcache.engine.conversation import Conversation
 from ragcache.engine.history import History
 from ragcache.engine.request import RequestOptions
+from ragcache.engine.verdict import NOTHING_TO_REUSE, cannot_read_between
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.layout import AddedTokens
@@ -25,8 +26,6 @@ from ragcache.retrieval.retriever import Hit
 
 # An answer that may be as long as the context has memory for so many tokens when it begins.
 ANSWER_TOKENS = 256
-# Why a prompt without passages is read by `full`.
-NOTHING_TO_REUSE = "no passages to reuse"
 
 Known = Callable[[FusionMethod, Sequence[int]], int]
 T = TypeVar("T")
@@ -216,7 +215,7 @@ class Prompts:
         if not hits:
             return reading.exactly(NOTHING_TO_REUSE)
         if ends.label_ids and not reading.method.keeps_context_with(self.lm):
-            return reading.exactly(f"text stands between the passages, which {reading.method.name} cannot read")
+            return reading.exactly(cannot_read_between(reading.method))
         if not choice.is_open:
             return reading
         exact = reading.exactly(choice.why)

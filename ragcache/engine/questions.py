@@ -29,7 +29,16 @@ from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
-from ragcache.engine.verdict import AUTO, EXACTLY, FULL, Choice, choose_method, refuse_approximate, warn_if_unchecked
+from ragcache.engine.verdict import (
+    AUTO,
+    EXACTLY,
+    FULL,
+    Choice,
+    cannot_keep,
+    choose_method,
+    refuse_approximate,
+    warn_if_unchecked,
+)
 from ragcache.errors import ConfigError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
@@ -304,7 +313,7 @@ class Questions:
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
         if reading.choice.gives_way and not reading.method.keeps_context_with(parts.card):
-            reading = reading.exactly(f"{reading.method.name} cannot keep the context of earlier turns")
+            reading = reading.exactly(cannot_keep(reading.method))
 
         def prepare(clock: Clock) -> Asked:
             reader.prompts.check_keeps(reading)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.files import atomic_write, write_all
-from ragcache.fusion import get_method
+from ragcache.fusion import get_method, labelled_name, method_label
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import Recipe
@@ -19,7 +19,61 @@ from ragcache.models.card import ModelCard
 
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
-ASKED, TRAINED, EXACTLY = "asked for", "the model was trained for it", "asked for: approximate=False"
+# Why a prompt was read as it was, which answers say: what ran, why, and what to do next. Clients of a server see them,
+# so that the store is DIR in them.
+CHECK = "Run `ragcache check --store DIR`"
+ASKED = "The request or the store named this method. Nothing to do."
+ASKED_UNCHECKED = (
+    "The request or the store named this method, and the model was not checked over this store. "
+    f"{CHECK} to see how its answers compare with full prefill's."
+)
+TRAINED = "The model was trained for this method. Nothing to do."
+CHEAPEST = "The fastest of the methods that passed `ragcache check` over this store. Nothing to do."
+EXACTLY = "Read whole: approximate=False asks for full prefill's own answers. Nothing to do."
+NONE_SAFE = "Read whole: no method passed `ragcache check` over this store. Nothing to do."
+NOTHING_TO_REUSE = (
+    "Read whole: the prompt holds no passage whose KV could be reused. Add documents to the store, or precompute those "
+    "of your own vector store."
+)
+READABLE = "reposition, cacheblend or epic"
+
+
+def computes_again(method: FusionMethod) -> str:
+    """Say what reads a question of a model that nobody checked."""
+    ratio = getattr(method, "ratio", None)
+    share = "a part" if ratio is None else f"{100 * ratio:.0f} %"
+    return (
+        f"The model was not checked over this store, so {share} of the passages' tokens were computed again. {CHECK} "
+        "to see which faster method is safe."
+    )
+
+
+def is_quick(full_s: float) -> str:
+    """Say why a prompt that `full` reads in so many seconds was read by it."""
+    return f"Read whole: a full prefill takes about {full_s:.2f} s here, less than reuse would save. Nothing to do."
+
+
+def cannot_read_blocks(method: FusionMethod) -> str:
+    return (
+        f"Read whole: the model was not checked over this store, and {method.name} cannot read its blocks here. "
+        f"{CHECK} to see which method can."
+    )
+
+
+def cannot_read_between(method: FusionMethod) -> str:
+    return (
+        f"Read whole: text stands between the passages, and {method.name} cannot read it there. Put it before or "
+        f"behind them, or ask by {READABLE}."
+    )
+
+
+def cannot_keep(method: FusionMethod) -> str:
+    return (
+        f"Read whole: {method.name} cannot keep the context of earlier turns. Ask by {READABLE}, or without "
+        'context="keep".'
+    )
+
+
 # A first token that comes this soon is not worth a worse answer.
 QUICK_S = 0.3
 FILE = "verdicts.json"
@@ -157,6 +211,11 @@ class Choice:
         return AUTO if self.is_open else self.method.name
 
     @property
+    def label(self) -> str:
+        """What answers call the method."""
+        return method_label(self.method)
+
+    @property
     def is_open(self) -> bool:
         """Whether each question has to decide between the method and `full`."""
         return self.gives_way and self.is_unchecked and self.method.reuses_blocks
@@ -168,8 +227,8 @@ class Choice:
     def settled(self, full_s: float) -> Choice:
         """The choice for a question that `full` would take so many seconds for, where that was left open."""
         if full_s <= QUICK_S:
-            return self.exactly(f"not checked: full prefill takes an estimated {full_s:.2f} s")
-        return replace(self, why=f"not checked: full prefill would take an estimated {full_s:.2f} s", gives_way=False)
+            return self.exactly(is_quick(full_s))
+        return replace(self, gives_way=False)
 
 
 def choose_method(
@@ -189,7 +248,9 @@ def choose_method(
     if method not in (None, AUTO) or options:
         chosen = get_method(lm.default_method if method is None else method, **options)
         _warn_if_unsafe(verdict, chosen)
-        return Choice(chosen, ASKED, stored.recipe, is_unchecked=verdict is None and lm.reuse is None)
+        is_unchecked = verdict is None and lm.reuse is None
+        why = ASKED_UNCHECKED if is_unchecked and chosen.reuses_blocks else ASKED
+        return Choice(chosen, why, stored.recipe, is_unchecked=is_unchecked)
     if lm.reuse is not None and (method is None or verdict is None):
         chosen = get_method(lm.default_method)
         _warn_if_unsafe(verdict, chosen)
@@ -214,17 +275,17 @@ def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:
     best = verdict.best(None if stored.recipe is None else Recipe.of(stored.recipe).name, stored.reads)
     if best is None:
         log.warning("%s: no method passed the check of this model; reading whole prompts", stored.root)
-        return Choice(get_method(FULL), "no method passed `ragcache check`", stored.recipe)
+        return Choice(get_method(FULL), NONE_SAFE, stored.recipe)
     recipe = best.recipe if stored.recipe is None else stored.recipe
-    return Choice(best.method(), "the cheapest that passed `ragcache check`", recipe, gives_way=True)
+    return Choice(best.method(), CHEAPEST, recipe, gives_way=True)
 
 
 def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
     method = get_method(lm.default_method, **lm.default_options)
-    choice = Choice(method, "not checked", stored.recipe, is_unchecked=True, gives_way=True)
+    choice = Choice(method, computes_again(method), stored.recipe, is_unchecked=True, gives_way=True)
     if stored.reads(choice.method):
         return choice
-    return choice.exactly(f"not checked, and {choice.method.name} cannot read this store's blocks here")
+    return choice.exactly(cannot_read_blocks(choice.method))
 
 
 def _standing(stored: StoredBlocks, fingerprint: str) -> Verdict | None:
@@ -256,9 +317,9 @@ def _warn_if_unsafe(verdict: Verdict | None, method: FusionMethod) -> None:
 def warn_if_unchecked(model: str, root: Path, choice: Choice, method: str) -> bool:
     """Whether it had to be said that the answers of a model that nobody checked rest on reused KV.
 
-    method: that reads a question with passages
+    method: label of the method that reads a question with passages
     """
-    if not choice.is_unchecked or not get_method(method).reuses_blocks:
+    if not choice.is_unchecked or not get_method(labelled_name(method)).reuses_blocks:
         return False
     log.warning(
         "%s was not trained for reuse, and nobody checked how %r answers over this store: expect worse answers than "

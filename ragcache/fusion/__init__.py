@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from ragcache import plugins
@@ -58,3 +58,19 @@ def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
         raise ConfigError(f"method {method!r} has no option {', '.join(unknown)}; it {takes}", "method_options")
     with blaming("method_options"):
         return METHODS[method](**options)
+
+
+def method_label(method: FusionMethod) -> str:
+    """Return the method's name with the options that differ from its own defaults: "cacheblend(ratio=0.3)"."""
+    given = []
+    for one in fields(method):
+        value = getattr(method, one.name)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if value != default:
+            given.append(f"{one.name}={value!r}")
+    return f"{method.name}({', '.join(given)})" if given else method.name
+
+
+def labelled_name(label: str) -> str:
+    """Return the name of the method in a `method_label`."""
+    return label.partition("(")[0]

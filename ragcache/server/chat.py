@@ -43,7 +43,7 @@ from ragcache.server.chat_types import (
     SampledRequest,
 )
 from ragcache.server.http_errors import ApiError, errors, streamed
-from ragcache.server.observe import note, waited_s
+from ragcache.server.observe import note, tell_method, waited_s
 from ragcache.server.service import RunningTask, Service, merged, service_of, unless_gone
 from ragcache.server.wire import AnswerModel, EventStream, event
 
@@ -84,6 +84,8 @@ async def respond(
 
     try:
         first = await unless_gone(request, anext(works[0]))
+        if isinstance(first, Sources):
+            tell_method(request, first.method)
         if asked.stream:
             return writer.stream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
         found = await unless_gone(request, _answers(works))

@@ -375,8 +375,10 @@ class ChatExtension(AnswerModel):
     avoided_tokens: int = Field(
         default=0, description="The rest: tokens whose KV was loaded, in proportion to the layers that did not run them"
     )
-    method: str = Field(default="", description="The fusion method that read the prompt")
-    method_reason: str = Field(default="", description="Why this one, in a few words")
+    method: str = Field(
+        default="", description="The fusion method that read the prompt, with the options that differ from its own"
+    )
+    method_reason: str = Field(default="", description="Why this one, and what to do next")
     dropped: int = Field(default=0, description="Passages that did not fit the context")
     dropped_turns: int = Field(default=0, description="Oldest messages that did not fit the context")
     timings: PhaseSeconds | None = None

@@ -14,6 +14,7 @@ from ragcache.engine.admission import Admission
 from ragcache.engine.info import Info
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.rates import RateFigures
+from ragcache.fusion import labelled_name
 from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.scheduler import PassStats
 from ragcache.server.limits import Slots
@@ -70,11 +71,11 @@ class Metrics:
         self.registry.register(_Prefixes(prefixes))
 
     def count_answer(self, answer: Answer) -> None:
-        phases = asdict(answer.timings)
+        phases, method = asdict(answer.timings), labelled_name(answer.method)  # options are anybody's, and many
         phases.pop("total_s")
         phases["total_s"] = phases.pop("ttft_s")
         for name, seconds in phases.items():
-            self.ttft.labels(name.removesuffix("_s"), answer.method).observe(seconds)
+            self.ttft.labels(name.removesuffix("_s"), method).observe(seconds)
         self._count_blocks(answer.hits)
         usage = answer.usage
         for kind, tokens in (

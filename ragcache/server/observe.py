@@ -22,6 +22,7 @@ from ragcache.server.metrics import Metrics
 
 REQUEST_ID = "X-Request-ID"
 WARNING = "X-Ragcache-Warning"
+METHOD = "X-Ragcache-Method"
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -41,8 +42,18 @@ def note(request: Request, **fields: Any) -> None:
 
 
 def warn(request: Request, message: str) -> None:
-    """Send a warning with the answer, in a header: printable ASCII."""
-    request.scope[WARNING] = printable(message.encode("unicode_escape").decode("ascii"))
+    """Send a warning with the answer, in a header."""
+    _tell(request, WARNING, message)
+
+
+def tell_method(request: Request, method: str) -> None:
+    """Send the method's label with the answer, in a header."""
+    _tell(request, METHOD, method)
+
+
+def _tell(request: Request, header: str, text: str) -> None:
+    """Send a text in this header: printable ASCII."""
+    request.scope[header] = printable(text.encode("unicode_escape").decode("ascii"))
 
 
 def waited_s(request: Request) -> float:
@@ -73,7 +84,7 @@ class Observe:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
-                headers.update(SECURITY | ({WARNING: scope[WARNING]} if WARNING in scope else {}))
+                headers.update(SECURITY | {name: scope[name] for name in (WARNING, METHOD) if name in scope})
             await send(message)
 
         try:

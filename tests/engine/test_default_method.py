@@ -9,6 +9,7 @@ from tiny_model import LINK, save_tiny_llama
 
 import ragcache as rc
 from integrations.remote.tests.vllm_double import VllmDouble, serving
+from ragcache.engine import verdict as reasons
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict
@@ -19,6 +20,8 @@ from ragcache_vllm.request_layout import served_name
 
 QUESTION = "Where do dogs bark?"
 SHORT = rc.Sampling(max_tokens=8)
+WIDE = "cacheblend(ratio=0.3)"
+"""What answers call the default of a model that nobody checked."""
 PLAIN = MethodVerdict("reposition", {}, "isolated", True, "", 0.05)
 EPIC = MethodVerdict("epic", {"first_tokens": 3}, "isolated", True, "", 0.2)
 BLEND = MethodVerdict("cacheblend", {"ratio": 0.5}, "isolated", True, "", 0.02)
@@ -67,14 +70,16 @@ def test_what_is_quick_is_read_exactly_and_the_rest_by_cacheblend(kb, unchecked,
     tokens_s(whole.usage.prompt_tokens / 0.3)
     quick = ask(unchecked, **asked)
     assert (quick.method, quick.text) == ("full", whole.text)
-    assert quick.method_reason == "not checked: full prefill takes an estimated 0.30 s"
+    assert quick.method_reason == reasons.is_quick(0.3)
     with open_kb(method=None, store=fresh) as again:
         tokens_s(whole.usage.prompt_tokens / 0.301)
         slow = ask(again, **asked)
         wide, narrow = (ask(again, method="cacheblend", method_options=more) for more in ({"ratio": 0.3}, {}))
-        assert (slow.method, slow.text) == ("cacheblend", wide.text)
+        assert (slow.method, slow.text) == (WIDE, wide.text)
         assert wide.text != narrow.text  # the ratio is seen
-        assert slow.method_reason == "not checked: full prefill would take an estimated 0.30 s"
+        assert (wide.method, narrow.method) == (WIDE, "cacheblend")
+        assert "30 % of the passages' tokens" in slow.method_reason
+        assert "`ragcache check --store DIR`" in slow.method_reason
         assert {hit.kv for hit in slow.hits} == {"disk"}  # encoded at ingestion
         assert again.method == "auto"
 
@@ -86,7 +91,7 @@ def test_only_what_full_prefill_has_to_run_counts(unchecked, tokens_s):
     again = ask(unchecked)
     assert (again.method, again.text) == ("full", first.text)
     assert {hit.kv for hit in again.hits} == {"exact"}
-    assert ask(unchecked, "Who meets on Monday in the town of Kelbrook, and where do they row?").method == "cacheblend"
+    assert ask(unchecked, "Who meets on Monday in the town of Kelbrook, and where do they row?").method == WIDE
 
 
 def test_the_order_that_shares_most_is_what_full_prefill_would_read(unchecked, tokens_s):
@@ -95,18 +100,18 @@ def test_the_order_that_shares_most_is_what_full_prefill_would_read(unchecked, t
     first = ask(unchecked, hits=hits, order="shared", hint=False)
     tokens_s(first.usage.prompt_tokens)
     assert ask(unchecked, hits=hits[::-1], order="shared", hint=False).method == "full"
-    assert ask(unchecked, hits=hits[::-1]).method == "cacheblend"
+    assert ask(unchecked, hits=hits[::-1]).method == WIDE
 
 
 def test_where_no_passage_comes_the_prompt_is_read_exactly(unchecked, tokens_s):
     tokens_s(1)
     hits = unchecked.retrieve(QUESTION, 2)
     bare = unchecked.chat([{"role": "user", "content": "Hello"}], sampling=SHORT)
-    assert (bare.method, bare.method_reason) == ("full", "no passages to reuse")
+    assert (bare.method, bare.method_reason) == ("full", reasons.NOTHING_TO_REUSE)
     labelled = unchecked.complete(["[1] ", hits[0], "[2] ", hits[1], "Well?"], sampling=SHORT)
-    assert labelled.method == "cacheblend"
+    assert labelled.method == WIDE
     kept = unchecked.chat([{"role": "user", "content": QUESTION}], k=2, context="keep", sampling=SHORT)
-    assert kept.method == "cacheblend"
+    assert kept.method == WIDE
     assert unchecked.ask(QUESTION, whole=True, sampling=SHORT, method="auto").method == "full"
 
 
@@ -115,7 +120,7 @@ def test_a_stream_names_the_method_before_it_reads(unchecked, tokens_s):
     sources, *_, done = unchecked.stream(QUESTION, k=3, sampling=SHORT)
     told = (done.answer.method, done.answer.method_reason)
     assert (sources.method, sources.method_reason) == told
-    assert told[0] == "cacheblend"
+    assert told[0] == WIDE
     assert done.answer.to_json()["method_reason"] == told[1]
 
 
@@ -125,7 +130,7 @@ def test_the_first_lossy_answer_says_so_once(unchecked, tokens_s, caplog):
     assert warnings_of(caplog) == []
     tokens_s(1)
     answers = [ask(unchecked, f"{name}: {QUESTION}") for name in ("Mary", "John")]
-    assert [one.method for one in answers] == ["cacheblend"] * 2
+    assert [one.method for one in answers] == [WIDE] * 2
     (said,) = warnings_of(caplog)
     assert "not trained for reuse" in said
     assert "cacheblend" in said
@@ -136,8 +141,9 @@ def test_a_method_asked_for_is_what_it_says(kb, unchecked, tokens_s, caplog):
     """It is named, it is never replaced, and it says once, too, that nobody checked it."""
     tokens_s(1e9)
     for answer in (ask(kb), ask(unchecked, method="reposition"), ask(unchecked, method_options={"ratio": 0.5})):
-        assert answer.method == ("reposition" if answer.usage.computed_tokens < 60 else "cacheblend")
-        assert answer.method_reason == "asked for"
+        assert answer.method == ("reposition" if answer.usage.computed_tokens < 60 else "cacheblend(ratio=0.5)")
+        assert answer.method_reason == reasons.ASKED_UNCHECKED
+    assert ask(kb, method="full").method_reason == reasons.ASKED
     assert len(warnings_of(caplog)) == 2  # two stores were opened
     with pytest.raises(ConfigError, match=r"auto.*no options.*ratio"):
         ask(unchecked, method="auto", method_options={"ratio": 0.5})
@@ -151,14 +157,14 @@ def test_a_verdict_that_stands_decides(kb, open_kb, tokens_s, caplog):
     check(kb, EPIC)
     for method in (None, "auto"):
         answer = ask(open_kb(method=method))
-        assert (answer.method, answer.method_reason) == ("epic", "the cheapest that passed `ragcache check`")
+        assert (answer.method, answer.method_reason) == ("epic(first_tokens=3)", reasons.CHEAPEST)
     assert open_kb(method="auto")._parts.choice.method == get_method("epic", first_tokens=3)
-    assert ask(kb, method="auto").method == "epic"
+    assert ask(kb, method="auto").method == "epic(first_tokens=3)"
     assert open_kb(method=None).complete("Hello", sampling=SHORT).method == "full"
     assert warnings_of(caplog) == []
     check(kb)
     answer = ask(open_kb(method=None))
-    assert (answer.method, answer.method_reason) == ("full", "no method passed `ragcache check`")
+    assert (answer.method, answer.method_reason) == ("full", reasons.NONE_SAFE)
     assert "no method passed" in warnings_of(caplog)[-1]
 
 
@@ -166,8 +172,8 @@ def test_a_verdict_over_other_blocks_does_not_stand(kb, open_kb, tokens_s, caplo
     tokens_s(1)
     check(kb, EPIC, neighbours=1)
     answer = ask(open_kb(method=None))
-    assert answer.method == "cacheblend"
-    assert answer.method_reason.startswith("not checked")
+    assert answer.method == WIDE
+    assert answer.method_reason.startswith("The model was not checked")
     assert any("read behind 1 others each" in said and "ragcache check" in said for said in warnings_of(caplog))
 
 
@@ -180,7 +186,7 @@ def test_a_model_trained_for_reuse_is_read_as_trained(open_kb, linked, tokens_s,
     kb.ingest([rc.Document("dogs", "Dogs bark at night in the town of Kelbrook."), rc.Document("cats", "Cats sleep.")])
     for method in (None, "auto"):
         answer = ask(kb, k=2, method=method)
-        assert (answer.method, answer.method_reason) == ("link", "the model was trained for it")
+        assert (answer.method, answer.method_reason) == ("link", reasons.TRAINED)
     check(kb, PLAIN)
     again = open_kb(tmp_path / "linked", model=linked)
     assert [ask(again, k=2, method=method).method for method in (None, "auto")] == ["link", "reposition"]
@@ -196,13 +202,10 @@ def test_another_engine_reads_exactly_or_by_a_checked_method_that_it_can(kb, ope
     with serving(VllmDouble(served_name(kb.lm.fingerprint), ids)) as vllm:
         there = {"model": None, "engine": vllm.url, "method": None}
         answer = ask(open_kb(**there))
-        assert (answer.method, answer.method_reason) == (
-            "full",
-            "not checked, and cacheblend cannot read this store's blocks here",
-        )
+        assert (answer.method, answer.method_reason) == ("full", reasons.cannot_read_blocks(get_method("cacheblend")))
         check(kb, BLEND, EPIC)
-        assert ask(open_kb(**there)).method == "epic"
-        assert ask(open_kb(method=None)).method == "cacheblend"
+        assert ask(open_kb(**there)).method == "epic(first_tokens=3)"
+        assert ask(open_kb(method=None)).method == "cacheblend(ratio=0.5)"
 
 
 # The estimate
@@ -220,16 +223,15 @@ def test_the_estimate_is_measured_once_until_something_was_read():
 
 def test_what_this_machine_measured_before_is_gone_by(kb, open_kb):
     RateFigures(prefill=PrefillRate(0.25, 0.0)).write(kb.store.rates, machine_key(kb.lm))
-    answer = ask(open_kb(method=None))
-    seconds = float(answer.method_reason.split()[-2])
-    assert answer.method == "cacheblend"
-    assert seconds == pytest.approx(0.25 * answer.usage.prompt_tokens, rel=0.05)
+    opened = open_kb(method=None)
+    assert ask(opened).method == WIDE
+    assert opened._reader.estimate.expected_s(100) == pytest.approx(25, rel=0.05)
 
 
 def test_a_machine_that_nobody_measured_is(kb, open_kb, monkeypatch):
     """Blocks are there, and neither rates nor reads."""
     monkeypatch.setattr("ragcache.engine.assemble.probe_prefill", lambda lm, budget_s: PrefillRate(0.5, 0.0))
-    assert ask(open_kb(method=None, store=rc.StoreConfig(load="always"))).method == "cacheblend"
+    assert ask(open_kb(method=None, store=rc.StoreConfig(load="always"))).method == WIDE
 
 
 # What `ragcache check` found

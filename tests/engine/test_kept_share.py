@@ -4,8 +4,9 @@ import pytest
 
 import ragcache as rc
 from integrations.remote.tests.vllm_double import VllmDouble, serving
-from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
+from ragcache.engine.verdict import MethodVerdict, Verdict, cannot_read_blocks, save_verdict
 from ragcache.errors import ConfigError, IngestError, PromptError, StoreMismatchError
+from ragcache.fusion import get_method
 from ragcache.models.generate import decode
 from ragcache_vllm.request_layout import served_name
 
@@ -113,7 +114,7 @@ def test_what_was_checked_over_whole_kv_says_nothing_of_less(sparse, open_kb, tm
     kb = open_kb(tmp_path / "sparse", method=method)
     answers = [ask(kb), ask(sparse, method="auto")]
     assert [(one.method, one.method_reason) for one in answers] == [
-        ("full", "not checked, and cacheblend cannot read this store's blocks here")
+        ("full", cannot_read_blocks(get_method("cacheblend")))
     ] * 2
     assert kb.method == "full"
     assert ask(kb, method="reposition").text == ask(sparse).text

@@ -9,6 +9,7 @@ from engine_texts import TEXTS, user
 from plain_oracle import greedy
 
 import ragcache as rc
+from ragcache.engine.verdict import EXACTLY
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreClosedError, UnknownHandleError
 from ragcache.prompt import Prompt, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
@@ -197,7 +198,7 @@ def test_without_approximation_answers_are_those_of_a_model_alone(kb, oracle):
     chunks = [hit.chunk.token_ids for hit in first.hits]
     prompt = Prompt(text.prefix_ids, chunks, text.suffix_ids(kb.lm.tokenizer, QUESTION))
     assert first.text == again.text == greedy(*oracle, prompt, None, 6)
-    assert (first.method, first.method_reason) == ("full", "asked for: approximate=False")
+    assert (first.method, first.method_reason) == ("full", EXACTLY)
     assert {hit.kv for hit in first.hits} == {"unused"}
     assert first.usage.computed_tokens > 100 > 2 >= again.usage.computed_tokens
 

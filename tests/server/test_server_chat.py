@@ -12,6 +12,7 @@ from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotat
 from serving import Served, events, serving
 
 import ragcache as rc
+from ragcache.engine.verdict import ASKED_UNCHECKED
 from ragcache.server.settings import ServerSettings
 from ragcache.store.places import Place
 from ragcache_demo.bag_of_words import BagOfWords
@@ -44,6 +45,25 @@ def expected(kb: rc.RagCache, question: str = QUESTION, **options) -> rc.Answer:
     options = {"sampling": rc.Sampling(12), **options}
     kb.chat(messages, **options)  # the first to ask computes the prefix, and with it one token more
     return kb.chat(messages, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}, "cacheblend(ratio=0.5)"),
+        ("/v1/responses", {"input": QUESTION}, "cacheblend(ratio=0.5)"),
+        ("/v1/completions", {"prompt": QUESTION}, "full"),  # it holds no passage
+        ("/v1/completions", {"prompt": "".join(TEXTS.values()) + QUESTION}, "cacheblend(ratio=0.5)"),
+        ("/v1/completions", {"prompt": QUESTION, "echo": True, "max_tokens": 0}, "full"),
+    ],
+)
+def test_a_header_names_the_method_with_its_options(served, path, body, method, stream):
+    asked = {"method": "cacheblend", "method_options": {"ratio": 0.5}}
+    limit = {} if "input" in body else {"max_tokens": 1}
+    response = served.http.post(path, json={"model": "tiny", "stream": stream, "ragcache": asked, **limit, **body})
+    assert response.headers["X-Ragcache-Method"] == method
+    assert stream or body.get("max_tokens") == 0 or response.json()["ragcache"]["method"] == method
 
 
 def test_an_answer_is_the_engines(client, kb):
@@ -106,7 +126,7 @@ def test_the_extension_names_sources_and_costs(client, kb):
     assert [source["text"] for source in extension["sources"]] == [hit.chunk.text for hit in right.hits]
     assert [source["score"] for source in extension["sources"]] == pytest.approx([hit.score for hit in right.hits])
     assert extension["method"] == right.method == "reposition"
-    assert extension["method_reason"] == right.method_reason == "asked for"
+    assert extension["method_reason"] == right.method_reason == ASKED_UNCHECKED
     assert extension["dropped"] == 0
     counts = (right.usage.prompt_tokens, right.usage.computed_tokens, right.usage.cached_tokens)
     assert tuple(extension[f"{kind}_tokens"] for kind in ("prompt", "computed", "avoided")) == counts

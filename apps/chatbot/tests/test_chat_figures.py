@@ -9,6 +9,8 @@ import pytest
 from browsing import Tab
 from playwright.sync_api import Locator, Route, expect
 
+from ragcache.engine.verdict import TRAINED
+
 pytestmark = pytest.mark.slow
 
 QUESTION = "What is Victor Branovic's profession?"
@@ -74,7 +76,7 @@ def test_tokens_come_before_times(tab: Tab):
     assert kept["cached_tokens"] > 0
     statement = open_chart(turn).locator(".statement")
     start = f"{kept['cached_tokens']} of {kept['prompt_tokens']} prompt tokens from the cache. Time"
-    expect(statement).to_have_text(re.compile(f"^{start}.*Read by link: the model was trained for it\\.$"))
+    expect(statement).to_have_text(re.compile(f"^{start}.*Read by link: {re.escape(TRAINED)}$"))
 
 
 def answering(ttfts: list[float]) -> Callable[[Route], None]:

@@ -251,9 +251,9 @@ def _plain(text: str) -> str:
 def _print_comparison(compared: Comparison) -> None:
     fused, full = compared.fused, compared.full
     for answer, again_s in ((fused, compared.fused_s), (full, compared.full_s)):
-        say(f"  {answer.method:<11}{answer.text.strip()}{_verdict(compared, answer)}")
+        say(f"  {answer.method:<22}{answer.text.strip()}{_verdict(compared, answer)}")
         first_s = answer.timings.ttft_s
-        say(f"  {'':<11}first token after {seconds_text(first_s)}, asked again after {seconds_text(again_s)}")
+        say(f"  {'':<22}first token after {seconds_text(first_s)}, asked again after {seconds_text(again_s)}")
     for hit in fused.to_json()["hits"]:
         say(f"    from {source_line(hit)}")
     say(f"    {fused.usage.cached_tokens} of {fused.usage.prompt_tokens} prompt tokens came from the cache")

@@ -91,7 +91,7 @@ async def _echoed(
 
 async def _unanswered(tokens: int, logprobs: int | None) -> AsyncGenerator[Event, None]:
     """The events of an answer without a token, to a prompt of so many."""
-    yield Sources([])
+    yield Sources([], "full")
     usage, scores = Usage(tokens, 0, 0, computed_tokens=tokens), None if logprobs is None else ()
     yield Done(Answer("", [], Timings(*[0.0] * 8), usage, "full", finish_reason="length", logprobs=scores))
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
+from ragcache.engine.verdict import TRAINED
 from ragcache.errors import (
     CancelledError,
     ConfigError,
@@ -76,7 +77,7 @@ def test_what_is_known_about_an_answer(registry, chat, passages):
     about = chat.invoke(reading(passages)).response_metadata
     assert is_json(about)
     assert (about["model_name"], about["method"], about["finish_reason"]) == ("mini", registry.method, "stop")
-    assert about["method_reason"] == "the model was trained for it"
+    assert about["method_reason"] == TRAINED
     assert [source["chunk_id"] for source in about["sources"]] == [document.id for document in passages]
     assert [source["text"] for source in about["sources"]] == [document.page_content for document in passages]
     assert {source["kv"] for source in about["sources"]} == {"memory"}

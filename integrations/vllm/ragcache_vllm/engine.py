@@ -105,7 +105,7 @@ class VllmEngine:
         prompt, dropped = self.prompts.prompt(ends, hits, reading)
         asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
         request = self._request(asked)
-        yield Sources(request.sources, reading.method.name, reading.choice.why)
+        yield Sources(request.sources, reading.choice.label, reading.choice.why)
         limit.check()
         most = self.prompts.room(len(request.ids), reading)
         written, answering = OutputProcessor(), None
