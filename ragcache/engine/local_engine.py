@@ -324,7 +324,12 @@ class KVLookup:
         """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
         own = tuple(asked.reading.method.prefix_ids(self.lm, asked.prompt)) == self.encoder.first_ids
         ids = {hit.chunk.vector_id for hit in asked.hits}
-        return own and asked.kept is None and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
+        return (
+            own
+            and asked.kept is None
+            and not asked.reading.found
+            and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
+        )
 
     def _path(self, asked: Request) -> Path | None:
         method, kept = asked.reading.method, asked.kept

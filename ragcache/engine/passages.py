@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,19 +130,34 @@ class PassageFinder:
         """Documents changed."""
         self._is_stale = True
 
-    def cut(self, ids: Sequence[int], seen: DocumentStore, *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
-        """The same ids in the same order, around the stored passages among them; no passages where too few are found.
+    def cut(
+        self, ends: PromptEnds, hits: Sequence[Hit], seen: DocumentStore, *, parts: bool
+    ) -> tuple[PromptEnds, list[Hit]]:
+        """Return the same ids in the same order, around the given passages and the stored ones that the text before,
+        between and after them holds. Where the text holds too few, return what was given.
 
-        ids:   a prompt's, as it is read without any passage
-        seen:  a view of the documents; passages that it leaves out are not found
-        parts: whether a passage may be found without its outermost tokens
+        Args:
+            ends: The prompt's text.
+            hits: Passages that come with the prompt.
+            seen: A view of the documents; passages that it leaves out are not found.
+            parts: Whether a passage may be found without its outermost tokens.
         """
-        runs = [run for run in self._runs(ids, seen) if parts or run.chunk.cut_from is None]
-        if _is_little(runs):
-            return PromptEnds((), ids), []
-        between = [ids[before.end : run.start] for before, run in pairwise(runs)]
-        ends = PromptEnds(ids[: runs[0].start], ids[runs[-1].end :], [(), *between])
-        return ends, [Hit(run.chunk, 0.0, run.chunk.handle) for run in runs]
+        labels = ends.label_ids or [()] * len(hits)
+        between = [list(ends.prefix_ids), *map(list, labels), list(ends.suffix_ids)]
+        texts = [between[0] + between[1], *between[2:]]  # before the first passage the prefix and its label are one
+        runs = [[run for run in self._runs(text, seen) if parts or run.chunk.cut_from is None] for text in texts]
+        if _is_little([run for own in runs for run in own]):
+            return ends, list(hits)
+        found: list[tuple[list[int], Hit]] = []
+        for text, own, hit in zip_longest(texts, runs, hits):
+            start = 0
+            for run in own:
+                found.append((text[start : run.start], Hit(run.chunk, 0.0, run.chunk.handle)))
+                start = run.end
+            if hit is not None:
+                found.append((text[start:], hit))
+        (first, _), *others = found
+        return PromptEnds(first, text[start:], [(), *(label for label, _ in others)]), [hit for _, hit in found]
 
     def warn(self, texts: Sequence[str]) -> None:
         """Say once that stored passages come as text, where their KV could have been used.
@@ -156,10 +171,10 @@ class PassageFinder:
             return
         self._has_spoken = True
         log.warning(
-            "a prompt holds %d stored passages as plain text, which the model reads anew: their KV is not used. Keep "
-            "passages apart: create_fused_documents_chain in LangChain, FusedSynthesizer in LlamaIndex, hits or "
-            "rc.Passage among the parts of a message or prompt in Python, ragcache.documents in a request. This is "
-            "said once",
+            "a prompt holds %d stored passages as plain text, which the model reads anew: their KV is not used. Ask by "
+            "reposition, cacheblend or epic, without context='keep'; or keep passages apart: "
+            "create_fused_documents_chain in LangChain, FusedSynthesizer in LlamaIndex, hits or rc.Passage among the "
+            "parts of a message or prompt in Python, ragcache.documents in a request. This is said once",
             len(found),
         )
 

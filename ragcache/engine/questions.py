@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import NoneType
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,20 @@ from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, think
 from ragcache.prompt import PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
+
+
+class Written(NamedTuple):
+    """The text of a prompt.
+
+    ends:    around the place of passages
+    own:     what the caller wrote, without passages given as such
+    dropped: turns that were left out so that it fits
+    """
+
+    ends: PromptEnds
+    own: Sequence[str]
+    dropped: int = 0
+
 
 Asked = tuple[PromptEnds, Sequence[Hit], RequestOptions, Clock, Kept | None]
 """Arguments of `Engine.stream`."""
@@ -86,10 +100,10 @@ class Questions:
         if options.get("whole"):
             return self._ask_whole(question, options)
         reading, ends = self._asked(question, options)
-        self._look([question], reading)
         self._parts.reader.prompts.check_system(options.get("system"), reading.method)
-        find = partial(self._find, options.get("hits"), question, k, options, reading)
-        return self._read(lambda _: (ends(), 0), find, reading)
+        hits = options.get("hits")
+        find = partial(self._find, hits, question, k, options, reading)
+        return self._read(lambda _: Written(ends(), [question]), find, reading, retrieves=hits is None)
 
     def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
         """A question over every passage, by full prefill."""
@@ -104,15 +118,15 @@ class Questions:
             self.drop_deleted()
             return whole_hits(documents, prompts, ends())
 
-        return self._read(lambda _: (ends(), 0), find, reading)
+        return self._read(lambda _: Written(ends(), [question]), find, reading)
 
     def complete(self, parts: str | Sequence[str | Hit | Passage | int], options: GenerationOptions) -> Iterator[Event]:
         reading = self._reading(options)
         self.drop_deleted()
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
-        ends, inline, reading = self._with_found(ends, given, texts if given else ["".join(texts)], reading)
-        return self._read(lambda _: (ends, 0), lambda: inline, reading)
+        written = Written(ends, texts if given else ["".join(texts)])
+        return self._read(lambda _: written, lambda: given, reading)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
         passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
@@ -128,15 +142,17 @@ class Questions:
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
         reader, drops = self._parts.reader, options.get("drop_turns", True)
+        if k is not None and not self._parts.store.documents.documents(limit=1):
+            k = None  # there is nothing to retrieve: a plain chat
         if context == "last" and passages is None and k is None:
             self.drop_deleted()
             (whole, given), dropped = reader.prompts.shortened(
                 conversation, lambda read: read.as_written(system), self._written_tokens, reading, drops=drops
             )
-            written, inline, reading = self._with_found(whole, given, conversation.given_text, reading)
-            return self._read(lambda _: (written, dropped), lambda: inline, reading)
-        self._look(conversation.given_text, reading)
+            written = Written(whole, conversation.given_text, dropped)
+            return self._read(lambda _: written, lambda: given, reading)
         if context == "keep":
+            self._look(conversation.given_text, reading)
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
             return self._read_kept(conversation, k, options, reading, system, drops)
@@ -144,17 +160,18 @@ class Questions:
         find = partial(self._find, passages, conversation.question, count, options, reading)
         first = reader.prompts.names.recipe.needs_prefix
 
-        def ends(passages: int) -> tuple[PromptEnds, int]:
-            return reader.prompts.shortened(
+        def write(passages: int) -> Written:
+            written, dropped = reader.prompts.shortened(
                 conversation,
-                lambda read: read.around_passages(reader.prompts.format, system, first=first),
-                _ends_tokens,
+                lambda read: Written(read.around_passages(reader.prompts.format, system, first=first), read.given_text),
+                lambda written: _ends_tokens(written.ends),
                 reading,
                 passages,
                 drops=drops,
             )
+            return written._replace(dropped=dropped)
 
-        return self._read(ends, find, reading)
+        return self._read(write, find, reading, retrieves=passages is None)
 
     def drop_deleted(self) -> None:
         """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
@@ -231,20 +248,20 @@ class Questions:
         return given
 
     def _with_found(
-        self, ends: PromptEnds, given: list[Given], texts: Sequence[str], reading: RequestOptions
-    ) -> tuple[PromptEnds, Sequence[Given], RequestOptions]:
-        """A prompt around the passages that it gives as such; where it gives none, around the stored ones that its text
-        quotes: its ids are the same, whatever is found.
-
-        texts: what the caller wrote, without passages given as such
-        """
-        card, found, recipe = self._parts.card, list[Hit](), self._parts.reader.prompts.names.recipe
+        self, written: Written, hits: list[Hit], reading: RequestOptions
+    ) -> tuple[PromptEnds, Sequence[Hit], RequestOptions]:
+        """Return the prompt around these passages and the stored ones that its text quotes: its ids are the same,
+        whatever is found. Raises what `Prompts.prompt` raises."""
+        ends, found, prompts = written.ends, hits, self._parts.reader.prompts
+        recipe = prompts.names.recipe
         parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None  # of a block that is as read
-        if not given and self._reuses_text(reading) and len(ends.suffix_ids) <= card.max_positions:
-            ends, found = self.finder.cut(ends.suffix_ids, self._parts.store.documents, parts=parts)
-        if not found:
-            self._look(texts, reading)
-        return ends, found or given, replace(reading, found=bool(found))
+        # Passages that may be left out, or change places, do so among those that came with the prompt alone.
+        is_settled = not hits or reading.order == "relevance"
+        if self._reuses_text(reading) and is_settled and not prompts.prompt(ends, hits, reading)[1]:
+            ends, found = self.finder.cut(ends, hits, self._parts.store.documents, parts=parts)
+        if len(found) == len(hits):
+            self._look(written.own, reading)
+        return ends, found, replace(reading, found=len(found) > len(hits))
 
     def _look(self, texts: Sequence[str], reading: RequestOptions) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
@@ -282,23 +299,31 @@ class Questions:
 
     def _read(
         self,
-        ends_of: Callable[[int], tuple[PromptEnds, int]],
+        write: Callable[[int], Written],
         find: Callable[[], Sequence[Given]],
         reading: RequestOptions,
+        *,
+        retrieves: bool = False,
     ) -> Iterator[Event]:
-        """ends_of: the prompt's ends with room for so many tokens of passages, and turns left out for it"""
+        """Read a prompt over the passages that `find` returns, and those that its text holds.
+
+        write:     writes the prompt with room for so many tokens of passages
+        retrieves: whether `find` searches: what the text holds is then left out
+        """
         parts = self._parts
 
         def prepare(clock: Clock) -> Asked:
-            ends, dropped = ends_of(0)
-            parts.reader.prompts.prompt(ends, [], reading)  # a question that cannot be asked is not worth a search
-            found = find() if reading.method.takes_passages else ()
-            hits = find_passages(found, parts.store.documents, parts.whole)
-            clock.retrieve_s = time.perf_counter() - clock.started
+            written = write(0)
+            parts.reader.prompts.prompt(written.ends, [], reading)  # what cannot be asked is not worth a search
+            given = find() if reading.method.takes_passages else ()
+            hits = find_passages(given, parts.store.documents, parts.whole)
             passages = sum(hit.chunk.num_tokens for hit in hits)
-            if passages + _ends_tokens(ends) > parts.reader.prompts.room_before_answer(reading):
-                ends, dropped = ends_of(passages)
-            return ends, hits, replace(reading, dropped_turns=dropped), clock, None
+            if passages + _ends_tokens(written.ends) > parts.reader.prompts.room_before_answer(reading):
+                written = write(passages)
+            hits = _not_held(hits, written.own) if retrieves else hits
+            ends, hits, options = self._with_found(written, hits, reading)
+            clock.retrieve_s = time.perf_counter() - clock.started
+            return ends, hits, replace(options, dropped_turns=written.dropped), clock, None
 
         return self._answers(prepare, reading.ahead)
 
@@ -332,6 +357,7 @@ class Questions:
             reader.prompts.prompt(reader.prompts.fit(earlier, suffix_ids, [], reading)[0], [], reading)
             if k is not None:
                 hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
+                hits = _not_held(hits, conversation.given_text)
                 if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(reading):
                     (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
             clock.retrieve_s = time.perf_counter() - clock.started
@@ -361,6 +387,11 @@ class Questions:
 
 def _ends_tokens(ends: PromptEnds) -> int:
     return len(ends.prefix_ids) + len(ends.suffix_ids)
+
+
+def _not_held(hits: Sequence[Hit], texts: Sequence[str]) -> list[Hit]:
+    """Return the hits whose passage does not stand in one of the texts, whatever method reads them."""
+    return [hit for hit in hits if not any(hit.chunk.text.strip() in text for text in texts)]
 
 
 def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:

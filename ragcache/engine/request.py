@@ -37,7 +37,7 @@ class RequestOptions:
     thinking_budget: tokens after which its thoughts are ended
     dropped_turns: oldest messages of the conversation that were left out
     continues: whether the answer goes on with what the prompt ends with
-    found: whether the passages were found in what the caller wrote, so that a later prompt may go on behind them
+    found: whether passages were found in what the caller wrote, so that a later prompt may go on behind them
     """
 
     choice: Choice

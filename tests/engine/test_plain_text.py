@@ -20,6 +20,7 @@ from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import fuse
+from ragcache.prompt import PromptEnds
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Who meets on Monday?"
@@ -41,15 +42,14 @@ def pasted(kb) -> str:
 
 def calls(kb, text):
     """Calls that cannot use the KV of passages in their text."""
-    yield lambda: kb.chat([{"role": "user", "content": ["Read:", text]}], k=1, sampling=ONE)
+    yield lambda: kb.chat([{"role": "user", "content": ["Read:", text]}], k=1, context="keep", sampling=ONE)
     yield lambda: kb.chat([{"role": "user", "content": text}], method="a3", sampling=ONE)
     yield lambda: kb.complete(text, method="a3", sampling=ONE)
-    yield lambda: kb.complete([rc.Passage("Other."), text], sampling=ONE)
     yield lambda: kb.complete(["Read:", text], method="a3", sampling=ONE)
-    yield lambda: kb.ask(text, k=1, sampling=ONE)
+    yield lambda: kb.ask(text, k=1, method="a3", sampling=ONE)
 
 
-@pytest.mark.parametrize("way", range(6))
+@pytest.mark.parametrize("way", range(5))
 def test_passages_as_text_are_noticed_once(kb, pasted, said, way):
     call = list(calls(kb, pasted))[way]
     call()
@@ -119,6 +119,66 @@ def test_passages_as_text_are_read_from_their_kv(kb, pasted, said, read, model_d
     kb._questions.finder._index.clear()
     assert asked(kb, way, pasted).usage.prompt_tokens == answer.usage.prompt_tokens == len(read[0])
     assert read[0] == read[1]
+
+
+@pytest.mark.parametrize("place", ["system", "earlier", "question"])
+def test_retrieved_passages_are_added_to_those_in_the_text(kb, pasted, said, read, model_directory, place):
+    """Each stands where it stood; what the text holds is not retrieved once more, by whatever method (law 15)."""
+    held = [hit.chunk.id for hit in kb.retrieve(QUESTION, k=3)]
+    other = "Where do dogs bark?"
+    messages = {
+        "system": [{"role": "system", "content": pasted}, {"role": "user", "content": other}],
+        "earlier": [{"role": "user", "content": pasted}, {"role": "assistant", "content": "A club."}],
+        "question": [{"role": "user", "content": f"{pasted} {other}"}],
+    }[place]
+    messages += [{"role": "user", "content": other}] * (place == "earlier")
+    answer = kb.chat(messages, k=4, sampling=rc.Sampling(max_tokens=8))
+    ids = [hit.chunk.id for hit in answer.hits]
+    new = [id for id in ids if id not in held]
+    assert ids == ([*new, *held] if place == "question" else [*held, *new])
+    assert 0 < len(new) < 4
+    assert answer.text == continued(model_directory, read[0], places(read[0], answer.hits))
+    assert answer.usage.cached_tokens >= sum(len(hit.chunk.token_ids) for hit in answer.hits)
+    assert said() == []
+    full = kb.chat(messages, k=4, method="full", sampling=ONE)
+    kb._questions.finder._index.clear()
+    unfound = kb.chat(messages, k=4, sampling=ONE)
+    assert read[1] == read[2] == read[0]
+    assert [hit.chunk.id for hit in full.hits] == [hit.chunk.id for hit in unfound.hits] == new
+
+
+def test_a_question_may_quote_passages(kb, pasted, said):
+    held = [hit.chunk.id for hit in kb.retrieve(QUESTION, k=3)]
+    answer = kb.ask(pasted, k=4, sampling=ONE)
+    assert [hit.chunk.id for hit in answer.hits[-3:]] == held
+    assert len({hit.chunk.id for hit in answer.hits}) == len(answer.hits) > 3
+    assert said() == []
+
+
+def test_a_quoted_passage_is_never_left_out_or_moved(kb, pasted, read):
+    """Where retrieved passages are trimmed or ordered, the text is read as it stands."""
+    room = kb.lm.max_positions - kb.count_tokens(pasted)
+    long = [rc.Passage(f"Word {'and word ' * (room // 12)}{n}.") for n in range(3)]
+    messages = [{"role": "user", "content": pasted}]
+    trimmed = kb.chat(messages, passages=long, on_overflow="trim", sampling=ONE)
+    assert trimmed.dropped > 0
+    assert kb.lm.tokenizer.decode(read[-1]).count(pasted) == 1
+    ordered = kb.chat(messages, k=4, order="shared", method="reposition", sampling=ONE)
+    assert kb.lm.tokenizer.decode(read[-1]).count(pasted) == 1
+    assert not {hit.chunk.text.strip() for hit in ordered.hits} & set(pasted.split("\n\n"))
+
+
+def test_a_store_without_documents_retrieves_nothing(tmp_path, open_kb, said, read, kb):
+    """It may hold KV of passages from elsewhere, which a prompt quotes: k changes nothing."""
+    empty = open_kb(tmp_path / "empty")
+    texts = list(TEXTS.values())
+    empty.precompute(texts)
+    messages = [{"role": "user", "content": "".join(texts) + QUESTION}]
+    plain, asked = (empty.chat(messages, sampling=ONE, **more) for more in ({}, {"k": 5}))
+    assert read[-1] == read[-2]
+    assert (len(asked.hits), asked.text, asked.method) == (len(plain.hits), plain.text, "reposition")
+    assert asked.hits
+    assert said() == []
 
 
 def test_labels_of_a_chain_stay_where_they_are(kb, read, model_directory):
@@ -264,7 +324,8 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_engine, "fuse", lambda *given, **named: blocks.append(given[3]) or fuse(*given, **named))
         ids = [*own[5:7], *own[2:], *own[:1]]
-        ends, hits = bpe_kb._questions.finder.cut(ids, bpe_kb.store.documents, parts=True)
+        cut = bpe_kb._questions.finder.cut
+        ends, hits = cut(PromptEnds((), ids), [], bpe_kb.store.documents, parts=True)
         assert [one.chunk.token_ids for one in hits] == [own[2:]]
         assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
         reading = bpe_kb._questions._reading({"sampling": ONE})
@@ -272,8 +333,8 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
     (whole,) = bpe_kb._parts.names.encode([own])
     torch.testing.assert_close(blocks[0][0].keys, whole.keys[:, :, 2:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks[0][0].values, whole.values[:, :, 2:], atol=1e-5, rtol=1e-5)
-    assert bpe_kb._questions.finder.cut([*own[5:8], *own[3:], 1], bpe_kb.store.documents, parts=True)[1] == []
-    assert bpe_kb._questions.finder.cut(ids, bpe_kb.store.documents, parts=False)[1] == []
+    assert cut(PromptEnds((), [*own[5:8], *own[3:], 1]), [], bpe_kb.store.documents, parts=True)[1] == []
+    assert cut(PromptEnds((), ids), [], bpe_kb.store.documents, parts=False)[1] == []
 
 
 def test_a_changed_passage_is_text(kb):
