@@ -156,6 +156,15 @@ def test_unknown_fields_are_named(served):
     assert served.http.post("/api/chat", json=body).headers["X-Ragcache-Warning"].endswith(": options.mirostat")
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/api/chat", {"messages": ASKED}), ("/api/generate", {"prompt": QUESTION})]
+)
+def test_a_header_names_the_method(served, path, asked):
+    for stream in (False, True):
+        body = {"model": "tiny", "stream": stream, "options": SHORT, **asked}
+        assert served.http.post(path, json=body).headers["X-Ragcache-Method"] == "reposition"
+
+
 def test_thoughts_are_apart(agent, converse, connect, monkeypatch):
     monkeypatch.setattr(agent.service.kb.lm.tokenizer, "chat_template", THINKS)
     script(monkeypatch, agent.service.kb.lm, *[THOUGHT] * 6)

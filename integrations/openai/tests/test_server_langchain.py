@@ -1,12 +1,18 @@
 """LangChain's own OpenAI components, unchanged, against the server."""
 
+from functools import reduce
+from operator import add
+
 import numpy as np
 import pytest
+from engine_texts import TEXTS
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from openai import BadRequestError
+from serving import serving
 
 import ragcache as rc
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
 
@@ -40,3 +46,24 @@ def test_embeddings(shared, shared_kb):
     )
     found = embeddings.embed_documents(["Cats sit.", "Dogs bark."])
     np.testing.assert_array_equal(np.array(found, np.float32), shared_kb.embedder.embed(["Cats sit.", "Dogs bark."]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chain_over_a_vector_store_of_its_own_reuses_what_is_stored(lm, tmp_path, stream):
+    """The store holds KV and no documents; retrieval is on, and the chain is as it was."""
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords(), method="reposition") as kb:
+        kb.precompute(TEXTS.values())
+        with serving(kb) as served:
+            llm = ChatOpenAI(
+                base_url=served.base_url,
+                api_key="none",
+                model=served.service.chat_model,
+                max_tokens=4,
+                include_response_headers=True,
+                stream_usage=True,
+            )
+            asked = "\n".join([*TEXTS.values(), "Who meets on Monday?"])
+            message = reduce(add, llm.stream(asked)) if stream else llm.invoke(asked)
+    usage = message.usage_metadata
+    assert usage["input_token_details"]["cache_read"] > usage["input_tokens"] / 2
+    assert message.response_metadata["headers"]["x-ragcache-method"] == "reposition"
