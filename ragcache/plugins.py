@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.metadata import EntryPoint, entry_points
+from threading import Lock
 from typing import Any, TypeVar
 
 from ragcache.errors import PluginError
@@ -36,18 +37,22 @@ T = TypeVar("T")
 class Registry(MutableMapping[str, T]):
     """Objects of one kind by name: ragcache's own, then those of plug-ins, which never replace one of ragcache's own.
 
-    Iteration leaves out a plug-in that cannot be imported, with a warning that names its distribution. Asking for it by
-    name raises PluginError.
+    Iteration leaves out a plug-in that cannot be imported, with one warning that names its distribution. Asking for it
+    by name raises PluginError. Threads may share a registry. No lock is held while a plug-in is imported: its module
+    may use the registry itself.
     """
 
     def __init__(self, group: str, own: Mapping[str, T] | None = None) -> None:
         self._group = group
         self._loaded: dict[str, T] = dict(own or {})
-        self._entries: dict[str, EntryPoint] | None = None
+        self._own = frozenset(self._loaded)
+        self._entries: Mapping[str, EntryPoint] | None = None
+        self._reported: set[str] = set()
+        self._lock = Lock()
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
-            self._loaded[name] = _load(self._plugins()[name])
+            self._loaded.setdefault(name, _load(self._plugins()[name]))
         return self._loaded[name]
 
     def __setitem__(self, name: str, value: T) -> None:
@@ -57,23 +62,33 @@ class Registry(MutableMapping[str, T]):
         del self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        for name in [name for name in self._plugins() if name not in self._loaded]:
+        plugins = self._plugins()
+        for name in [name for name in plugins if name not in self._loaded and name not in self._reported]:
             try:
                 self[name]
             except PluginError as error:
-                log.warning("%s", error)
-                del self._plugins()[name]  # said once
-        later = [name for name in self._plugins() if name in self._loaded]  # in their order, whichever was used first
-        return iter([*(name for name in self._loaded if name not in later), *later])
+                self._report(name, error)
+        loaded = tuple(self._loaded)
+        # Plug-ins come in the order of their entry points, whichever was used first.
+        return iter([*(name for name in loaded if name not in plugins), *(name for name in plugins if name in loaded)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def _plugins(self) -> dict[str, EntryPoint]:
-        if self._entries is None:
-            found = entry_points(group=self._group)
-            self._entries = {entry.name: entry for entry in found if entry.name not in self._loaded}
-        return self._entries
+    def _plugins(self) -> Mapping[str, EntryPoint]:
+        """Return the entry points of plug-ins by name: one map, which never changes once it is built."""
+        with self._lock:
+            if self._entries is None:
+                found = entry_points(group=self._group)
+                self._entries = {entry.name: entry for entry in found if entry.name not in self._own}
+            return self._entries
+
+    def _report(self, name: str, error: PluginError) -> None:
+        with self._lock:
+            is_first = name not in self._reported
+            self._reported.add(name)
+        if is_first:
+            log.warning("%s", error)
 
 
 def targets(group: str) -> dict[str, str]:
@@ -88,6 +103,6 @@ def _load(entry: EntryPoint) -> Any:
     except Exception as error:
         owner = "an unknown distribution" if entry.dist is None else entry.dist.name
         raise PluginError(
-            f"{owner}: its plug-in {entry.name!r} ({entry.value}) cannot be loaded: {error}; update {owner}, or "
-            "uninstall it"
+            f"{owner}: its plug-in {entry.name!r} ({entry.value}) cannot be loaded: {error}; install or update "
+            f"{owner} and the packages that it needs, or uninstall it"
         ) from error

@@ -2,11 +2,18 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
+from blocks import make_block, make_key
 
-from ragcache.errors import PluginError
+from ragcache import codecs, plugins
+from ragcache.codecs import RawCodec, get_codec
+from ragcache.codecs.block_file import read_block, write_block
+from ragcache.codecs.container import read_container, write_container
+from ragcache.errors import PluginError, SchemaVersionError
 from ragcache.plugins import Registry
 
 GROUP = "ragcache.made_up"
@@ -65,6 +72,51 @@ def test_a_broken_plug_in_is_named_and_the_rest_works(distribution, caplog):
     assert dict(found) == {"one": 1}
     assert dict(found) == {"one": 1}
     assert [record.message.split(":")[0] for record in caplog.records] == ["broken-plugs"]
+
+
+def test_threads_of_a_fresh_registry_find_every_plug_in(distribution):
+    distribution("good-plugs", {"one": "plug_good:ONE", "two": "plug_good:TWO"}, plug_good="ONE, TWO = 1, 2\n")
+    distribution("broken-plugs", {"bad": "plug_bad:X"}, plug_bad="raise ZeroDivisionError('by design')\n")
+    for _ in range(20):
+        found, start = Registry[int](GROUP, {"own": 0}), Barrier(4)
+
+        def use(name, found=found, start=start):
+            start.wait()
+            return found[name], list(found)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert (
+                list(pool.map(use, ["one", "two"] * 2)) == [(1, ["own", "one", "two"]), (2, ["own", "one", "two"])] * 2
+            )
+
+
+def test_threads_read_the_first_blocks_of_a_plug_ins_codec(tmp_path, monkeypatch):
+    write_block(tmp_path / "block", make_key(1), make_block(1), get_codec("cachegen"))
+    for _ in range(10):
+        monkeypatch.setattr(codecs, "CODECS", Registry(plugins.CODECS))
+        start = Barrier(4)
+
+        def read(_, start=start):
+            start.wait()
+            return read_block(tmp_path / "block", make_key(1)).num_tokens
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(read, range(4))) == [make_block(1).num_tokens] * 4
+
+
+@pytest.mark.parametrize("entries", [{}, {"int16": "no_such_module:Codec"}])
+def test_a_codec_that_is_missing_is_to_be_installed_and_nothing_deleted(distribution, monkeypatch, tmp_path, entries):
+    distribution("codec-plugs", entries, plugins.CODECS)
+    monkeypatch.setattr(codecs, "CODECS", Registry(plugins.CODECS))
+    write_block(tmp_path / "block", make_key(1), make_block(1), RawCodec())
+    tensors, metadata = read_container(tmp_path / "block")
+    write_container(tmp_path / "block", tensors, {**metadata, "codec": "int16"})
+    for _ in range(2):
+        with pytest.raises(SchemaVersionError, match=r"codec 'int16' is needed.*install the package") as refused:
+            read_block(tmp_path / "block", make_key(1))
+        assert "delete" not in str(refused.value)
+        assert ("codec-plugs" in str(refused.value)) == bool(entries)
+        list(codecs.CODECS)
 
 
 def test_a_name_that_nobody_has_is_a_key_error():

@@ -9,7 +9,7 @@ from ragcache.codecs.base import RawCodec as RawCodec
 from ragcache.codecs.floats import Bfloat16Codec, Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
-from ragcache.errors import check_choice
+from ragcache.errors import ConfigError
 from ragcache.plugins import Registry
 
 CODECS: Registry[type[Codec]] = Registry(
@@ -19,7 +19,13 @@ CODECS: Registry[type[Codec]] = Registry(
 
 
 def get_codec(name: str, bases: Bases | None = None) -> Codec:
-    """The codec called `name`, which finds its bases there. Raises ConfigError that names those there are."""
+    """Return the codec called `name`, which finds its bases in `bases`.
+
+    Raises ConfigError that names the codecs, and PluginError for a plug-in's that cannot be loaded.
+    """
     if name not in CODECS:
-        check_choice("codec", name, sorted(CODECS))
+        known = ", ".join(sorted(CODECS))
+        raise ConfigError(
+            f"codec {name!r} is unknown; choose one of {known}, or install the package that brings it", "codec"
+        )
     return CODECS[name](bases)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragcache.codecs import CODECS, Bases, Codec, get_codec
+from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.base import RawCodec
 from ragcache.codecs.container import (
     Claim,
@@ -17,7 +17,7 @@ from ragcache.codecs.container import (
     unpack_container,
     write_container,
 )
-from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
+from ragcache.errors import ConfigError, DamagedBlockError, PluginError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
 
 if TYPE_CHECKING:
@@ -112,14 +112,23 @@ def _block_of(where: str, key: str, container: Container, bases: Bases | None) -
 
 
 def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> Codec:
-    """The codec that can decode this file. The checksum was right: an unknown version is a newer one, no damage."""
+    """Return the codec that can decode this file.
+
+    The checksum was right, so an unknown version is a newer one and an unknown codec is another package's: no damage.
+    """
     name = metadata.get("codec", "")
-    if _number(metadata, "format_version") > FORMAT_VERSION or name not in CODECS:
+    if _number(metadata, "format_version") > FORMAT_VERSION:
         raise SchemaVersionError(
-            f"{where}: block format {metadata.get('format_version')}, codec {name!r}; this version of ragcache reads "
-            f"format {FORMAT_VERSION} with codecs {', '.join(sorted(CODECS))}: {_WAY_OUT}"
+            f"{where}: block format {metadata.get('format_version')}; this version of ragcache reads up to format "
+            f"{FORMAT_VERSION}: {_WAY_OUT}"
         )
-    codec = get_codec(name, bases)
+    try:
+        codec = get_codec(name, bases)
+    except (ConfigError, PluginError) as error:
+        raise SchemaVersionError(
+            f"{where}: this block is intact, but codec {name!r} is needed to read it: install the package that brings "
+            f"this codec, or the version of ragcache that wrote the block ({error})"
+        ) from error
     if _number(metadata, "codec_version") > codec.version:
         raise SchemaVersionError(
             f"{where}: version {metadata.get('codec_version')} of codec {name!r}; this version of ragcache reads up to "

@@ -133,12 +133,13 @@ def bare(path: Path) -> None:
 
 
 CONTENTS = [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"checksum":"' * 9]
-NEWER = [{"format_version": "5"}, {"codec_version": "2"}, {"codec": "int3"}, {"format_version": "99"}]
+NEWER = [{"format_version": "5"}, {"codec_version": "2"}, {"format_version": "99"}]
 WRONG = [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}]
 OTHER_FILES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     *((lambda path, content=one: path.write_bytes(content), DamagedBlockError, "block") for one in CONTENTS),
     (bare, DamagedBlockError, "block"),
     *((lambda path, one=one: rewrite(path, **one), SchemaVersionError, "use the version that wrote") for one in NEWER),
+    (lambda path: rewrite(path, codec="int3"), SchemaVersionError, "'int3' is needed .* install the package"),
     *((lambda path, one=one: rewrite(path, **one), DamagedBlockError, "block") for one in WRONG),
     (lambda path: rewrite(path, key=make_key(1)), DamagedBlockError, f"holds block {make_key(1)}, not {KEY}"),
     (lambda path: (path.unlink(), path.mkdir()), DamagedBlockError, "block"),
