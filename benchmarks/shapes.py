@@ -173,7 +173,9 @@ def _build(
 ) -> Built:
     torch.manual_seed(seed)
     with torch.device(device):
-        plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        plain = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[dtype], attn_implementation="sdpa", trust_remote_code=False
+        )
     plain.eval().requires_grad_(False)
     fingerprint = digest({"shape": shape, "seed": seed, "dtype": dtype, "device": str(device)})
     lm = _wrap(_sharing_weights(plain), tokenizer, fingerprint, shape)

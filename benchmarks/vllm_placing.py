@@ -58,6 +58,7 @@ def engine(where: Path, root: Path, given: argparse.Namespace, longest: int) -> 
         load_format="dummy",
         skip_tokenizer_init=True,
         seed=0,
+        trust_remote_code=False,
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=longest,

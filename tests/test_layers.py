@@ -132,3 +132,27 @@ def test_integrations_apps_and_examples_see_public_names_only():
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             seen = {name for name in names if name.split(".")[0] == "ragcache"}
             assert seen <= public, f"{path}: {seen - public}"
+
+
+LOADERS = {"from_pretrained", "from_config", "SentenceTransformer", "CrossEncoder", "LLM", "load_dataset"}
+SETTINGS = {"GenerationConfig", "LoraConfig"}  # they read JSON alone, and have no such argument
+
+
+def test_every_loader_refuses_a_models_own_code():
+    """Without the argument transformers asks on standard input, and a piped "y" runs the directory's Python."""
+    root, calls = PACKAGE.parent, 0
+    for path in root.rglob("*.py"):
+        if {"tests", ".venv", "build"} & set(path.relative_to(root).parts):
+            continue
+        for node in ast.walk(tree_of(path)):
+            if (
+                not isinstance(node, ast.Call)
+                or getattr(node.func, "attr", getattr(node.func, "id", "")) not in LOADERS
+            ):
+                continue
+            if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") in SETTINGS:
+                continue
+            calls += 1
+            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            assert given.get("trust_remote_code") is False, f"{path}:{node.lineno} lacks trust_remote_code=False"
+    assert calls > 20

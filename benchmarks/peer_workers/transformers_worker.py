@@ -18,7 +18,9 @@ class TransformersWorker:
     def __init__(self, config: dict[str, Any]) -> None:
         torch.set_num_threads(config["threads"])
         dtype = getattr(torch, config["dtype"])
-        self._model = AutoModelForCausalLM.from_pretrained(config["model"], dtype=dtype, attn_implementation="sdpa")
+        self._model = AutoModelForCausalLM.from_pretrained(
+            config["model"], dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
         self._model.eval()
 
     def about(self) -> dict[str, Any]:

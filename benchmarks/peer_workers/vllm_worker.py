@@ -41,6 +41,7 @@ class VLLMWorker:
             enable_prefix_caching=True,
             disable_log_stats=True,
             seed=0,
+            trust_remote_code=False,
             **self.options(),
         )
         self._threads = len(cores)

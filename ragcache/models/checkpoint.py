@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from ragcache.models.gguf_keys import (
     refuse_arrays,
     refuse_unread_tensors,
 )
-from ragcache.models.hub import BUNDLED, GGUF, refuse_absent, split_file
+from ragcache.models.hub import BUNDLED, CONFIG, GGUF, refuse_absent, split_file
 from ragcache.models.support import unsupported
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -53,12 +55,13 @@ def load_config(where: str, name: str | Path) -> PreTrainedConfig:
     refuse_absent(place, str(name), BUNDLED)
     try:
         if not file:
-            return AutoConfig.from_pretrained(place)
+            return AutoConfig.from_pretrained(place, trust_remote_code=False)
         refuse_arrays(header := read_header(Path(where)))
-        config = AutoConfig.from_pretrained(place, **file)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **file)
         amend_config(config, header)
         return config
     except UNREADABLE as error:
+        refuse_own_code(place, str(name), error)
         if file and "architecture" in str(error):
             raise UnsupportedModelError(f"{name} is not supported: {first_line(error)}") from error
         again = "; it is no whole GGUF file of a language model: get it again" if file else ""
@@ -76,9 +79,16 @@ def load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devic
     place, file = split_file(where)
     try:
         model, report = auto_class(config).from_pretrained(
-            place, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True, **file
+            place,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **file,
         )
     except UNREADABLE as error:
+        refuse_own_code(place, where, error)
         if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
             raise unsupported(config, where, "transformers has no causal language model of this kind") from error
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
@@ -114,12 +124,44 @@ def load_tokenizer(where: str) -> Tokenizer | None:
     if Path(place).is_dir() and not file and not any(found):
         return None  # transformers makes up an empty one for some families
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **file)
-    except (OSError, ValueError, KeyError):
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **file)
+    except (OSError, ValueError, KeyError) as error:
+        refuse_own_code(place, where, error)
         return None  # a model without tokenizer files still runs on ids
     if file:
         amend_tokenizer(tokenizer, read_header(Path(where)))
     return tokenizer
+
+
+def find_directory(name: str) -> Path | None:
+    """Where a model's files are on this machine; None where they are not. name: a directory or hub id"""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # the hub's client raises its own errors, httpx's and the system's: all say that it is not here
+        return None
+
+
+def refuse_own_code(where: str, name: str, error: Exception) -> None:
+    """Raise UnsupportedModelError if transformers raised `error` because a model needs Python code of its own.
+
+    Args:
+        where: The model's directory or hub id, whose auto_map the message shows.
+        name: The name that the caller gave.
+    """
+    if "trust_remote_code" not in str(error):
+        return
+    maps, directory = [], find_directory(where)
+    for file in (CONFIG, "tokenizer_config.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            maps.append(f"{file}: {json.loads((Path(directory or where) / file).read_bytes())['auto_map']}"[:300])
+    raise UnsupportedModelError(
+        f"{name} is not supported: its auto_map ({'; '.join(maps)}) names Python code of its own, which ragcache never "
+        "runs; use a model whose architecture is part of transformers"
+    ) from error
 
 
 def load_generation(where: str) -> GenerationConfig | None:

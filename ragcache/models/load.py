@@ -28,7 +28,14 @@ from ragcache.kv.block_key import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter, Lora
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
-from ragcache.models.checkpoint import LOADED, load_config, load_generation, load_tokenizer, load_weights
+from ragcache.models.checkpoint import (
+    LOADED,
+    find_directory,
+    load_config,
+    load_generation,
+    load_tokenizer,
+    load_weights,
+)
 from ragcache.models.hub import ADAPTER, BUNDLED, resolve, split_file
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO, find_device, suits
@@ -288,15 +295,3 @@ def checkpoint_digest(name: str) -> str | None:
         whole.update(path.name.encode())
         whole.update(file_digest(path))
     return whole.hexdigest()
-
-
-def find_directory(name: str) -> Path | None:
-    """Where a model's files are on this machine; None where they are not. name: a directory or hub id"""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # the hub's client raises its own errors, httpx's and the system's: all say that it is not here
-        return None

@@ -253,16 +253,17 @@ def _sentence_transformer(path: str | Path, device: str) -> SentenceTransformer:
 
     if isinstance(path, Path) and not any((path / file).is_file() for file in ("modules.json", "config.json")):
         raise EmbedderError(f"{path}: no model here (neither modules.json nor config.json); give a model's directory")
-    return SentenceTransformer(str(path), device=str(find_device(device)))
+    return SentenceTransformer(str(path), device=str(find_device(device)), trust_remote_code=False)
 
 
 def _mean_pooled(path: str, device: str) -> SentenceTransformer:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    transformer = Transformer(path)
+    own_code = {"trust_remote_code": False}
+    transformer = Transformer(path, model_kwargs=own_code, processor_kwargs=own_code, config_kwargs=own_code)
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="mean")
-    return SentenceTransformer(modules=[transformer, pooling], device=str(find_device(device)))
+    return SentenceTransformer(modules=[transformer, pooling], device=str(find_device(device)), trust_remote_code=False)
 
 
 def _minilm_directory() -> Path:
@@ -432,6 +433,7 @@ def load_reranker(name: str | Path, device: str = AUTO) -> Reranker:
         model = CrossEncoder(
             str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name),
             device=str(find_device(device)),
+            trust_remote_code=False,
         )
     except Exception as error:  # sentence-transformers and the hub raise any kind
         raise RerankerError(

@@ -1,9 +1,11 @@
 """Models whose keys cannot be moved exactly are refused by name, with the reason; what loading asks them: rounding is
 no reason to refuse one in any dtype, wrongly moved keys are."""
 
+import io
 import json
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +63,21 @@ def test_refused_by_name(case, tmp_path):
     with pytest.raises(rc.UnsupportedModelError, match=reason) as caught:
         rc.load_lm(tmp_path)
     assert kind in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_models_own_code_is_refused_and_never_runs(file, tmp_path, monkeypatch):
+    directory = Path(save_tiny("llama", str(tmp_path / "model")))
+    byte_tokenizer().save_pretrained(directory)
+    (directory / "own.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    kind = {"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}
+    stated = json.loads((directory / file).read_text())
+    (directory / file).write_text(json.dumps({**stated, **kind, "auto_map": own}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(rc.UnsupportedModelError, match=rf"auto_map \({file}: .*own\.Own.*part of transformers"):
+        rc.load_lm(directory)
+    assert not (tmp_path / "ran").exists()
 
 
 def lacks_a_weight(directory):

@@ -28,11 +28,15 @@ LEARNING_RATE = 3e-4
 def train(out: Path, steps: int, seed: int) -> float:
     """Save the classifier with its tokenizer. Returns the share of the last batch's tokens that it labels right."""
     torch.manual_seed(seed)
-    tokenizer: Any = AutoTokenizer.from_pretrained(MINI_BASE)
-    base = AutoModelForCausalLM.from_pretrained(MINI_BASE, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(MINI_BASE, trust_remote_code=False)
+    base = AutoModelForCausalLM.from_pretrained(MINI_BASE, dtype=torch.float32, trust_remote_code=False).eval()
     labels = {0: "drop", 1: "preserve"}
     model = AutoModelForTokenClassification.from_pretrained(
-        MINI_BASE, dtype=torch.float32, id2label=labels, label2id={name: number for number, name in labels.items()}
+        MINI_BASE,
+        dtype=torch.float32,
+        id2label=labels,
+        label2id={name: number for number, name in labels.items()},
+        trust_remote_code=False,
     )
     optimizer, right = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), 0.0
     for _, texts in zip(range(steps), _batches(seed), strict=False):

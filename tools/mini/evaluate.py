@@ -62,7 +62,7 @@ def load(directory: Path) -> tuple[Any, Tokenizer]:
     """Load a saved mini model in float32, as any Hugging Face directory is loaded."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
     return model, Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 

@@ -56,7 +56,7 @@ def grow(base: Path, tokenizer: Tokenizer, seed: int) -> Any:
 
     A token that both tokenizers know keeps its embedding.
     """
-    old = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    old = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     config: dict[str, Any] = old.config.to_dict()
     stretch = MAX_LENGTH / TRAINED_LENGTH
     yarn = {"rope_type": "yarn", "factor": stretch, "original_max_position_embeddings": TRAINED_LENGTH}
@@ -116,11 +116,11 @@ class LongTrainer(Trainer):
 
     def _load_base(self) -> Any:
         base = Path(self.options.base)
-        if AutoConfig.from_pretrained(base).rope_parameters["rope_type"] != "yarn":
+        if AutoConfig.from_pretrained(base, trust_remote_code=False).rope_parameters["rope_type"] != "yarn":
             return grow(base, self.tokenizer, self.options.seed)
         if Tokenizer.from_file(str(base / "tokenizer.json")).get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(f"{base} was trained with other tokens than pages have now; start from {MINI_BASE}")
-        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
 
     def _accuracies(self) -> list[float]:
         return self.progress.accuracy[: len(PAGE_KINDS) + 1]

@@ -108,12 +108,12 @@ class ReuseTrainer(Trainer):
     def _start(self) -> Any:
         """The base with rows for the new ids, unless it has them."""
         variant = VARIANTS[self.options.variant]
-        self.fast = AutoTokenizer.from_pretrained(self.options.base)
+        self.fast = AutoTokenizer.from_pretrained(self.options.base, trust_remote_code=False)
         self.spec = choose_spec(
             self.fast, variant.reuse, variant.link_tokens, self.options.link_slots, positions="reordered"
         )
         self.prefix = [token_id(BOS), *self.tokenizer.encode(f"{SYSTEM_LINE}\n").ids]
-        model = AutoModelForCausalLM.from_pretrained(self.options.base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(self.options.base, dtype=torch.float32, trust_remote_code=False)
         prepare_model(model, self.spec, self.options.seed)
         if self.spec is not None and self.spec.link_tokens and self.options.start_stage == TAKING_UP:
             start_slots_alike(model.get_input_embeddings().weight, self.spec)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.models.deadline import LIMIT
 from ragcache.models.hub import refuse_absent
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.load import checkpoint_digest, refuse_own_code
 from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:
@@ -105,9 +105,10 @@ def _load(name: str) -> tuple[Any, Any]:
 
     refuse_absent(name, name)
     try:
-        model = AutoModelForTokenClassification.from_pretrained(name).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForTokenClassification.from_pretrained(name, trust_remote_code=False).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        refuse_own_code(name, name, error)
         raise ModelNotFoundError(
             f"cannot load a token classifier under {name!r}: {first_line(error)}; give a directory or hub id, such as "
             "microsoft/llmlingua-2-bert-base-multilingual-cased-meetingbank"

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.kv.cache_shape import LayerShape, StateShape, keeps_state
-from ragcache.models.checkpoint import auto_class
+from ragcache.models.checkpoint import auto_class, refuse_own_code
 from ragcache.models.hub import CONFIG, split_file
 from ragcache.models.load import base_of
 from ragcache.models.recurrence import Mixer, hook_mixers
@@ -27,8 +27,9 @@ def configured_shape(model: str | Path) -> KVShape:
     if not file and Path(where).exists() and not (Path(where) / CONFIG).is_file():
         raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
     try:
-        config = AutoConfig.from_pretrained(where, **file)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False, **file)
     except (OSError, ValueError, KeyError) as error:
+        refuse_own_code(where, str(model), error)
         raise ModelNotFoundError(f"--model {model}: no configuration can be read ({first_line(error)})") from error
     refuse_by_config(config, str(model))
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
@@ -59,7 +60,7 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...
     if len(kinds) < 2 and not any(map(keeps_state, kinds)):
         return (), ()
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     shapes: dict[int, LayerShape] = {}
     for module in model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):

@@ -415,7 +415,10 @@ def _base(lm: LanguageModel) -> Base:
 
 def _saved_dtype(options: TrainOptions) -> torch.dtype:
     """The dtype in which the model to start from was saved, unless the options say otherwise."""
-    saved = getattr(AutoConfig.from_pretrained(base_of(options.model)), "dtype", None) or torch.float32
+    saved = (
+        getattr(AutoConfig.from_pretrained(base_of(options.model), trust_remote_code=False), "dtype", None)
+        or torch.float32
+    )
     return DTYPES[options.save_dtype] if options.save_dtype is not None else saved
 
 

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import AdapterError, ModelMismatchError, translate_os_errors
 from ragcache.models.adapter import Adapter, Lora
-from ragcache.models.checkpoint import LOADED
+from ragcache.models.checkpoint import LOADED, find_directory
 from ragcache.models.hub import resolve, split_file
-from ragcache.models.load import checkpoint_digest, find_directory
+from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import SECTION
 
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")
@@ -96,9 +96,9 @@ def _write(adapter: Adapter, base: Path, out: Path) -> None:
 def _tables(base: Path) -> dict[str, bool]:
     """Names of the tensors with a row for each id, and whether rows of the embedding belong there: a head has its own,
     unless it shares them. Raises AdapterError where there are others."""
-    config = AutoConfig.from_pretrained(base)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     others = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is not embedding]
     if any(len(one.weight) == len(embedding) for one in others):

@@ -32,7 +32,9 @@ def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
         raise UnsupportedModelError(f"{what}: {reason}")
     register()
     try:
-        model = AutoModelForCausalLM.from_config(_narrowed(config), attn_implementation=NAME).eval()
+        model = AutoModelForCausalLM.from_config(
+            _narrowed(config), attn_implementation=NAME, trust_remote_code=False
+        ).eval()
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"{what}: no small model of its kind could be made ({error})") from error
     rope, shape = inspect(model, name)

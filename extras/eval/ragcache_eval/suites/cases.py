@@ -179,7 +179,7 @@ def _load(download: Download) -> Any:
         raise ConfigError("public sets need the package datasets; pip install 'ragcache-kv[eval]'") from error
     options = {"split": download.split, "data_files": download.data_files, "revision": download.revision}
     try:
-        return load_dataset(download.path, download.config, **options)
+        return load_dataset(download.path, download.config, trust_remote_code=False, **options)
     except UNREADABLE as error:
         what = download.data_files or download.path
         raise ConfigError(f"{what} cannot be loaded ({_first_line(error)})") from error
