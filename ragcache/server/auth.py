@@ -19,11 +19,14 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Keys of a file (one a line, comments behind #) and of RAGCACHE_API_KEYS (separated by commas or white space).
+    """Return the keys of a file (one a line, comments after #) and of RAGCACHE_API_KEYS (with commas or blanks between).
 
-    Raises ConfigError for a file that cannot be read or holds no key: a server that was to be locked is not to be open.
+    Raises ConfigError for a file that cannot be read, and for a file or a variable without a key: a server that was to
+    be locked must not be open.
     """
     keys = environment.get(VARIABLE, "").replace(",", " ").split()
+    if VARIABLE in environment and not keys:
+        raise ConfigError(f"{VARIABLE} is set and there is no API key in it; write one, or unset the variable")
     if file is not None:
         found = _keys_in(file)
         if not found:

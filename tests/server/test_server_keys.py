@@ -120,6 +120,15 @@ def test_a_file_without_keys_locks_nothing_and_is_refused(tmp_path, content):
         read_keys(file, {})
 
 
+@pytest.mark.parametrize("empty", ["", " ", ",", " , \t,"])
+def test_a_variable_without_keys_is_refused(tmp_path, empty):
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    for given in (None, file):
+        with pytest.raises(ConfigError, match="RAGCACHE_API_KEYS is set and there is no API key"):
+            read_keys(given, {"RAGCACHE_API_KEYS": empty})
+
+
 def test_settings_are_checked():
     for wrong in (
         {"slots": 0},
@@ -128,6 +137,8 @@ def test_settings_are_checked():
         {"timeout_s": 0},
         {"api_keys": ["a", " "]},
         {"max_body_bytes": 1},
+        {"receive_s": 0},
+        {"max_connections": 0},
     ):
         with pytest.raises(ConfigError):
             ServerSettings(**wrong)
