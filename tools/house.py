@@ -31,16 +31,16 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "ragcache": Room(1_404, 7, 1_120, 7),
+    "ragcache": Room(1_455, 7, 1_120, 7),
     "ragcache/kv": Room(2_485, 10, 1_870, 9),
     "ragcache/models": Room(6_580, 30, 4_900, 22),
-    "ragcache/codecs": Room(1_299, 8, 2_321, 15),
+    "ragcache/codecs": Room(1_310, 8, 2_321, 15),
     "ragcache/fusion": Room(1_983, 12, 1_863, 15),
     "ragcache/store": Room(5_690, 27, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_150, 16, 3_348, 21),
     "ragcache/engine": Room(8_009, 32, 5_518, 26),
-    "ragcache/server": Room(3_565, 19, 3_620, 20),
+    "ragcache/server": Room(3_760, 20, 3_620, 20),
     "ragcache/cli": Room(1_617, 9, 1_448, 8),
     # Annexes.
     "extras/demo/ragcache_demo": Room(347, 3, 310, 2),

@@ -74,6 +74,7 @@ def run_server(
     if missing:
         raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
     from ragcache.server.auth import LOOPBACK_NAMES, read_keys
+    from ragcache.server.connection import raise_file_limit
     from ragcache.server.run import limit_arenas, listen, url_of
 
     settings.answers.call_options()  # refuses what no question could be answered with
@@ -81,6 +82,7 @@ def run_server(
     hosts = LOOPBACK_NAMES if address.host in LOOPBACK else ()
     settings = replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
     limit_arenas()
+    raise_file_limit()
     if address.host not in LOOPBACK and not settings.api_keys:
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
@@ -100,10 +102,11 @@ def run_server(
 
 
 def log_as_json() -> None:
-    """One JSON object a line on standard error, from the server, the engine and uvicorn alike."""
-    from ragcache.server.observe import JsonFormatter
+    """Log one JSON object a line on standard error, from the server, the engine and uvicorn alike."""
+    from ragcache.server.observe import JsonFormatter, Throttle
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
+    handler.addFilter(Throttle())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("ragcache.server").setLevel(logging.INFO)

@@ -16,7 +16,7 @@ from ragcache.plugins import ROUTES, Registry
 from ragcache.server import chat, document_routes, embeddings
 from ragcache.server.auth import Guard, is_open
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
-from ragcache.server.limits import SizeLimit
+from ragcache.server.limits import BodyLimit
 from ragcache.server.observe import Observe
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
@@ -72,7 +72,8 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     open_paths = (*OPEN, *(PAGE if web else ()), *(("/metrics",) if settings.open_metrics else ()))
     describe(app, list(added), open_paths if settings.api_keys else None)
     # The last one added is the first to see a request.
-    app.add_middleware(SizeLimit, settings.max_body_bytes, settings.max_upload_bytes, document_routes.PATH)
+    sizes = settings.max_body_bytes, settings.max_upload_bytes
+    app.add_middleware(BodyLimit, *sizes, document_routes.PATH, settings.receive_s)
     app.add_middleware(Guard, settings.api_keys, open_paths, settings.allowed_hosts)
     app.add_middleware(Observe, service.metrics)
     return app
@@ -135,6 +136,8 @@ def _definitions(node: Any) -> dict[str, Any]:
 def _complete(operation: dict[str, Any], *, locked: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
+    if "413" in responses:
+        responses["408"] = {**responses["413"], "description": STATUS_MEANINGS[408]}
     if locked:
         operation["security"] = [{"bearer": []}]
         responses["401"] = {**responses.get("500", {}), "description": STATUS_MEANINGS[401]}  # the form is the same

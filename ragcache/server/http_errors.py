@@ -230,6 +230,7 @@ STATUS_MEANINGS = {
     401: "The API key is absent or wrong",
     403: "Not from here: another origin or host name; or the store is read-only",
     404: "There is nothing of this name",
+    408: "No part of the body arrived for ten seconds",
     409: "Another change of the documents is under way; `Retry-After` says when to try again",
     413: "The body is too large",
     415: "The body is of another content type",

@@ -1,4 +1,4 @@
-"""How much at once: slots for questions, one writer, and how large a request may be."""
+"""How much at once: slots for questions, one writer, how large a request may be and how slowly it may arrive."""
 
 from __future__ import annotations
 
@@ -74,17 +74,21 @@ class Writers:
             self._lock.release()
 
 
-class SizeLimit:
-    """Refuses bodies that are too large: by their Content-Length before they are sent, else while they arrive."""
+class BodyLimit:
+    """Refuses bodies that are too large (by their Content-Length before they are sent, else while they arrive) or stop
+    arriving."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_upload_bytes: int, upload_path: str) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, max_upload_bytes: int, upload_path: str, receive_s: float
+    ) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.max_upload_bytes = max_upload_bytes
         self.upload_path = upload_path
+        self.receive_s = receive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
@@ -94,21 +98,33 @@ class SizeLimit:
         if length.isdigit() and int(length[:20]) > most:
             await _too_large(most).response(scope)(scope, receive, send)
             return
-        await self.app(scope, _counted(receive, most), send)
+        await self.app(scope, _limited(receive, most, self.receive_s), send)
 
 
-def _counted(receive: Receive, most: int) -> Receive:
-    total = 0
+def _limited(receive: Receive, most: int, receive_s: float) -> Receive:
+    total, is_whole = 0, False
 
-    async def counted() -> Message:
-        nonlocal total
-        message = await receive()
+    async def limited() -> Message:
+        nonlocal total, is_whole
+        if is_whole:  # only that the client hangs up can follow, whenever that is
+            return await receive()
+        try:
+            async with asyncio.timeout(receive_s):
+                message = await receive()
+        except TimeoutError as error:
+            raise _too_slow(receive_s) from error
+        is_whole = not message.get("more_body", False)
         total += len(message.get("body", b""))
         if total > most:
             raise _too_large(most)
         return message
 
-    return counted
+    return limited
+
+
+def _too_slow(seconds: float) -> ApiError:
+    message = f"no part of the body arrived for {seconds:g} s; send it again"
+    return ApiError(408, message, "body_timeout", headers={"Connection": "close"})
 
 
 def _too_large(most: int) -> ApiError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import threading
 import time
 import traceback
 import uuid
@@ -32,6 +34,7 @@ SECURITY = {
 # Probed every few seconds: only their failures are worth a line.
 QUIET = ("/healthz", "/readyz", "/metrics")
 FIELDS = "ragcache.log"
+REQUEST = "request"
 ARRIVED = "ragcache.arrived"
 ID = "ragcache.request_id"
 
@@ -106,7 +109,7 @@ class Observe:
             return
         level = logging.ERROR if status in (500, 507) else logging.INFO
         fields = {"request_id": request_id, "method": _method(scope), "route": route, "status": status}
-        write("request", level, **fields, seconds=round(seconds, 6), **scope.get(FIELDS, {}))
+        write(REQUEST, level, **fields, seconds=round(seconds, 6), **scope.get(FIELDS, {}))
 
 
 def _method(scope: Scope) -> str:
@@ -134,6 +137,40 @@ def write_failure(error: BaseException, **fields: Any) -> None:
 
 def _way(trace: TracebackType | None) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(trace)]
+
+
+class Throttle(logging.Filter):
+    """Lets the same warning or error pass once in `every_s`; its next line says in `left_out` how many did not.
+
+    Two are the same if their logger, the first line of their message and their fields are, but for the request's id. A
+    request's own line always passes.
+    """
+
+    MOST_KINDS = 1000
+
+    def __init__(self, every_s: float = 1.0) -> None:
+        super().__init__()
+        self.every_s = every_s
+        self._lock = threading.Lock()
+        self._kinds: dict[tuple[str, ...], tuple[float, int]] = {}  # when one passed, and how many did not since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING or record.msg == REQUEST:
+            return True
+        fields = getattr(record, "fields", {})
+        same = repr({name: value for name, value in fields.items() if name != "request_id"})
+        kind, now = (record.name, str(record.msg).partition("\n")[0], same), time.monotonic()
+        with self._lock:
+            passed, left_out = self._kinds.get(kind, (-math.inf, 0))
+            if now - passed < self.every_s:
+                self._kinds[kind] = passed, left_out + 1
+                return False
+            if len(self._kinds) >= self.MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[kind] = now, 0
+        if left_out:
+            record.fields = {**fields, "left_out": left_out}
+        return True
 
 
 class JsonFormatter(logging.Formatter):

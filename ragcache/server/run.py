@@ -14,9 +14,12 @@ from fastapi import FastAPI
 
 from ragcache.errors import ConfigError
 from ragcache.server import observe as logs
+from ragcache.server.connection import Connection, Connections, affordable_connections
 from ragcache.server.service import Service
 
 BACKLOG = 2048
+# How many connections the loop takes at once: each is a file before it can be refused.
+ACCEPTED_AT_ONCE = 64
 KEEP_ALIVE_S = 30
 # For what is left when the time for draining is up.
 CLOSE_S = 5
@@ -29,6 +32,8 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, *, drain_s: float) -> None:
         config = uvicorn.Config(
             app,
+            http=Connection,
+            backlog=ACCEPTED_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -39,9 +44,16 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.service: Service = app.state.service
+        settings = self.service.settings
+        self.server_state = Connections(settings.max_connections or affordable_connections(), settings.receive_s)
         self.drain_s = drain_s
         self._drain_until: float | None = None
         self._has_said_so = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(BACKLOG)  # asyncio made the queue as short as what it accepts at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until is None:

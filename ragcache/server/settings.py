@@ -20,6 +20,8 @@ class ServerSettings:
     write_wait_s:     how long a change of the documents waits for another one before 409
     max_upload_bytes: largest body of POST /v1/documents
     max_upload_files: files in one upload
+    receive_s:        seconds for a request's whole header, and for each next part of its body
+    max_connections:  connections at once; None: as many as the limit of open files allows, 4096 at most
     figures_s:        age up to which store figures are given again without looking at the disk
     api_keys:         any of them opens /v1; none: open to whoever reaches the port
     allowed_hosts:    names in the Host header; empty: any
@@ -36,6 +38,8 @@ class ServerSettings:
     max_body_bytes: Annotated[int, Size("--max-body", "Largest JSON body.")] = 4 * MIB
     max_upload_bytes: Annotated[int, Size("--max-upload", "Largest upload.")] = 64 * MIB
     max_upload_files: int = 100
+    receive_s: float = 10.0
+    max_connections: int | None = None
     figures_s: float = 5.0
     api_keys: Sequence[str] = ()
     retrieve: Annotated[
@@ -56,13 +60,15 @@ class ServerSettings:
     def __post_init__(self) -> None:
         least: dict[str, float] = {"slots": 1, "max_queue": 0, "write_wait_s": 0, "drain_s": 0, "figures_s": 0}
         least |= {"max_body_bytes": 1024, "max_upload_bytes": 1024, "max_upload_files": 1, "keep_responses": 0}
+        least |= {"max_connections": 1} if self.max_connections is not None else {}
         for name, bound in least.items():
             check_least(name, getattr(self, name), bound)
         from ragcache.engine.aio import THREADS
 
         if self.slots >= THREADS:
             raise ConfigError(f"slots is {self.slots}; the engine has threads for {THREADS - 1}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
+        for name in ("timeout_s", "receive_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave it out or write one")

@@ -4,13 +4,16 @@ large input."""
 import asyncio
 import ctypes
 import json
+import logging
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import forked
 import httpx
@@ -23,6 +26,8 @@ from serving import Served, events, figures, send, serving, wait_for
 import ragcache as rc
 from ragcache.models import machine
 from ragcache.models.deadline import LIMIT
+from ragcache.server.connection import affordable_connections, raise_file_limit
+from ragcache.server.observe import Throttle
 from ragcache.server.uploads import UploadFolder
 from ragcache_demo.bag_of_words import BagOfWords
 
@@ -226,6 +231,97 @@ def test_large_bodies_are_refused_while_they_arrive(serve):
         parts = iter([head, *[b" " * 500] * 10])
         refused = served.http.post(path, content=parts, headers=headers)
         assert refused.status_code == 413, path
+
+
+def raw(served: Served, data: bytes = b"GET /healthz HT") -> socket.socket:
+    host, port = served.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=20)
+    client.sendall(data)
+    return client
+
+
+def is_closed_by_the_server(client: socket.socket) -> bool:
+    """Whether the server closes it before the socket's own time is over."""
+    with client, suppress(ConnectionResetError):
+        while client.recv(1 << 16):
+            pass
+    return True
+
+
+def test_a_header_has_to_arrive_in_time_whatever_trickles_in(serve):
+    served = serve(receive_s=0.5)
+    opened = served.server.server_state.connections
+    trickling, silent = raw(served), raw(served, b"")
+    ahead = raw(served, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /healthz HT")
+    with httpx.Client(base_url=served.url, trust_env=False) as kept, open_stream(served) as stream:
+        assert kept.get("/healthz").status_code == 200
+        assert b"200 OK" in stream.recv(1000)
+        with suppress(ConnectionError):
+            for _ in range(100):
+                trickling.sendall(b"x")
+                time.sleep(0.05)
+        assert all(map(is_closed_by_the_server, (trickling, silent, ahead)))
+        assert len(opened) == 2  # an answer may take longer, and so may a pause between requests
+        assert kept.get("/healthz").status_code == 200
+        assert stream.recv(1000)
+
+
+def test_a_body_that_stalls_is_refused(serve):
+    served = serve(receive_s=0.3)
+    for path, kind in (
+        ("/v1/chat/completions", "application/json"),
+        ("/v1/documents", "multipart/form-data; boundary=x"),
+    ):
+        with send(served, path, b"--x\r\n", kind, length=100) as client:
+            answer = client.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+        assert b"body_timeout" in answer
+
+
+def test_idle_connections_make_room_for_others(serve, caplog):
+    served = serve(max_connections=8)
+    stream = open_stream(served)
+    assert b"200 OK" in stream.recv(1000)
+    halves = [raw(served) for _ in range(30)]
+    for _ in range(5):
+        assert httpx.get(f"{served.url}/healthz", timeout=5, trust_env=False).status_code == 200
+    assert len(served.server.server_state.connections) <= 8
+    assert stream.recv(1000)
+    for client in (stream, *halves[-6:]):
+        client.close()
+    assert all(map(is_closed_by_the_server, halves[:-6]))
+    assert "more than 8 connections" in str([record.__dict__ for record in caplog.records])
+
+
+def test_an_error_is_logged_once_a_second_with_a_count():
+    throttle, other = Throttle(every_s=0.2), logging.makeLogRecord({"msg": "other", "levelno": logging.ERROR})
+
+    def passes(level: int = logging.WARNING, **fields: object) -> logging.LogRecord | None:
+        record = logging.makeLogRecord({"name": "x", "msg": "same\nat 0x7f", "levelno": level, "fields": fields})
+        return record if throttle.filter(record) else None
+
+    assert passes(request_id="1") is not None
+    assert not any(passes(request_id=str(number)) for number in range(50))
+    assert throttle.filter(other)
+    assert passes(reason="another") is not None
+    assert all(passes(logging.INFO) for _ in range(3))
+    time.sleep(0.2)
+    assert passes(request_id="2").fields == {"request_id": "2", "left_out": 50}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_the_limit_of_open_files_is_raised_and_bounds_connections():
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (700, hard))
+        assert affordable_connections() == 350
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+        assert affordable_connections() <= min(4096, hard - 512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_running_stream_finishes_when_the_server_stops(serve):
@@ -448,6 +544,8 @@ def test_an_upload_leaves_no_file(served: Served, kb):
 HOLDER = """
 import io, sys, time
 from pathlib import Path
+from ragcache.server.connection import affordable_connections, raise_file_limit
+from ragcache.server.observe import Throttle
 from ragcache.server.uploads import Upload, UploadFolder
 with UploadFolder(Path(sys.argv[1])).holding([Upload("a.txt", io.BytesIO(b"secret"))]):
     print("holds", flush=True)

@@ -1,0 +1,117 @@
+"""Connections of the server: how many there are at once, and how long a client may take to send a request's header."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from asyncio import TimerHandle, Transport
+from contextlib import suppress
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from ragcache.server.observe import write
+
+if sys.platform != "win32":
+    import resource
+
+MOST_CONNECTIONS = 4096
+MOST_FILES = 1 << 16
+# For the store's and the model's files, and for connections that are accepted before others are closed.
+OTHER_FILES = 512
+
+
+class Connections(ServerState):
+    """A server's connections, and which of them are idle: no request is running on them.
+
+    most: how many there may be at once; the one that has been idle longest is closed for another one
+    header_s: seconds that a client may take to send a whole header
+    idle: in the order in which they became idle
+    """
+
+    def __init__(self, most: int, header_s: float) -> None:
+        super().__init__()
+        self.most = most
+        self.header_s = header_s
+        self.idle: dict[Connection, None] = {}
+
+    def make_room(self) -> None:
+        """Close the connection that has been idle longest if there are too many."""
+        if len(self.connections) > self.most and self.idle:
+            next(iter(self.idle)).drop(f"more than {self.most} connections")
+
+
+class Connection(H11Protocol):
+    """A connection that is closed when a header takes too long to arrive, or when it is idle and others need its place.
+
+    The time for a header runs from the connection's beginning, or from the first byte after an answer, and no further
+    byte extends it. Between an answer and that byte uvicorn's keep-alive time runs.
+    """
+
+    server_state: Connections
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline: TimerHandle | None = None
+        self._await_header()
+        self.server_state.make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_idle:
+            self._await_header()
+        else:
+            self._end_idleness()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # may begin a request that was sent ahead
+        if self.transport.is_closing() or not self._is_idle:
+            return
+        self.server_state.idle[self] = None
+        if self.conn.trailing_data[0]:  # part of the next header came with this request
+            self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_idleness()
+        super().connection_lost(exc)
+
+    def drop(self, reason: str) -> None:
+        """Close the connection at once, whatever is left to send."""
+        self._end_idleness()
+        if not self.transport.is_closing():
+            write("connection closed", logging.WARNING, reason=reason)
+            self.transport.abort()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_header(self) -> None:
+        if self._deadline is None and not self.transport.is_closing():
+            self.server_state.idle.setdefault(self)
+            seconds = self.server_state.header_s
+            self._deadline = self.loop.call_later(seconds, self.drop, f"no whole header within {seconds:g} s")
+
+    def _end_idleness(self) -> None:
+        self.server_state.idle.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def raise_file_limit() -> None:
+    """Let the process have as many files open as the system lets it, MOST_FILES where that is without end."""
+    if sys.platform != "win32":
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+        if soft != resource.RLIM_INFINITY and soft < most:
+            with suppress(ValueError, OSError):  # macOS refuses more than its kernel's own limit
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def affordable_connections() -> int:
+    """Return how many connections fit into the process's limit of open files beside OTHER_FILES."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else MOST_FILES
+    if sys.platform != "win32" and soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(soft // 2, soft - OTHER_FILES))
