@@ -36,7 +36,7 @@ ROOMS = {
     "ragcache/models": Room(6_580, 30, 4_900, 22),
     "ragcache/codecs": Room(1_310, 8, 2_321, 15),
     "ragcache/fusion": Room(1_983, 12, 1_863, 15),
-    "ragcache/store": Room(5_690, 27, 5_559, 30),
+    "ragcache/store": Room(5_690, 28, 5_559, 30),
     "ragcache/retrieval": Room(1_304, 6, 1_776, 9),
     "ragcache/ingest": Room(3_150, 16, 3_348, 21),
     "ragcache/engine": Room(8_009, 32, 5_518, 26),
