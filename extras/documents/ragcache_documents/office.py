@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
-from functools import partial
+from datetime import datetime, timedelta
+from decimal import ROUND_HALF_UP, Context, Decimal
+from functools import lru_cache, partial
 from html import escape
 from io import BytesIO, StringIO
 from itertools import islice, repeat
@@ -186,7 +187,81 @@ def _sheets(data: bytes) -> tuple[str, list[Place]]:
 
 def _rows(sheet: Any) -> Iterator[Sequence[object]]:
     sheet.reset_dimensions()  # what the file states may be any number
-    return iter(sheet.iter_rows(values_only=True))
+    return ([_value(cell) for cell in row] for row in sheet.iter_rows())
+
+
+def _value(cell: Any) -> object:
+    """Return the cell's value, as text where its number format or its kind says more than the value."""
+    from openpyxl.worksheet.formula import ArrayFormula, DataTableFormula
+
+    value = cell.value
+    if isinstance(value, ArrayFormula):
+        return value.text
+    if isinstance(value, DataTableFormula):
+        inputs = (value.r1, value.r2) if value.dt2D else (value.r1, "") if value.dtr else ("", value.r1)
+        return f"=TABLE({','.join(inputs)})"
+    if isinstance(value, timedelta):
+        minutes, seconds = divmod(round(value.total_seconds()), 60)
+        hours = f"{minutes // 60}:{minutes % 60:02}"
+        return f"{hours}:{seconds:02}" if seconds else hours
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _formatted(value, cell.number_format)
+    return value
+
+
+# Parts of a number format: currencies ([$EUR-407]), colours and conditions in brackets, quoted and escaped text, space
+# as wide as a character, filling, digits, and letters that mean themselves. Dates and fractions have others.
+_FORMAT = re.compile(
+    r'\[\$(?P<currency>[^\]-]*)[^\]]*\]|\[[^\]]*\]|"(?P<quoted>[^"]*)"|\\(?P<escaped>.)|_.|\*.'
+    r"|(?P<digit>[0#?.])|(?P<grouping>,(?=[#?,]*[0#?]))|(?P<letter>[^\w@/,])"
+)
+
+
+@lru_cache
+def _format_parts(section: str) -> tuple[tuple[str, bool], ...]:
+    """Return the texts of a number format, each with whether it is a digit; () where the format is another kind's."""
+    parts = []
+    at = 0
+    while at < len(section):
+        part = _FORMAT.match(section, at)
+        if part is None:
+            return ()
+        text = part["currency"] or part["quoted"] or part["escaped"] or part["digit"] or part["letter"] or ""
+        parts.append((text, bool(part["digit"])))
+        at = part.end()
+    digits = "".join(text for text, is_digit in parts if is_digit)
+    return tuple(parts) if re.fullmatch(r"[0#?]*\.?[0#?]+|[0#?]+\.", digits) else ()
+
+
+def _formatted(number: float, format: str | None) -> object:
+    """Return the number with the zeros, decimals, per cent, currency and unit that its format states, without grouping
+    of thousands; the number itself where the format states none of them."""
+    sections = (format or "General").split(";")
+    own = 1 if number < 0 else 2 if number == 0 else 0
+    section = sections[own] if own < len(sections) else sections[0]
+    parts = _format_parts(section)
+    if not parts:
+        return number
+    places, point, decimals = "".join(text for text, is_digit in parts if is_digit).partition(".")
+    value = Decimal(f"{abs(number):.15g}") * (100 if ("%", False) in parts else 1)
+    rounded = value.quantize(Decimal(1).scaleb(-len(decimals)), ROUND_HALF_UP, Context(prec=1000))
+    whole, _, fraction = f"{rounded:f}".partition(".")
+    whole = whole.rjust(places.count("0"), "0")
+    fraction = fraction[: decimals.count("0")] + fraction[decimals.count("0") :].rstrip("0")
+    out: list[str] = []  # from right to left, as the digits before the point are filled in
+    first, is_whole = 0, not point
+    for text, is_digit in reversed(parts):
+        if not is_digit:
+            out.append(text)
+        elif text == ".":
+            out.append(f".{fraction}" if fraction else "")
+            first, is_whole = len(out), True
+        elif is_whole:
+            out.append(whole[-1:])
+            first, whole = len(out), whole[:-1]
+    out.insert(first, whole)
+    sign = "-" if number < 0 and section is sections[0] else ""
+    return sign + "".join(reversed(out)).strip()
 
 
 def _has_formulas(data: bytes) -> bool:
@@ -233,6 +308,7 @@ def _table(rows: Iterable[Sequence[object]]) -> _Table:
 def _csv(text: str, path: Path) -> tuple[str, list[Place]]:
     """Return the list as a table. Its separator is the one that its first line states, or by which most rows are as
     wide as the first, which has several cells: with semicolons, 3,50 is a number."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a cell may be as long as the text
     stated = re.match(r"sep=(.)\n", text)
     text = text[stated.end() :] if stated else text
 

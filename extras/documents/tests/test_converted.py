@@ -4,7 +4,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -413,6 +413,48 @@ def test_lists_are_told_apart_by_their_own_separator(tmp_path, text, lines):
 def test_a_formula_without_a_saved_value_stands_itself(tmp_path):
     rows = [["km", "twice"], [17, "=A2*2"], [None, None], [3, 4]]
     assert "| 17 | =A2*2 |\n| 3 | 4 |" in read(tmp_path / "a.xlsx", xlsx(rows)).text
+
+
+def test_array_formulas_read_the_same_every_time(tmp_path):
+    from openpyxl.worksheet.formula import ArrayFormula, DataTableFormula
+
+    rows = [["km", ArrayFormula("B1:B2", "=A2:A3*2")], [17, DataTableFormula("B2", dt2D=True, r1="A2", r2="A3")]]
+    text = read(tmp_path / "a.xlsx", xlsx(rows)).text
+    assert text.splitlines()[1:] == ["| km | =A2:A3*2 |", "| --- | --- |", "| 17 | =TABLE(A2,A3) |"]
+
+
+@pytest.mark.parametrize(
+    ("value", "number_format", "shown"),
+    [
+        (0.25, "0%", "25%"),
+        (0.285, "0%", "29%"),
+        (0.1255, "0.0#%", "12.55%"),
+        (1234, "00000", "01234"),
+        (5551234, "(00) 000-0000", "(00) 555-1234"),
+        (1234.5, '#,##0.00\\ "€"', "1234.50 €"),
+        (12, "[$EUR-407] #,##0.00", "EUR 12.00"),
+        (-12, '"$"#,##0_);[Red]("$"#,##0)', "($12)"),
+        (-3, '0.0" km"', "-3.0 km"),
+        (timedelta(hours=36), "[h]:mm", "36:00"),
+        (timedelta(hours=1, seconds=5), "[h]:mm:ss", "1:00:05"),
+        (0.5, "# ?/?", "0.5"),
+        (1500000, '#,##0.0,,"M"', "1500000"),
+        (12.5, "General", "12.5"),
+    ],
+)
+def test_cells_read_as_their_format_shows(tmp_path, value, number_format, shown):
+    from openpyxl import Workbook
+
+    book, held = Workbook(), BytesIO()
+    cell = book.active.cell(1, 1, value)
+    cell.number_format = number_format
+    book.save(held)
+    assert read(tmp_path / "a.xlsx", held.getvalue()).text.splitlines()[1] == f"| {shown} |"
+
+
+def test_a_csv_cell_may_be_longer_than_pythons_limit(tmp_path):
+    long = "It rowed to Osby. " * 8000
+    assert f"| Swan | {long.strip()} |" in read(tmp_path / "a.csv", f"boat,log\nSwan,{long}\n").text
 
 
 def mail(body: str, kind: str = "multipart/mixed; boundary=x") -> str:
