@@ -43,6 +43,11 @@ def _record(line: bytes, where: str, file_id: str, number: int) -> Document | Re
         return ReaderError(where, f"the line is not JSON ({error})")
 
 
+def _words(value: Any) -> str:
+    """Return a text or number as text; an object, list or truth value is no name, and gives ""."""
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+
+
 def _document(fields: Any, where: str, file_id: str, number: int) -> Document:
     if not isinstance(fields, dict):
         raise ReaderError(where, "the line is not a JSON object")
@@ -55,9 +60,9 @@ def _document(fields: Any, where: str, file_id: str, number: int) -> Document:
     given = fields.get("id")
     if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
         raise ReaderError(where, "'id' is neither a string nor a whole number")
-    title = " ".join(str(fields.get("title") or "").split())
+    title = " ".join(_words(fields.get("title")).split())
     metadata = {name: value for name, value in fields.items() if name not in FIELDS} | metadata
-    source = str(fields.get("source") or f"{file_id}:{number}")
+    source = _words(fields.get("source")) or f"{file_id}:{number}"
     return Document(
         f"{file_id}#{number}" if given in (None, "") else str(given), headed(title, text), metadata, title, source
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -24,7 +25,7 @@ def read_markdown(path: Path, document_id: str) -> Iterator[Document | ReaderErr
     if not text.strip():
         raise ReaderError(path, "there is no text below its front matter")
     title = metadata.get("title")
-    named = first_heading(text) if title is None else str(title)
+    named = first_heading(text) if title is None or isinstance(title, dict | list) else str(title)
     yield Document(document_id, text, metadata, title=named, source=document_id)
 
 
@@ -98,8 +99,12 @@ def _scalar(value: str) -> Any:
 def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, set):  # its order is another in each process
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
         return [_json(item) for item in value]
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return value.isoformat() if isinstance(value, date) else str(value)
