@@ -133,9 +133,8 @@ class ModelOptions:
         from ragcache.models.primer import read_primer
 
         name = self.recipe or ("isolated" if self.primer is None else "primer")
-        kept = {} if self.kv_kept is None else {"kept": self.kv_kept, "task": self.kv_task or ""}
         primer = "" if self.primer is None else read_primer(self.primer)
-        return Recipe(name, primer=primer, **kept)
+        return Recipe(name, kept=1.0 if self.kv_kept is None else self.kv_kept, task=self.kv_task or "", primer=primer)
 
 
 @dataclass(frozen=True)

@@ -320,10 +320,10 @@ class Questions:
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(written.ends) > parts.reader.prompts.room_before_answer(reading):
                 written = write(passages)
-            hits = _not_held(hits, written.own) if retrieves else hits
-            ends, hits, options = self._with_found(written, hits, reading)
+            fresh = _not_held(hits, written.own) if retrieves else hits
+            ends, read, options = self._with_found(written, fresh, reading)
             clock.retrieve_s = time.perf_counter() - clock.started
-            return ends, hits, replace(options, dropped_turns=written.dropped), clock, None
+            return ends, read, replace(options, dropped_turns=written.dropped), clock, None
 
         return self._answers(prepare, reading.ahead)
 

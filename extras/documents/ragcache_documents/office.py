@@ -187,10 +187,10 @@ def _sheets(data: bytes) -> tuple[str, list[Place]]:
 
 def _rows(sheet: Any) -> Iterator[Sequence[object]]:
     sheet.reset_dimensions()  # what the file states may be any number
-    return ([_value(cell) for cell in row] for row in sheet.iter_rows())
+    return ([_cell_value(cell) for cell in row] for row in sheet.iter_rows())
 
 
-def _value(cell: Any) -> object:
+def _cell_value(cell: Any) -> object:
     """Return the cell's value, as text where its number format or its kind says more than the value."""
     from openpyxl.worksheet.formula import ArrayFormula, DataTableFormula
 

@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
+from ragcache.models.checkpoint import refuse_own_code
 from ragcache.models.deadline import LIMIT
 from ragcache.models.hub import refuse_absent
-from ragcache.models.load import checkpoint_digest, refuse_own_code
+from ragcache.models.load import checkpoint_digest
 from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:
