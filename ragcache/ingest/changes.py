@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
 from ragcache.ingest.document import Document, hash_parts
 from ragcache.ingest.readers import SourceFile, file_id
+from ragcache.ingest.readers.plain import printable
 from ragcache.store.records import StoredVersion
 
 
@@ -53,7 +54,7 @@ class DocumentChanges:
     def find(self, document: Document, content_hash: str, file: str, is_text_of: Callable[[str], bool]) -> Found | None:
         """The stored document that this one is; None where it is new.
 
-        file: id of the file that it is from, or ""
+        file: place of the file that it is from, or ""
         is_text_of: whether the document's text is that of the stored document with an id
         Raises DuplicateDocumentError where its id belongs to a document of another file.
         """
@@ -83,12 +84,19 @@ class DocumentChanges:
         if id != new_id and id in self._earlier_ids:
             self._earlier_ids.remove(id)
 
+    def place(self, id: str, file: SourceFile) -> str:
+        """Return the place that a document of the file is stored with: one without links, else the one that it was
+        found at first, while that leads to the file."""
+        stored = self._versions.get(id)
+        known = None if stored is None else stored.file
+        return known if file.link and known and file_id(known) == file.id else file.place
+
     def content_hashes(self, source: SourceFile | Document) -> frozenset[str]:
         """The content hashes of what is stored from a file, or under a document's id."""
         if isinstance(source, Document):
             stored = self._versions.get(source.id)
             return frozenset() if stored is None else frozenset([stored.content_hash])
-        return self._hashes_by_file.get(source.id, frozenset())
+        return frozenset().union(*(self._hashes_by_file.get(name, ()) for name in (source.id, source.place)))
 
     @cached_property
     def _hashes_by_file(self) -> dict[str, frozenset[str]]:
@@ -100,16 +108,28 @@ class DocumentChanges:
 
     # Files that have vanished
 
-    def look_for_vanished(self, roots: Collection[str], found: Collection[str]) -> None:
-        """Note the documents under the roots whose files are neither found nor there: `find` follows their content."""
+    def look_for_vanished(self, roots: Collection[str], found: Mapping[str, str]) -> None:
+        """Note the documents under the roots whose files are neither found nor there, or that a link leads past now:
+        `find` follows their content.
+
+        found: ids of the files that were found, by their places
+        """
+        linked = {place: file for place, file in found.items() if place != file}
+        files = set(found.values())
         for id, stored in self._versions.items():
-            if stored.file and stored.file not in found and _is_under(stored.file, roots) and _is_gone(stored.file):
+            if not stored.file:
+                continue
+            if (file := linked.get(stored.file)) is not None:  # ids of its documents: the file's own, or begin with it
+                has_moved = os.path.isabs(id) and id not in files and not id.startswith(f"{file}#")
+            else:
+                has_moved = stored.file not in found and _is_under(stored.file, roots) and _is_gone(stored.file)
+            if has_moved:
                 self._vanished.setdefault(hash_parts(stored.content_hash).content, []).append(id)
 
     def vanished(self, roots: Collection[str], read: Mapping[str, bool], seen: Collection[str]) -> list[str]:
         """Ids of documents from files under the roots that have gone, or from files that do not hold them any more.
 
-        read: whether a file was read without a failure, by its id. seen: ids of the documents in all of them
+        read: whether a file was read without a failure, by its place. seen: ids of the documents in all of them
         """
         return [
             id
@@ -128,7 +148,9 @@ class DocumentChanges:
 
     def _refuse_other_file(self, id: str, stored: StoredVersion, file: str) -> None:
         """Records of two files that state the same id would replace each other at every run."""
-        if file and stored.file and stored.file != file and not _is_gone(stored.file):
+        if not file or not stored.file or stored.file == file or _is_gone(stored.file):
+            return
+        if file_id(stored.file) != file_id(file):
             raise DuplicateDocumentError(
                 f"{file}: the id {id!r} belongs to a document of {stored.file}; give the record an id of its own, or "
                 f"delete {id!r} first"
@@ -145,7 +167,8 @@ class DocumentChanges:
 
 
 def sync_roots(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The ids of folders and files that are to be compared with the store.
+    """The places of folders and files that are to be compared with the store: as they are named, and where links in
+    these names lead.
 
     Raises ConfigError where there are none, ReaderError for one that is not there or cannot be read: what is in it
     would seem to have vanished.
@@ -162,7 +185,7 @@ def sync_roots(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
                 path,
                 f"it cannot be read ({error.strerror}); nothing was changed, since all of it would count as vanished",
             ) from error
-        roots.append(file_id(path))
+        roots += dict.fromkeys([printable(Path(os.path.abspath(path))), file_id(path)])
     if not roots:
         raise ConfigError("sync=True compares files and folders with the store; give it one")
     return roots
@@ -181,9 +204,11 @@ def _is_under(file: str, roots: Collection[str]) -> bool:
 
 
 def _is_gone(file: str) -> bool:
-    """Whether there is certainly no such file: one that the system does not let us see may be there."""
+    """Whether there is certainly no such file, or nothing where a link leads: one that the system does not let us see
+    may be there."""
     try:
         os.lstat(file)
+        os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:

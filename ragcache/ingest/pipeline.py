@@ -203,7 +203,7 @@ Input = str | os.PathLike[str] | SourceFile | Document
 class PendingDocument:
     """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
 
-    file: id of the file that it is from, or ""
+    file: place of the file that it is from, or ""
     stored: the chunks are in the store already; only KV blocks are missing
     ids: of the chunks; (): as the chunker names them
     """
@@ -253,7 +253,8 @@ class IngestRun:
         self._known = DocumentChanges(self.to.documents.versions(), self.chunker.settings)
         self._seen: set[str] = set()
         self._roots: list[str] = []
-        self._files: dict[str, bool] = {}  # whether it was read without a failure, by id
+        self._files: dict[str, str] = {}  # ids of files, by the places where they were found
+        self._unread: set[str] = set()  # ids of files that were not read without a failure
         self._told: set[str] = set()  # documents that the report names already
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
@@ -308,32 +309,39 @@ class IngestRun:
                 yield prepared
 
     def _records(self, inputs: Sequence[Input]) -> Iterator[tuple[Record, str]]:
-        """All records of the inputs, in order, with the ids of their files. A file that is called something else than
-        its path is in no folder that could be followed: its documents have no file."""
-        sources = list(self._sources(inputs))
+        """All records of the inputs, in order, with the places of their files. A file that is called something else
+        than its path is in no folder that could be followed: its documents have no file."""
+        sources = self._sources(inputs)
         self._known.look_for_vanished(self._roots, self._files)
         read = self._work.read(sources, self._known.content_hashes)
         for done, (source, records) in enumerate(zip(sources, read, strict=True)):
             name = source.where if isinstance(source, Document) else source.source or str(source.path)
             self._tell(ProgressEvent("read", done, len(sources), name))
-            file = "" if isinstance(source, Document) or source.source else source.id
+            file = None if isinstance(source, Document) or source.source else source
             for record in records:
-                yield record, file
+                id = record.found.id if isinstance(record.found, Document) else ""
+                yield record, "" if file is None else self._known.place(id, file)
         self._tell(ProgressEvent("read", len(sources), len(sources)))
 
-    def _sources(self, inputs: Sequence[Input]) -> Iterator[Source]:
-        """A file that is named twice, by its folder and by itself say, is read once."""
+    def _sources(self, inputs: Sequence[Input]) -> list[Source]:
+        """A file that is named twice, by its folder and by itself say, is read once, without links if it can be."""
+        sources: list[Source] = []
+        rank: dict[str, int] = {}  # among the sources, by id
         for given in inputs:
             if isinstance(given, Document | SourceFile):
-                yield given
+                sources.append(given)
                 continue
             found = find_files([given])
             self.report.failed += [Failure(error.path, error) for error in found.failed]
             self.report.skipped += found.skipped
             for file in found.files:
-                if file.id not in self._files:
-                    self._files[file.id] = True
-                    yield file
+                self._files |= {file.id: file.id, file.place: file.id}
+                if file.id not in rank:
+                    rank[file.id] = len(sources)
+                    sources.append(file)
+                elif not file.link:
+                    sources[rank[file.id]] = file
+        return sources
 
     def _prepare(self, document: Document, file: str, record: Record) -> PendingDocument | None:
         """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
@@ -554,7 +562,8 @@ class IngestRun:
     def _remove_vanished(self) -> None:
         # A folder that vanished since it was named is not one whose files were deleted.
         roots = [root for root in self._roots if os.path.exists(root)]
-        gone = self._known.vanished(roots, self._files, self._seen)
+        read = {place: id not in self._unread for place, id in self._files.items()}
+        gone = self._known.vanished(roots, read, self._seen)
         if gone:
             self.report.removed += gone if self.report.dry_run else self.to.delete(gone)
 
@@ -587,10 +596,10 @@ class IngestRun:
             self.report.unchanged.append(id)
 
     def _fail(self, source: str, error: IngestError | PromptError, file: str) -> None:
-        """file: id of the file that it happened in; "" for none"""
+        """file: place of the file that it happened in; "" for none"""
         self.report.failed.append(Failure(source, error))
         if file:
-            self._files[file] = False
+            self._unread.add(self._files.get(file, file))
 
     def _say(self, stage: str, step: int, item: str = "") -> None:
         if stage == "skip":

@@ -19,7 +19,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the keys of a file (one a line, comments after #) and of RAGCACHE_API_KEYS (with commas or blanks between).
+    """Return the keys of a file (one a line, comments after #) and of RAGCACHE_API_KEYS (commas or blanks between).
 
     Raises ConfigError for a file that cannot be read, and for a file or a variable without a key: a server that was to
     be locked must not be open.

@@ -21,7 +21,8 @@ NOT_STORED = -1
 
 @dataclass(frozen=True)
 class NewDocument:
-    """A document to store. metadata: a JSON object. file: id of the file that it was read from; "": none."""
+    """A document to store. metadata: a JSON object. file: place of the file that it was read from; "":
+    none."""
 
     id: str
     source: str = ""

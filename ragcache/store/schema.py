@@ -84,7 +84,7 @@ documents = Table(
     Column("metadata", _Json, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
-    # The file that it was read from, by its id (see `ingest.readers`); "": none; null: an older version stored it.
+    # Where the file was found that it was read from (`SourceFile.place`); "": none; null: an older version stored it.
     Column("file", _Text, nullable=True),
 )
 

@@ -210,6 +210,57 @@ def test_sync_touches_only_documents_of_files_under_the_given_folders(kit, docs,
     assert kit.ids() == [id for id in before if id not in report.removed]
 
 
+@pytest.fixture
+def linked(docs, tmp_path) -> Path:
+    """docs/link.md leads to other/far.md, and tmp/current to releases/1; release 2 has a changed and an equal file."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "far.md").write_text(text_of("Osby"))
+    (docs / "link.md").symlink_to(tmp_path / "other" / "far.md")
+    for release, town in (("1", "Rome"), ("2", "Oslo")):
+        (tmp_path / "releases" / release).mkdir(parents=True)
+        (tmp_path / "releases" / release / "manual.md").write_text(text_of(town))
+        (tmp_path / "releases" / release / "same.md").write_text(text_of("Paris"))
+        write_records(tmp_path / "releases" / release / "r.jsonl", {"id": "r", "text": f"Release {release}."})
+    (tmp_path / "current").symlink_to(tmp_path / "releases" / "1")
+    return tmp_path
+
+
+def test_sync_removes_what_a_link_led_to(kit, docs, linked):
+    roots = [docs, linked / "current"]
+    kit.ingestor.ingest(roots, sync=True)
+    first, second = linked / "releases" / "1", linked / "releases" / "2"
+    (docs / "link.md").unlink()
+    (linked / "current").unlink()
+    (linked / "current").symlink_to(second)
+    told = kit.ingestor.ingest(roots, sync=True, dry_run=True)
+    report = kit.ingestor.ingest(roots, sync=True)
+    assert (
+        sorted(report.removed) == sorted(told.removed) == [str(linked / "other" / "far.md"), str(first / "manual.md")]
+    )
+    assert report.moved == [Moved(str(first / "same.md"), str(second / "same.md"))]
+    assert (report.added, report.updated, report.failed) == ([str(second / "manual.md")], ["r"], [])
+    kit.check()
+    assert kit.ingestor.ingest(roots, sync=True).removed == []
+
+
+def test_sync_keeps_what_a_link_was_not_the_only_way_to(kit, docs, linked):
+    kit.ingestor.ingest([docs])
+    kit.ingestor.ingest([linked / "other"])
+    (docs / "again.md").symlink_to(docs / "a.md")
+    kit.ingestor.ingest([docs], sync=True)
+    before = kit.ids()
+    (docs / "link.md").unlink()
+    (docs / "again.md").unlink()
+    assert kit.ingestor.ingest([docs], sync=True).removed == []
+    assert kit.ids() == before
+
+
+def test_sync_removes_what_a_link_leads_to_when_that_has_gone(kit, docs, linked):
+    kit.ingestor.ingest([docs])
+    (linked / "other" / "far.md").unlink()
+    assert kit.ingestor.ingest([docs], sync=True).removed == [str(linked / "other" / "far.md")]
+
+
 def test_a_file_that_cannot_be_read_has_not_vanished(kit, docs, monkeypatch):
     kit.ingestor.ingest([docs])
     before = kit.ids()

@@ -46,11 +46,21 @@ def readers() -> dict[str, str]:
 
 
 class SourceFile(NamedTuple):
-    """A file to read, and its id. source: what documents and errors call it, where that is not its path."""
+    """A file to read, and its id.
+
+    source: what documents and errors call it, where that is not its path
+    link:   the absolute path that it was found at, where a symbolic link in it leads to the file; else ""
+    """
 
     path: Path
     id: str
     source: str = ""
+    link: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the file was found: when a link in this path goes or moves, the file is not there any more."""
+        return self.link or self.id
 
 
 class FileList(NamedTuple):
@@ -78,11 +88,17 @@ def file_id(path: str | os.PathLike[str]) -> str:
     return printable(Path(os.path.realpath(path)))
 
 
+def _source_file(path: Path) -> SourceFile:
+    id, place = file_id(path), printable(Path(os.path.abspath(path)))
+    # abspath takes "link/.." for the folder that the link is in.
+    return SourceFile(path, id, link=place if place != id and file_id(place) == id else "")
+
+
 def _find(path: Path, found: FileList) -> None:
     if path.is_dir():
         for file in _walk(path, found.failed):
             if file.suffix.lower() in readers() and file.is_file():
-                found.files.append(SourceFile(file, file_id(file)))
+                found.files.append(_source_file(file))
             else:
                 found.skipped.append(file)
     elif not path.exists():
@@ -91,7 +107,7 @@ def _find(path: Path, found: FileList) -> None:
         known = " ".join(readers())
         found.failed.append(ReaderError(path, f"files of kind {path.suffix!r} cannot be read; known are {known}"))
     else:
-        found.files.append(SourceFile(path, file_id(path)))
+        found.files.append(_source_file(path))
 
 
 def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
