@@ -173,7 +173,7 @@ def sync_roots(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     Raises ConfigError where there are none, ReaderError for one that is not there or cannot be read: what is in it
     would seem to have vanished.
     """
-    roots = []
+    roots = list[str]()
     for path in map(Path, paths):
         try:
             if path.is_dir():
