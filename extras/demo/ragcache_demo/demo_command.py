@@ -94,20 +94,35 @@ def demo(
 ) -> None:
     """Ingest the example corpus or a folder, ask some questions, and compare the default method with full prefill.
 
-    The model is smollm2, a small real one, which is fetched once; mini where it cannot be had, or with --model mini.
+    Over the example corpus the bundled model answers first, which was trained for reuse and on that corpus, then
+    smollm2, a small real model, which is fetched once. A folder is read by smollm2 alone; by mini if it cannot be had.
     """
     corpus = folder or corpus
+    both = models.model is None and store is None and corpus == EXAMPLES / "corpus"
     known = questions or (_beside(corpus) if folder is None or _beside(corpus).exists() else None)
     asked = choose(load_questions(known), count) if known else []
     if corpus.is_relative_to(Path.cwd()):
         corpus = corpus.relative_to(Path.cwd())  # sources are shown by this path
     if not corpus.exists():
         raise ConfigError(f"{corpus}: there is no corpus here; run from a clone of the repository or give --corpus")
-    model = models.model or _real_or_toy()
-    models = replace(models, model=model)
+    if both:
+        _compare(replace(models, model=TOY), corpus, _own_store(TOY, None), asked, count, k)
+        say(f"\nThe same with {REAL}, a small model that was not trained for reuse:\n")
+    model = models.model or (REAL if _has_real() else TOY)
     store = store or _own_store(model, folder)
+    if not (both and model == TOY):
+        if model == TOY and models.model is None:
+            say(f"Going on with {TOY}, which knows the example corpus and nothing else.")
+        _compare(replace(models, model=model), corpus, store, asked, count, k)
+    _print_next(store)
+
+
+def _compare(
+    models: ModelOptions, corpus: Path, store: Path, asked: Sequence[DemoQuestion], count: int, k: int
+) -> None:
+    """Ingest the corpus, and ask one model the questions by its default method and by full prefill."""
     options = StoreOptions(store=store)
-    say(f"Reading {corpus} into {store} with {model} ...")
+    say(f"Reading {corpus} into {store} with {models.model} ...")
     with open_with_models(options, models, create=True) as kb:
         print_report(kb.ingest(corpus, progress=on_terminal()))
         asked = asked or _about_titles(kb, count)
@@ -116,11 +131,10 @@ def demo(
         _warm_up(kb, asked[0], k)
         compared = [_ask_and_print(kb, question, k) for question in asked]
     _print_summary(compared)
-    _print_next(store)
 
 
-def _real_or_toy() -> str:
-    """The real model where it is here or can be fetched."""
+def _has_real() -> bool:
+    """Whether the real model is here or could be fetched; says why not."""
     from ragcache.models.pull import pull
 
     hide_bars_in_pipes()
@@ -128,9 +142,8 @@ def _real_or_toy() -> str:
         pull(REAL, say_note)
     except (ModelError, StoreError, ConfigError) as error:
         say(f"{error}.")
-        say(f"Going on with {TOY}, which knows the example corpus and nothing else.")
-        return TOY
-    return REAL
+        return False
+    return True
 
 
 def _own_store(model: str, folder: Path | None) -> Path:
