@@ -33,7 +33,7 @@ def test_the_demo_compares_fused_with_full_prefill(model, folder, questions, tmp
     asked = re.findall(r"^Q \((\d) hops?\): (.*)$", result.stdout, re.M)
     assert [int(hops) for hops, _ in asked] == [1, 2, 1]
     assert {text for _, text in asked} == {question["question"] for question in QUESTIONS}
-    times = r"^ {13}first token after [\d.]+ m?s, asked again after [\d.]+ m?s$"
+    times = r"^ {24}first token after [\d.]+ m?s, asked again after [\d.]+ m?s$"
     assert len(re.findall(times, result.stdout, re.M)) == 2 * len(QUESTIONS)
     assert len(re.findall(r"^(?:ragcache|full) +\d of 3 right", result.stdout, re.M)) == 2
     assert "ragcache read by reposition for 3;" in result.stdout
