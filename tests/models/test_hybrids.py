@@ -273,7 +273,7 @@ def test_recipes_labels_and_blocks_that_do_not_fit_are_refused(world):
     for recipe in (rc.Recipe("isolated", bos=True), rc.Recipe(kept=0.5), rc.Recipe(neighbours=1)):
         with pytest.raises(ConfigError, match="recurrent layers"):
             rc.encode(lm, prompt, recipe)
-        with pytest.raises(ConfigError, match="use isolated or prefix"):
+        with pytest.raises(ConfigError, match="use isolated, prefix or primer"):
             rc.fuse(lm, prompt, recipe=recipe)
     labelled = rc.Prompt(PREFIX, CHUNKS[:2], SUFFIX, label_ids=[[5], [6]])
     with pytest.raises(PromptError, match="choose full"):

@@ -87,7 +87,7 @@ def test_its_options_are_those_of_the_call(kb, store, address, opened):
         method="epic", method_options={"first_tokens": 3},
     )  # fmt: skip
     found = json.loads(ask(store, *OPTIONS, *given, "--model", "its weights", "--json").stdout)
-    assert (found["text"], found["method"]) == (right.text, "epic")
+    assert (found["text"], found["method"]) == (right.text, "epic(first_tokens=3)")
     assert [hit["chunk_id"] for hit in found["hits"]] == [hit.chunk.id for hit in right.hits]
     exact = json.loads(ask(store, *OPTIONS, "--exact", "--json").stdout)
     assert exact["method"] == "full"
