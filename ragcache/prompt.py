@@ -12,7 +12,7 @@ rendered text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -28,6 +28,7 @@ CONTEXT_MARK = f"{MARK}context\ue000"
 CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is none
 END_MARK = f"{MARK}end\ue000"  # stands behind the last turn where the answer goes on with it
 Message = Mapping[str, Any]  # JSON, as chat templates take it
+PART = 1 << 16  # characters of a long text that are counted at once
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
 
@@ -163,6 +164,23 @@ class PromptFormat:
         if not question or not question.strip():
             raise PromptError("the question is empty; ask something")
         return encode_rendered(tokenizer, self.suffix_text(as_text(tokenizer, question.strip())))
+
+
+def exceeds(text: str, most: int, count: Callable[[str], int]) -> bool:
+    """Return whether a long text has far more than `most` tokens, without tokenising all of it.
+
+    Tokenising takes a hundred times a text's size: parts are counted until they are twice too many, since cutting a
+    text adds tokens. Where this is False the text is still to be counted whole.
+
+    Args:
+        count: Tokens of a part.
+    """
+    counted = 0
+    for start in range(0, len(text) if len(text) > PART else 0, PART):
+        counted += count(text[start : start + PART])
+        if counted > 2 * most:
+            return True
+    return False
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -71,6 +71,11 @@ class Turn:
         return "".join(_text(part) for part in self.parts)
 
     @property
+    def plain(self) -> str:
+        """The turn's text without its passages, which may be left out where they do not fit."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
     def said(self) -> str:
         """All of the turn, calls included: by this a conversation is known again."""
         return said(self.text, self.calls)
@@ -105,6 +110,7 @@ class Said(NamedTuple):
 class Conversation:
     """Turns of a chat; see `RagCache.stream_chat`. A last assistant message without text is as if it were not there.
 
+    turns: all of them. read: those that the model reads, each with its rank
     shown: what the chat template is given beside the turns. Raises ConfigError for what is no list, PromptError naming
            the message that cannot be read.
     """
@@ -119,6 +125,7 @@ class Conversation:
         self._shown = shown
         if self.turns and self.turns[-1].is_answer and not self.continues:
             self.turns.pop()
+        self.read = list(enumerate(self.turns))
         users = [turn for turn in self.turns if turn.role == "user"]
         if not users:
             raise PromptError("there is no user message; end the conversation with a question")
@@ -150,18 +157,13 @@ class Conversation:
         return any(turn.has_passages for turn in self.turns)
 
     @property
-    def read(self) -> list[tuple[int, Turn]]:
-        """The turns that the model reads, each with its rank."""
-        return [(rank, turn) for rank, turn in enumerate(self.turns) if rank not in self._gone]
-
-    @property
     def old(self) -> list[list[int]]:
         """Ranks of the turns that may be left out, oldest first, and together where one is nothing without the other: a
         question with what answered it; behind the last question, calls of tools with their results, but the last."""
         last = max(rank for rank, turn in enumerate(self.turns) if turn.role == "user")
         groups: list[list[int]] = []
         for rank, turn in enumerate(self.turns):
-            if turn.role == "system" or rank == last:
+            if turn.role == "system" or rank == last or rank in self._gone:
                 continue
             if not groups or turn.role == ("user" if rank < last else "assistant") or groups[-1][0] < last < rank:
                 groups.append([])
@@ -171,8 +173,14 @@ class Conversation:
     def without(self, groups: Sequence[Sequence[int]]) -> Conversation:
         """The same, read without these turns."""
         shorter = copy(self)
-        shorter._gone = frozenset(rank for group in groups for rank in group)
+        shorter._gone = self._gone.union(*groups)
+        shorter.read = [(rank, turn) for rank, turn in self.read if rank not in shorter._gone]
         return shorter
+
+    @property
+    def num_gone(self) -> int:
+        """How many turns are left out."""
+        return len(self._gone)
 
     @property
     def given_text(self) -> list[str]:

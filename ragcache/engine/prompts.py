@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -26,6 +27,10 @@ from ragcache.retrieval.retriever import Hit
 
 # An answer that may be as long as the context has memory for so many tokens when it begins.
 ANSWER_TOKENS = 256
+
+# Characters for each of the model's positions, more than a token has in any text on average. Old turns that come before
+# so many of later ones cannot fit.
+STEP = 16
 
 Known = Callable[[FusionMethod, Sequence[int]], int]
 T = TypeVar("T")
@@ -85,6 +90,28 @@ class Prompts:
             form = prompt_format(tokenizer, system=system, question_format=form.question_format, shown=shown)
         return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
 
+    def bounded(self, conversation: Conversation, shown: Shown, *, drops: bool) -> Conversation:
+        """Return the conversation without turns that are certainly too old to fit, before any is tokenised.
+
+        They are left out whole steps of characters at a time, each worth several contexts, so that later prompts begin
+        alike. Raises ContextTooLongError for text that does not fit and may not go.
+        """
+        old = conversation.old
+        optional = {rank for group in old for rank in group} if drops else set()
+        fixed = "".join(turn.plain for rank, turn in conversation.read if rank not in optional)
+        what = "the text of the system messages and the last question" if drops else "the conversation"
+        self.lm.check_text(fixed, what)
+        if shown.tools or shown.variables:
+            told = json.dumps([*shown.tools, dict(shown.variables)], ensure_ascii=False, default=str)
+            self.lm.check_text(told, "the text of the tools and template variables")
+        sizes = [sum(len(conversation.turns[rank].said) for rank in group) for group in old]
+        step, gone = STEP * self.lm.max_positions, 0
+        surplus = (sum(sizes) // step - 1) * step if drops else 0
+        while surplus > 0:
+            surplus -= sizes[gone]
+            gone += 1
+        return conversation.without(old[:gone])
+
     def shortened(
         self,
         conversation: Conversation,
@@ -107,7 +134,7 @@ class Prompts:
         made, longest, old = make(conversation), self.lm.max_positions, conversation.old
         total, room = count(made), self.room_before_answer(reading)
         if total + passages <= room or not old or (total <= longest and not drops):
-            return made, 0
+            return made, conversation.num_gone
         too_long = f"the conversation has {total} tokens and {self.lm.name} takes {longest}"
         if not drops:
             raise ContextTooLongError(f"{too_long}; leave out its oldest messages, or pass drop_turns=True")
@@ -127,7 +154,7 @@ class Prompts:
             raise ContextTooLongError(
                 f"{too_long}, and {count(made)} are its system messages and the last question; shorten these"
             )
-        turns = sum(map(len, old[:gone]))
+        turns = sum(map(len, old[:gone])) + conversation.num_gone
         log.info("%s: its %d oldest messages are left out", too_long, turns)
         return made, turns
 

@@ -123,8 +123,9 @@ class Questions:
     def complete(self, parts: str | Sequence[str | Hit | Passage | int], options: GenerationOptions) -> Iterator[Event]:
         reading = self._reading(options)
         self.drop_deleted()
-        ends, given = completion_ends(self._parts.card.tokenizer, parts)
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
+        self._parts.card.check_text("".join(texts), "the prompt")
+        ends, given = completion_ends(self._parts.card.tokenizer, parts)
         written = Written(ends, texts if given else ["".join(texts)])
         return self._read(lambda _: written, lambda: given, reading)
 
@@ -142,6 +143,7 @@ class Questions:
         if tools is not None:
             reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
         reader, drops = self._parts.reader, options.get("drop_turns", True)
+        conversation = reader.prompts.bounded(conversation, shown, drops=drops)
         if k is not None and not self._parts.store.documents.documents(limit=1):
             k = None  # there is nothing to retrieve: a plain chat
         if context == "last" and passages is None and k is None:
@@ -187,6 +189,8 @@ class Questions:
 
     def _asked(self, question: str, options: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
         """How a question is read, and what makes its prompt's ends."""
+        self._parts.card.check_text(question, "the question")
+        self._parts.card.check_text(options.get("system") or "", "the system prompt")
         reading, shown = self._reading(options, templated=True), self._shown(options)
         ends, system = self._parts.reader.prompts.question_ends, options.get("system")
         if not shown.variables:
@@ -242,6 +246,7 @@ class Questions:
         given = options.get("system")
         if given is None:
             return self._parts.system
+        self._parts.card.check_text(given, "the system prompt")
         if any(turn.role == "system" for turn in conversation.turns):
             raise ConfigError("system= and a system message exclude each other; give one of them")
         self._parts.reader.prompts.check_system(given, reading.method)

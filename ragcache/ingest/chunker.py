@@ -25,7 +25,7 @@ from ragcache.errors import Config, ConfigError, ContextTooLongError, check_leas
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_sentences
 from ragcache.models.deadline import LIMIT
 from ragcache.plugins import Registry
-from ragcache.prompt import control_tokens, encode_text
+from ragcache.prompt import control_tokens, encode_text, exceeds
 from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
@@ -475,8 +475,6 @@ class ChunkTokenizer:
 # Texts that are passages already: one chunk each, kept as they are.
 
 
-# Characters of a long text that are counted at once.
-PART = 1 << 16
 NO_LIMIT = 1 << 20
 
 
@@ -508,14 +506,12 @@ class PassthroughSplitter:
         return self._tokens.encode([f"{text.rstrip()}\n" for text in texts])
 
     def _check(self, text: str) -> None:
-        """Tokenising takes a hundred times a text's size: of a long one, parts are counted until it is twice too long,
-        since cutting adds tokens to some."""
-        counted = 0
-        for start in range(0, len(text) if len(text) > PART else 0, PART):
-            LIMIT.get().check()
-            counted += self._tokens.count([text[start : start + PART]])[0]
-            if counted > 2 * self._max_tokens:
-                raise ContextTooLongError(
-                    f"a passage of {len(text):,} characters has more than the {self._max_tokens:,} tokens that the "
-                    "model can read; cut it into several, or let it be cut (split=True)"
-                )
+        if exceeds(text, self._max_tokens, self._count):
+            raise ContextTooLongError(
+                f"a passage of {len(text):,} characters has more than the {self._max_tokens:,} tokens that the "
+                "model can read; cut it into several, or let it be cut (split=True)"
+            )
+
+    def _count(self, part: str) -> int:
+        LIMIT.get().check()
+        return self._tokens.count([part])[0]

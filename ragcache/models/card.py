@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragcache.errors import ConfigError, ContextTooLongError, PromptError
+from ragcache.errors import ConfigError, ContextTooLongError, PromptError, check_text
 from ragcache.kv.block_key import PRIMER, Neighbours, Recipe, block_key
 from ragcache.kv.cache_shape import keeps_state
 from ragcache.models.primer import DEFAULT_PRIMER, check_primer, text_ids, visible
 from ragcache.models.trained_tokens import TrainedTokens
+from ragcache.prompt import exceeds
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -108,6 +109,21 @@ class ModelCard:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
+
+    def check_text(self, text: str, what: str) -> None:
+        """Raise ContextTooLongError if a text has far more tokens than the model reads, before all of it is tokenised.
+
+        Raises PromptError for half of a surrogate pair.
+        """
+        check_text(text)
+        if exceeds(text, self.max_positions, self._count):
+            raise ContextTooLongError(
+                f"{what} has {len(text):,} characters, which is more than the {self.max_positions:,} tokens that "
+                f"{self.name} takes{self._ends}; shorten it"
+            )
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def block_key(
         self,

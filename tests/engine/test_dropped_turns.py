@@ -5,10 +5,13 @@ import logging
 import pytest
 from engine_texts import TEXTS, said, user
 from tiny_model import save_tiny_llama
+from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.engine.conversation import Conversation
+from ragcache.engine.prompts import Prompts
 from ragcache.errors import ContextTooLongError
+from ragcache.prompt import NOTHING_SHOWN
 
 LONGEST = 512  # of the tiny model, whose tokens are bytes
 SHORT = rc.Sampling(max_tokens=4)
@@ -166,3 +169,65 @@ def test_a_huge_history_takes_no_longer_than_reading_it(open_kb, tmp_path):
         answer = kb.chat(talk(2000), sampling=SHORT)
         assert answer.dropped_turns > 3900
         assert answer.timings.total_s < 30
+
+
+HUGE = "All work and no play. " * 180_000  # four megabytes
+
+
+@pytest.fixture
+def tokenised(monkeypatch):
+    """Lengths of the texts that a tokenizer has been given."""
+    lengths, original = [], PreTrainedTokenizerFast.__call__
+
+    def call(self, text, *args, **options):
+        lengths.append(len(text) if isinstance(text, str) else sum(map(len, text)))
+        return original(self, text, *args, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", call)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda kb: kb.ask(HUGE),
+        lambda kb: kb.ask("Hm?", system=HUGE, method="full"),
+        lambda kb: kb.ask(HUGE, whole=True),
+        lambda kb: kb.complete(HUGE),
+        lambda kb: kb.chat([user(HUGE)]),
+        lambda kb: kb.chat([user(HUGE)], k=2),
+        lambda kb: kb.chat([user(HUGE)], k=2, context="keep"),
+        lambda kb: kb.chat([user("Hm?")], system=HUGE, method="full"),
+        lambda kb: kb.chat([{"role": "system", "content": HUGE}, user("Hm?")]),
+        lambda kb: kb.chat([user(HUGE), said("Hm."), user("Hm?")], drop_turns=False),
+    ],
+)
+def test_text_that_can_never_fit_is_refused_before_it_is_tokenised(open_kb, tokenised, ask):
+    with open_kb() as kb:
+        tokenised.clear()
+        with pytest.raises(ContextTooLongError, match=r"3,960,\d\d\d characters.* 512 tokens"):
+            ask(kb)
+    assert sum(tokenised) < 100_000
+
+
+@pytest.mark.parametrize("options", [{}, {"k": 2}, {"k": 2, "context": "keep"}])
+def test_old_turns_that_can_never_fit_go_before_they_are_tokenised(open_kb, tokenised, options):
+    rest = [user("Cats?"), said("Yes."), user("And dogs?")]
+    with open_kb() as kb:
+        kb.ingest([rc.Document("cats", TEXTS["cats"])])
+        without = kb.chat(rest, sampling=SHORT, method="full", **options)
+        tokenised.clear()
+        for old in ([user(HUGE)], [user("Hm?"), said(HUGE)]):
+            answer = kb.chat([*old, *rest], sampling=SHORT, method="full", **options)
+            assert (answer.text, answer.dropped_turns) == (without.text, len(old))
+    assert sum(tokenised) < 100_000
+
+
+def test_old_turns_go_in_whole_steps(lm):
+    """Else each later prompt would begin otherwise."""
+    prompts = Prompts(lm, None, None)
+    talks = (Conversation(lm.tokenizer, talk(n)) for n in range(0, 900, 9))
+    gone = [prompts.bounded(one, NOTHING_SHOWN, drops=True).num_gone for one in talks]
+    assert gone == sorted(gone)
+    assert gone[-1] > 0
+    assert len(set(gone)) <= 1 + 900 * 60 // (16 * LONGEST)

@@ -104,6 +104,8 @@ def score(kb: RagCache, prompt: str | list[int], logprobs: int | None) -> list[T
     Raises what reading a prompt raises, and CancelledError by `LIMIT`.
     """
     lm = kb.lm
+    if isinstance(prompt, str):
+        lm.check_text(prompt, "the prompt")
     ids = list(completion_ends(lm.tokenizer, prompt)[0].suffix_ids)
     lm.check_ids(ids, "the prompt")
     scores = [TokenScores(math.nan, ())] * len(ids)
