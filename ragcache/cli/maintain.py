@@ -191,10 +191,12 @@ def reencode(
         raise ConfigError("say which model is to read the documents (--model), or how (--recipe)")
     if target.resolve() == store.store.resolve():
         raise ConfigError(f"{target} is --store itself; a store is of one model, so name another directory")
+    from ragcache.engine.assemble import DEFAULT_EMBEDDER, DEFAULT_MODEL
+
     with open_for_care(store, read_only=True) as old:
         bound = old.store.documents.properties()
-        model = models.model or str(bound.get("model_name", "mini"))
-        embedder = models.embedder or str(bound.get("embedder", "minilm"))
+        model = models.model or str(bound.get("model_name", DEFAULT_MODEL))
+        embedder = models.embedder or str(bound.get("embedder", DEFAULT_EMBEDDER))
         made = replace(store, store=target, database=None)
         with (
             open_with_models(made, replace(models, model=model, embedder=embedder), create=True) as kb,

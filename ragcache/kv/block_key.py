@@ -94,18 +94,15 @@ class Recipe:
                 raise ConfigError(f"recipe anchors and {name} do not go together; choose one of them")
 
     def _set_primer(self) -> None:
-        if isinstance(self.primer, str):
-            if self.primer and self.name != PRIMER:
-                raise ConfigError(f"recipe {self.name!r} reads no primer; use recipe {PRIMER!r}, or leave it out")
-            return
-        if not isinstance(self.primer, Sequence) or not all(map(is_whole, self.primer)):
-            raise ConfigError(f"primer {self.primer!r} is no text and no list of token ids; give one of the two")
-        object.__setattr__(self, "primer", tuple(self.primer))
+        """Keep the primer as text or as a tuple of ids; without any id the recipe is "prefix"."""
+        if not isinstance(self.primer, str):
+            if not isinstance(self.primer, Sequence) or not all(map(is_whole, self.primer)):
+                raise ConfigError(f"primer {self.primer!r} is no text and no list of token ids; give one of the two")
+            if not self.primer and self.name == PRIMER:
+                object.__setattr__(self, "name", "prefix")
+            object.__setattr__(self, "primer", tuple(self.primer) or "")
         if self.primer and self.name != PRIMER:
             raise ConfigError(f"recipe {self.name!r} reads no primer; use recipe {PRIMER!r}, or leave it out")
-        if not self.primer and self.name == PRIMER:
-            object.__setattr__(self, "name", "prefix")
-            object.__setattr__(self, "primer", "")
 
     @classmethod
     def of(cls, recipe: str | Recipe) -> Recipe:

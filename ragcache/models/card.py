@@ -41,6 +41,7 @@ class ModelCard:
         self.num_layers = int(text.num_hidden_layers)
         self.is_recurrent = any(map(keeps_state, getattr(text, "layer_types", None) or ()))
         self.max_positions, self._ends = longest_alike(text)
+        self._checked: Recipe | None = None  # the last one with a primer: each question names it several times
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -60,7 +61,7 @@ class ModelCard:
         tokens or ids outside the vocabulary.
         """
         recipe = Recipe.of(given)
-        if recipe.name != PRIMER:
+        if recipe.name != PRIMER or recipe == self._checked:
             return recipe
         if isinstance(recipe.primer, str):
             ids = text_ids(recipe.primer or DEFAULT_PRIMER, self.tokenizer)
@@ -79,7 +80,8 @@ class ModelCard:
                 f"the primer holds ids outside the vocabulary of {self.name} (0 to {self.vocab_size - 1}): they are "
                 "another model's; give the primer as a text"
             )
-        return replace(recipe, primer=ids)
+        self._checked = replace(recipe, primer=ids)
+        return self._checked
 
     @property
     def default_method(self) -> str:
