@@ -22,7 +22,7 @@ from ragcache.engine.loader import BlockLoader
 from ragcache.engine.local_engine import ENGINES, Connection, Engine, KVLookup, LocalEngine
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.prefixes import Prefixes, WholeStore
-from ragcache.engine.probe import open_rates, probe_prefill
+from ragcache.engine.probe import open_rates
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
 from ragcache.engine.request import RequestOptions
@@ -50,13 +50,11 @@ from ragcache.retrieval.embedder import Embedder, Reranker, load_embedder, load_
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.documents import DocumentStore
-from ragcache.store.eviction import PrefillRate
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
-PREFILL_PROBE_S = 0.25
 KEPT = "kv_kept"
 """The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
 
@@ -239,11 +237,7 @@ def _here(
         rates = open_rates(store.rates, kv.root, lm, kv.codec, config.measure_s, recipe)
     loader = BlockLoader(kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
-    def prefill_rate() -> PrefillRate:
-        """What this machine measured before, else what a short measurement finds."""
-        return (loader.rates.compute.prefill if loader.chooses else None) or probe_prefill(lm, PREFILL_PROBE_S)
-
-    estimate = PrefillEstimate(prefill_rate)
+    estimate = PrefillEstimate()
     tree = PrefixCache(lm.shape, config.prefix_bytes)
     stored = None
     if kv.foreign is not None and kv.passages is not None and config.prefix_bytes and not lm.shape.states:
@@ -255,7 +249,7 @@ def _here(
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
     reader = LocalEngine(
         lm,
-        Prompts(lm, encoder, text, prefixes.count, estimate.expected_s),
+        Prompts(lm, encoder, text, prefixes.count),
         KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
         prefixes,
         SharedPrefixes(admission, tree),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from ragcache.ingest.report import bytes_text
 from ragcache.models.hub import BUNDLED
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
-from ragcache.store.eviction import PrefillRate
 
 # A shorter pass is mostly what any pass costs: it says little of a long one.
 LEAST_TOKENS = 128
@@ -35,11 +34,8 @@ class PrefillEstimate:
     samples: reads that it was learnt from
     """
 
-    def __init__(self, measure: Callable[[], PrefillRate] | None = None) -> None:
-        """measure: tells what to expect before anything was read; called once at most"""
-        self._lock, self._measuring = threading.Lock(), threading.Lock()
-        self._measure = measure
-        self._measured: PrefillRate | None = None
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._fastest: dict[int, tuple[int, float]] = {}  # by power of two: tokens, seconds a token
         self.samples = 0
 
@@ -62,15 +58,6 @@ class PrefillEstimate:
             return None
         lengths, rates = zip(*points, strict=True)
         return num_tokens * float(np.interp(num_tokens, lengths, rates))
-
-    def expected_s(self, num_tokens: int) -> float:
-        """`seconds`, or by a measurement where nothing was read yet; 0.0 where there is none."""
-        if (known := self.seconds(num_tokens)) is not None:
-            return known
-        with self._measuring:  # two at once would slow each other
-            if self._measured is None and self._measure is not None:
-                self._measured = self._measure()
-        return 0.0 if self._measured is None else self._measured.seconds(num_tokens)
 
 
 # Estimate of an ingestion's KV on disk, from the size of its text and a sample of it. Nothing is encoded.

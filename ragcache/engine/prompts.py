@@ -43,14 +43,12 @@ class Prompts:
 
     names: of the store's blocks
     _known: how many of a prompt's first tokens the engine has read before, where it can tell
-    _full_s: seconds that a full prefill of so many tokens is expected to take
     """
 
     lm: ModelCard
     names: BlockKeys
     format: PromptFormat
     _known: Known = lambda _method, _ids: 0
-    _full_s: Callable[[int], float] = lambda _: 0.0
     _read_counts: ReadCounts = field(default_factory=lambda: ReadCounts())
 
     def check(self, method: FusionMethod) -> None:
@@ -234,8 +232,8 @@ class Prompts:
             earlier = fewer
 
     def settled(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> RequestOptions:
-        """The reading by `full` where its method gives way: without passages, where the method cannot read the text
-        between them, and where that was left open and `full` is quick. Raises what `prompt` raises."""
+        """Return `reading`, by `full` where its method gives way: without passages, where the method cannot read the
+        text between them, and where the choice is open and `full` runs no more tokens. Raises what `prompt` raises."""
         choice = reading.choice
         if not choice.gives_way:
             return reading
@@ -247,8 +245,12 @@ class Prompts:
             return reading
         exact = reading.exactly(choice.why)
         prompt, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
-        full_s = self._full_s(prompt.num_tokens - self._known(exact.method, prompt.ids))
-        return replace(reading, choice=choice.settled(full_s))
+        # Both start from the KV of the prompt's beginning, which is computed once a store.
+        full = prompt.num_tokens - max(len(prompt.prefix_ids), self._known(exact.method, prompt.ids))
+        prompt, _ = self.prompt(ends, hits, reading)
+        layout = reading.method.layout(self.lm, prompt.parts, self.names.recipe)
+        reuse = len(layout.running(len(prompt.prefix_ids)).ids) + reading.method.num_reruns(layout)
+        return replace(reading, choice=choice.settled(full, reuse))
 
     def ordered(
         self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions

@@ -35,22 +35,16 @@ NOTHING_TO_REUSE = (
     "Read whole: the prompt holds no passage whose KV could be reused. Add documents to the store, or precompute those "
     "of your own vector store."
 )
+FULL_RUNS_NO_MORE = "Read whole: full prefill would run no more of this prompt's tokens than reuse. Nothing to do."
 READABLE = "reposition, cacheblend or epic"
 
 
-def computes_again(method: FusionMethod) -> str:
-    """Say what reads a question of a model that nobody checked."""
-    ratio = getattr(method, "ratio", None)
-    share = "a part" if ratio is None else f"{100 * ratio:.0f} %"
+def by_default(method: FusionMethod) -> str:
+    """Return the reason for a question that the default of an untrained model reads."""
     return (
-        f"The model was not checked over this store, so {share} of the passages' tokens were computed again. {CHECK} "
-        "to see which faster method is safe."
+        f"The model was neither trained for reuse nor checked over this store, so its default reads: "
+        f"{method_label(method)}, which {method.summary}. {CHECK} to see which faster method is safe."
     )
-
-
-def is_quick(full_s: float) -> str:
-    """Say why a prompt that `full` reads in so many seconds was read by it."""
-    return f"Read whole: a full prefill takes about {full_s:.2f} s here, less than reuse would save. Nothing to do."
 
 
 def cannot_read_blocks(method: FusionMethod) -> str:
@@ -74,8 +68,6 @@ def cannot_keep(method: FusionMethod) -> str:
     )
 
 
-# A first token that comes this soon is not worth a worse answer.
-QUICK_S = 0.3
 FILE = "verdicts.json"
 VERSION = 1
 
@@ -224,11 +216,9 @@ class Choice:
         """The choice of `full`."""
         return replace(self, method=get_method(FULL), why=why, gives_way=False)
 
-    def settled(self, full_s: float) -> Choice:
-        """The choice for a question that `full` would take so many seconds for, where that was left open."""
-        if full_s <= QUICK_S:
-            return self.exactly(is_quick(full_s))
-        return replace(self, gives_way=False)
+    def settled(self, full: int, reuse: int) -> Choice:
+        """Return the choice for an open question of which `full` and the method would run so many tokens."""
+        return self.exactly(FULL_RUNS_NO_MORE) if full <= reuse else replace(self, gives_way=False)
 
 
 def choose_method(
@@ -238,7 +228,7 @@ def choose_method(
 
     1. what the model was trained for; a verdict of `ragcache check` comes before it under "auto";
     2. the cheapest method that passed the check of this model over such blocks, `full` where none did;
-    3. the model's default where `full` would take longer than QUICK_S, which each question decides.
+    3. the model's default, unless `full` runs no more of a question's tokens than it does.
 
     A method that failed the check is warned of. Raises ConfigError.
     """
@@ -282,7 +272,9 @@ def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:
 
 def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
     method = get_method(lm.default_method, **lm.default_options)
-    choice = Choice(method, computes_again(method), stored.recipe, is_unchecked=True, gives_way=True)
+    if stored.neighbours and not lm.is_recurrent:  # cheaper there, and nearer to full prefill (docs/methods.md)
+        method = get_method("epic")
+    choice = Choice(method, by_default(method), stored.recipe, is_unchecked=True, gives_way=True)
     if stored.reads(choice.method):
         return choice
     return choice.exactly(cannot_read_blocks(choice.method))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ragcache import plugins
 from ragcache.errors import ConfigError, blaming, check_choice
 from ragcache.fusion.cacheblend import CacheBlend
+from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
 from ragcache.fusion.method import FusionMethod
@@ -22,6 +23,7 @@ METHODS: Registry[type[FusionMethod]] = Registry(
         "concat": Concat,
         "link": Link,
         "cacheblend": CacheBlend,
+        "epic": Epic,
     },
 )
 

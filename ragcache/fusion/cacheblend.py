@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
+from ragcache.fusion.layout import Layout
 from ragcache.fusion.recompute import (
     Choose,
     RecomputeContext,
@@ -59,6 +60,9 @@ class CacheBlend(RecomputeMethod):
         check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
+
+    def num_reruns(self, layout: Layout) -> int:
+        return round(self.ratio * sum(len(piece.ids) for piece in layout.passages))
 
     def candidates(self, context: RecomputeContext) -> Tensor:
         slots = context.chunk_slots()

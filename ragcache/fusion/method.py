@@ -313,6 +313,10 @@ class FusionMethod:
         is_global = all(before.end == piece.start for before, piece in pairwise(layout.pieces))
         return [] if type(self).prefill is FusionMethod.prefill and is_global else None
 
+    def num_reruns(self, layout: Layout) -> int:
+        """Return how many tokens of placed passages run again, in most of the layers."""
+        return sum(span.num_tokens for span in self.reruns(layout) or ())
+
     def additions(self, lm: ModelCard) -> AddedTokens:
         """Tokens that the method puts between the prompt's own. Of itself it puts none, and reads blocks with what a
         model was trained to hold in them (`packet`). Raises ConfigError where `lm` has none trained."""

@@ -85,15 +85,18 @@ class ModelCard:
 
     @property
     def default_method(self) -> str:
-        """The fusion method that the checkpoint was trained for; without training, one that is nearer to full prefill
-        than most on a real model (docs/methods.md), and of a model with recurrent layers one that can be read by."""
+        """Return the fusion method that the checkpoint was trained for.
+
+        An untrained model is read by a method that stays near full prefill on real models (docs/methods.md), and a
+        model with recurrent layers by the method that joins their states.
+        """
         untrained = "reposition" if self.is_recurrent else "cacheblend"
         return untrained if self.reuse is None else self.reuse.method
 
     @property
     def default_options(self) -> dict[str, Any]:
-        """Options of `default_method` for a model that nobody trained or checked: a ratio at which it stays within 0.2
-        nats a token of full prefill on a real model, which its paper's 0.16 does not (docs/methods.md)."""
+        """Return options of `default_method` for an untrained model: the ratio at which it stays within 0.2 nats a
+        token of full prefill on real models, which the paper's 0.16 does not (docs/methods.md)."""
         return {"ratio": 0.3} if self.default_method == "cacheblend" else {}
 
     @property
