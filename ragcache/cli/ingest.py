@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -175,8 +175,8 @@ def precompute(
 ) -> None:
     """Compute the KV of passages that another program stores, so that it is found in any prompt that holds them.
 
-    Nothing is embedded and no text is kept. What cannot be read is listed with the reason and the others go on; the
-    exit status is 1 then, and --sync removes nothing.
+    Nothing is embedded and no text is kept, only ids, titles and metadata for the sources of answers. What cannot be
+    read is listed with the reason and the others go on; the exit status is 1 then, and --sync removes nothing.
     """
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         failed: list[Failure] = []
@@ -193,6 +193,7 @@ def precompute(
             f"{report.computed} passages of {report.tokens:,} tokens computed in {seconds_text(report.elapsed_s)}{rate}"
             f"; {report.known} known, {len(report.forgotten)} forgotten, {len(report.failed)} failed"
         )
+        say(report.kv_text)
     for failure in report.failed:
         say_error(failure.error)
     if report.failed:
@@ -218,10 +219,11 @@ def _passages(
             if isinstance(record, ReaderError):
                 failed.append(Failure(str(record.path), record))
             elif chunker is None:
-                yield Document(record.id, record.text, source=record.id)
+                yield replace(record, source=record.id)
             else:
-                for rank, chunk in enumerate(chunker.split(record.text)):
-                    yield Document(f"{record.id}#{rank}", chunk.text, source=record.id)
+                for rank, chunk in enumerate(chunker.split(record.text, record.places)):
+                    metadata = {**record.metadata, **chunk.metadata}
+                    yield Document(f"{record.id}#{rank}", chunk.text, metadata, record.title, record.id)
     finally:
         reader.close()
 

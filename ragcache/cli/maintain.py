@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ragcache.engine.doctor import DoctorReport
     from ragcache.engine.info import Info
     from ragcache.engine.rates import RateFigures
+    from ragcache.store.foreign import ForeignUsage
 
 
 @command
@@ -63,6 +64,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("blocks", found.blocks),
         *((f"{tier} bytes", bytes_text(count)) for tier, count in found.bytes_by_tier.items()),
         *((f"{tier} hits", count) for tier, count in found.hits_by_tier.items()),
+        *_foreign_rows(found.foreign),
         *((("unwritten bytes", bytes_text(found.unwritten_bytes)),) if found.unwritten_bytes else ()),
         ("pinned blocks", found.pinned),
         ("misses", found.misses),
@@ -71,6 +73,21 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         *_rate_rows(rates),
     ]
     print_rows(rows, 16)
+
+
+def _foreign_rows(found: ForeignUsage | None) -> list[tuple[str, str]]:
+    """Rows of the passages that no document has."""
+    if found is None:
+        return [("foreign cache", "none (--foreign-cache 0)")]
+    prompts = f", prompts {bytes_text(found.prompt_bytes)}" if found.prompt_bytes else ""
+    rows = [
+        ("foreign passages", f"{found.passages}, {bytes_text(found.bytes)}{prompts}"),
+        ("foreign cache", f"{bytes_text(found.budget_bytes)} (--foreign-cache)"),
+    ]
+    if found.evicted:
+        lost = f"{found.evicted}, {bytes_text(found.evicted_bytes)}; raise --foreign-cache to keep them"
+        rows.append(("foreign evicted", lost))
+    return rows
 
 
 def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from ragcache.errors import StoreUnreachableError
 from ragcache.files import atomic_write, write_all
 from ragcache.kv.block_key import PRIMER
 from ragcache.store.counters import KVStats
+from ragcache.store.foreign import ForeignUsage
 from ragcache.store.schema import chunks_with
 
 PART = 1000
@@ -27,6 +28,7 @@ class Info:
 
     pending: chunks without stored KV: not computed yet, or given up by the store, or held in memory alone
     primer_tokens: of the primer that passages are read behind; 0: none
+    foreign: passages of no document; None: none are kept
     """
 
     documents: int
@@ -44,6 +46,7 @@ class Info:
     primer_tokens: int = 0
     pinned: int = 0
     unwritten_bytes: int = 0
+    foreign: ForeignUsage | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +70,7 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
         primer_tokens=len(primer) if isinstance(primer := bound.get(PRIMER), list) else 0,
         pinned=stats.pinned,
         unwritten_bytes=stats.unwritten_bytes,
+        foreign=store.kv.foreign_usage(),
     )
 
 

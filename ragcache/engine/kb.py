@@ -301,7 +301,7 @@ class RagCache(Store):
         cancelled: threading.Event | None = None,
     ) -> PrecomputeReport:
         """Make the KV of passages that stay where they are, so that it is found in any prompt that holds them. Nothing
-        is embedded and no text is kept.
+        is embedded and no text is kept; ids, titles and metadata are, for the sources of answers.
 
         given: a text, `Document` (not cut), `Passage`, `Hit` or `Chunk`; a document, node, retriever or vector store of
                LangChain or LlamaIndex; or an iterable of such

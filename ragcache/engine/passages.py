@@ -18,7 +18,7 @@ from ragcache.ingest.chunker import PassthroughSplitter
 from ragcache.prompt import PromptEnds, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
-from ragcache.store.foreign import PassageList
+from ragcache.store.foreign import FoundPassage, PassageList
 from ragcache.store.records import NOT_STORED, Chunk
 
 
@@ -31,7 +31,7 @@ class Passage:
     handle: what a retriever attached. It only helps to find the text: the name of a KV block follows from model,
             recipe, tenant and text, so a handle from elsewhere, of an altered text or of a deleted block serves nothing
             wrong
-    score:  given back with the answer's sources, as is metadata
+    score:  given back with the answer's sources, as is metadata, whose "title" and "source" name the document
     """
 
     text: str = ""
@@ -79,7 +79,14 @@ def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
         )
     ids = texts.encode([passage.text])[0]
     metadata = dict(passage.metadata)
-    return Chunk(passage.id or "", "", rank, passage.text, ids, metadata, NOT_STORED, None, 0.0, "", "")
+    source, title = text_field(metadata, "source"), text_field(metadata, "title")
+    return Chunk(passage.id or "", "", rank, passage.text, ids, metadata, NOT_STORED, None, 0.0, source, title)
+
+
+def text_field(metadata: Mapping[str, Any], name: str) -> str:
+    """Return a field of anyone's metadata where it is a text, else ""."""
+    value = metadata.get(name)
+    return value if isinstance(value, str) else ""
 
 
 # Passages that come as plain text: they are found by their tokens, and read from their KV.
@@ -213,8 +220,15 @@ class PassageFinder:
         chunks = {name: self._chunk(own) for name, own in there.items()}
         return [(one, chunks[one.name]) for one in found if one.name in chunks]
 
-    def _chunk(self, ids: list[int]) -> Chunk:
-        return Chunk("", "", 0, str(self._tokenizer.decode(ids)), ids, {}, NOT_STORED, None, 0.0, "", "")
+    def _chunk(self, found: FoundPassage) -> Chunk:
+        """Return the passage under the name that its collection has for it."""
+        ids, name = found
+        id, source, title = ("", "", "") if name is None else (name.id, name.source, name.title)
+        metadata = {} if name is None else dict(name.metadata)
+        document = source or id
+        source = text_field(metadata, "source") or source
+        text = str(self._tokenizer.decode(ids))
+        return Chunk(id, document, 0, text, ids, metadata, NOT_STORED, None, 0.0, source, title)
 
     def _refresh(self) -> None:
         """Take in what was stored since the last look. Names of what was deleted stay until they are half of all."""

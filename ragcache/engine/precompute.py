@@ -1,7 +1,7 @@
 """KV of passages that stay where they are: in a list, in a vector store, behind a retriever.
 
-Only the KV is made, and what it takes to find it again: no embedding, no copy of the text. It is kept with that of
-other passages from elsewhere (`ragcache/store/foreign.py`).
+Only the KV is made, and what it takes to find it again and to say whose it is: no embedding, no copy of the text. It is
+kept with that of other passages from elsewhere (`ragcache/store/foreign.py`).
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.engine.attach import collection_of, find_adapter
-from ragcache.engine.passages import Passage
+from ragcache.engine.passages import Passage, text_field
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreReadOnlyError
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.report import Failure, Progress, ProgressEvent
+from ragcache.ingest.report import Failure, Progress, ProgressEvent, bytes_text
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, Limit, limited
 from ragcache.retrieval.retriever import Hit
-from ragcache.store.foreign import Name, PassageList
+from ragcache.store.foreign import NOBODY, Listed, Name, PassageList
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NOT_STORED, Chunk
 
@@ -41,6 +42,9 @@ class PrecomputeReport:
     known:     passages whose KV was there
     failed:    passages that the model cannot read, and why
     forgotten: handles whose KV was removed, since nothing names it any more
+    kv_bytes:  that the KV of these passages takes on disk, of the budget_bytes of `StoreConfig.foreign_cache`
+    evicted:   passages whose KV did not fit, or was evicted for that of others; evicted_bytes: what it would take
+    warning:   which setting to raise, where KV that is wanted did not fit; "": none
     """
 
     handles: list[str | None] = field(default_factory=list)
@@ -50,12 +54,24 @@ class PrecomputeReport:
     failed: list[Failure] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     elapsed_s: float = 0.0
+    kv_bytes: int = 0
+    budget_bytes: int = 0
+    evicted: int = 0
+    evicted_bytes: int = 0
+    warning: str = ""
+
+    @property
+    def kv_text(self) -> str:
+        """kv_bytes and the budget in words."""
+        return f"their KV takes {bytes_text(self.kv_bytes)} of {bytes_text(self.budget_bytes)} (--foreign-cache)"
 
 
 class _Text(NamedTuple):
     id: str
     text: str
     source: str = ""
+    title: str = ""
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
 
 class Precompute:
@@ -67,6 +83,7 @@ class Precompute:
         self._kv = parts.store.kv
         self._blocks, self._list = _foreign(self._kv)
         self._is_read_only = self._kv.read_only
+        self._sizes: dict[str, int] = {}
 
     def run(
         self,
@@ -82,7 +99,7 @@ class Precompute:
         if self._is_read_only and not dry_run:
             raise StoreReadOnlyError("the store is open to be read only; precompute writes KV: open it without that")
         started, report, ids = time.perf_counter(), PrecomputeReport(), set[str]()
-        collection = collection or collection_of(given)
+        collection, evictions = collection or collection_of(given), self._blocks.evictions
         with limited(Limit(cancelled)):
             texts = _texts(given)
             while group := list(islice(texts, _GROUP)):
@@ -93,8 +110,7 @@ class Precompute:
         if sync and not dry_run:
             gone = {one.id for one in self._list.names(collection)} - ids
             self._remove(self._list.unname(collection, gone), report)
-        if not dry_run:
-            self._warn_of_room(report)
+        self._weigh(report, warns=self._blocks.evictions > evictions)
         report.elapsed_s = time.perf_counter() - started
         return report
 
@@ -107,6 +123,7 @@ class Precompute:
         if given is not None:
             keys = self._encoder.keys([self._chunk(one.text) for one in _texts(given) if one.text.strip()])
             gone += self._list.unname(collection, keys)
+            gone += self._list.unname(NOBODY, keys)
             gone += self._list.unnamed(keys)
         self._remove(gone, report)
         return report.forgotten
@@ -129,9 +146,14 @@ class Precompute:
             return set()
         self._compute(missing, report)
         pairs = [(one, key) for one, key in zip(group, handles, strict=True) if key is not None]
-        named = [Name(one.id or (key if collection or sync else ""), one.source, key) for one, key in pairs]
+        named = [
+            Name(one.id or (key if collection or sync else ""), one.source, key, one.title, one.metadata)
+            for one, key in pairs
+        ]
         names = {name.id: name for name in named if name.id}
         gone = self._list.name(collection, names.values())
+        if told := [name._replace(id=name.handle) for name in named if not name.id and (name.title or name.metadata)]:
+            self._list.name(NOBODY, told)
         gone += self._list.unname(collection, {one.id for one in group if one.id} - names.keys())
         self._remove(gone, report)
         report.handles += handles
@@ -157,10 +179,11 @@ class Precompute:
         """Those whose KV is kept: with the store's own documents, or here. listed: on the list, too, from now on"""
         own = self._parts.store.documents.referenced(wanted)
         own = set(self._kv.lookup(own, "flushed"))
-        here = {key for key in wanted if key not in own and key in self._blocks}
-        for key in here if listed else ():
-            self._list.add((key, self._encoder.owner, wanted[key].token_ids))
-        return own | here
+        here = {key: one.num_bytes for key, one in self._blocks.lookup(wanted.keys() - own).items()}
+        self._sizes |= here
+        for key, size in here.items() if listed else ():
+            self._list.add(Listed(key, self._encoder.owner, wanted[key].token_ids, size))
+        return own | here.keys()
 
     def _compute(self, missing: dict[str, Chunk], report: PrecomputeReport) -> None:
         keys = list(missing)
@@ -169,8 +192,9 @@ class Precompute:
             whole = self._encoder.with_neighbours(members)
             made = self._encoder.encode([one.token_ids for one in whole], [one.neighbours for one in whole])
             for rank, chunk, block in zip(batch, members, made, strict=True):
-                self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
-                self._list.add((keys[rank], self._encoder.owner, chunk.token_ids))
+                held = self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
+                self._list.add(Listed(keys[rank], self._encoder.owner, chunk.token_ids, held.num_bytes))
+                self._sizes[keys[rank]] = held.num_bytes
                 report.computed += 1
                 report.tokens += chunk.num_tokens
 
@@ -188,15 +212,28 @@ class Precompute:
             self._parts.reader.drop_deleted()
             report.forgotten += gone
 
-    def _warn_of_room(self, report: PrecomputeReport) -> None:
-        kept = {handle for handle in report.handles if handle is not None}
-        lost = len(kept - self._kv.lookup(kept).keys()) if report.computed else 0
-        if lost:
-            log.warning(
-                "KV of %d of %d passages was evicted again: the budget of foreign_cache is too small for all of them",
-                lost,
-                len(kept),
-            )
+    def _weigh(self, report: PrecomputeReport, *, warns: bool) -> None:
+        """Report what the KV takes, and what was evicted. warns: whether something was, of these passages or others"""
+        for key in report.forgotten:
+            self._sizes.pop(key, None)
+        there = self._blocks.lookup(self._sizes)
+        lost = [size for key, size in self._sizes.items() if key not in there]
+        report.kv_bytes = sum(one.num_bytes for one in there.values())
+        report.budget_bytes = self._blocks.disk_bytes or 0
+        report.evicted, report.evicted_bytes = len(lost), sum(lost)
+        usage = self._kv.foreign_usage() if warns or lost else None
+        if usage is None or not (lost or usage.evicted):
+            return
+        count, size = max(usage.evicted, len(lost)), max(usage.evicted_bytes, report.evicted_bytes)
+        report.warning = (
+            f"foreign_cache is too small: KV of {count} passages ({bytes_text(size)}) did not fit or was evicted, that "
+            f"of {usage.passages} ({bytes_text(usage.bytes)}) is kept; raise StoreConfig(foreign_cache=...) or "
+            f"--foreign-cache from {bytes_text(usage.budget_bytes)} to more than "
+            f"{bytes_text(usage.bytes + usage.prompt_bytes + size)}"
+        )
+        if lost or count > 2 * self._list.reported:
+            self._list.reported = count
+            log.warning("%s", report.warning)
 
 
 def _foreign(kv: KVStore) -> tuple[KVStore, PassageList]:
@@ -213,15 +250,18 @@ def _texts(given: Any) -> Iterator[_Text]:
     if isinstance(given, str):
         yield _Text("", given)
     elif isinstance(given, Document):
-        yield _Text(given.id, given.text, given.source)
+        title = given.title or text_field(given.metadata, "title")
+        yield _Text(given.id, given.text, given.source, title, given.metadata)
     elif isinstance(given, Passage):
-        yield _Text(given.id or "", given.text)
+        yield from _texts(
+            Document(given.id or "", given.text, given.metadata, source=text_field(given.metadata, "source"))
+        )
     elif isinstance(given, Hit):
-        yield _Text(given.chunk.id, given.chunk.text, given.chunk.document_id)
+        yield from _texts(given.chunk)
     elif isinstance(given, Chunk):
-        yield _Text(given.id, given.text, given.document_id)
+        yield _Text(given.id, given.text, given.document_id, given.title, given.metadata)
     elif (adapter := find_adapter(given)) is not None:
-        yield from (_Text(one.id, one.text, one.source) for one in adapter.documents(given))
+        yield from _texts(adapter.documents(given))
     elif isinstance(given, Iterable) and not isinstance(given, bytes):
         for one in given:
             yield from _texts(one)

@@ -27,7 +27,7 @@ from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch, common_length
 from ragcache.runtime import work_alone
 from ragcache.store.counters import WarnOnce
 from ragcache.store.documents import DocumentStore
-from ragcache.store.foreign import PREFIX, PassageList
+from ragcache.store.foreign import PREFIX, Listed, PassageList
 from ragcache.store.kv_store import KVStore
 
 log = logging.getLogger(__name__)
@@ -158,10 +158,10 @@ class StoredPrefixes:
         for at in range(start, len(ids), PIECE_TOKENS):
             own = all_ids[at : at + PIECE_TOKENS]
             owner = _owner(chain, own[0], generation)
-            rows.append((_key(owner, own), owner, own.tolist()))
+            rows.append(Listed(_key(owner, own), owner, own.tolist()))
             chain.update(own.tobytes())
         self._list.add(*rows)  # first: a block that is not listed would outlive its documents
-        for at, (key, _, own_ids) in zip(range(start, len(ids), PIECE_TOKENS), rows, strict=True):
+        for at, (key, _, own_ids, _) in zip(range(start, len(ids), PIECE_TOKENS), rows, strict=True):
             self._blocks.put(key, held.block(at, at + len(own_ids)))
         self._list.add(*rows)  # again, where another process has taken off what was not there yet
         if (now := self._documents.generation()) != generation:

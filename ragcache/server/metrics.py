@@ -52,6 +52,12 @@ class Metrics:
         self.tokens = self._counter("tokens", "Tokens: prompt (cached, created and computed); completion", "kind")
         self.store_bytes = self._gauge("store_bytes", "Bytes of KV blocks", "tier")
         self.store_counts = self._gauge("store_size", "What the store holds: documents, passages, tokens", "what")
+        self.foreign_counts = self._gauge(
+            "foreign_passages", "Passages of no document: whose KV is kept, or was evicted", "state"
+        )
+        self.foreign_bytes = self._gauge(
+            "foreign_bytes", "Cache of passages of no document: passages, prompts, the budget, evicted passages", "what"
+        )
         self.tier_rate = self._gauge("tier_bytes_per_second", "Rate of reads from a tier, as measured", "tier")
         self.prefill_rate = self._gauge("prefill_tokens_per_second", "Rate of computing passages, as measured")
         self.loads = self._gauge(
@@ -107,6 +113,16 @@ class Metrics:
             self.loads.labels(what).set(count)
         for tier, count in info.bytes_by_tier.items():
             self.store_bytes.labels(tier).set(count)
+        if (foreign := info.foreign) is not None:
+            for state, count in (("kept", foreign.passages), ("evicted", foreign.evicted)):
+                self.foreign_counts.labels(state).set(count)
+            for what, count in (
+                ("passages", foreign.bytes),
+                ("prompts", foreign.prompt_bytes),
+                ("budget", foreign.budget_bytes),
+                ("evicted", foreign.evicted_bytes),
+            ):
+                self.foreign_bytes.labels(what).set(count)
         for what in ("documents", "chunks", "tokens"):
             self.store_counts.labels(what).set(getattr(info, what))
         return generate_latest(self.registry)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import StoreBusyError, StoreFullError
+from ragcache.store.json_values import as_text, as_values
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 _TOKEN = np.dtype("<i4")
 PREFIX = "prefix:"
 """Begins the owners of prompts' prefixes, followed by the generation of the documents that they may quote, and ":"."""
+NOBODY = "\1"
+"""The collection of passages that came without an id or a collection. Its names say what the passages are, by their
+handles, and keep no KV: they go when it goes."""
 # Passages after which those whose block was evicted are taken off the list.
 _PURGE_EVERY = 1024
 _TABLES = """
+PRAGMA secure_delete = ON;
 CREATE TABLE IF NOT EXISTS passages (
     number INTEGER PRIMARY KEY AUTOINCREMENT, handle TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, token_ids BLOB NOT NULL
 );
@@ -32,22 +40,68 @@ CREATE TABLE IF NOT EXISTS names (
 CREATE INDEX IF NOT EXISTS named ON names (handle);
 CREATE INDEX IF NOT EXISTS owned ON passages (owner);
 """
+# Columns that lists of older versions lack.
+_ADDED = {"passages": "num_bytes INTEGER NOT NULL DEFAULT 0", "names": "about TEXT NOT NULL DEFAULT '{}'"}
 
 
 class Name(NamedTuple):
-    """A passage in a collection of somebody else's, such as a vector store. source: what it was cut from"""
+    """A passage in a collection of somebody else's, such as a vector store.
+
+    id:     "" where it came without one
+    source: what it was cut from
+    title, metadata: of the user's own document; values that are no JSON are kept as text
+    """
 
     id: str
     source: str
     handle: str
+    title: str = ""
+    metadata: Mapping[str, Any] = MappingProxyType({})
+
+
+class Listed(NamedTuple):
+    """A passage whose block is kept. owner: whose prompts it is found in: of one model, recipe and tenant"""
+
+    handle: str
+    owner: str
+    token_ids: Sequence[int]
+    num_bytes: int = 0
+
+
+class FoundPassage(NamedTuple):
+    """A listed passage whose block is there. name: what the user calls it; None where nobody said"""
+
+    token_ids: list[int]
+    name: Name | None
+
+
+@dataclass(frozen=True)
+class ForeignUsage:
+    """The cache of passages from elsewhere, which holds the KV of prompts as well.
+
+    passages, bytes: whose KV is kept, and what it takes on disk
+    prompt_bytes:    of the KV of prompts
+    budget_bytes:    for both; `StoreConfig.foreign_cache`
+    evicted, evicted_bytes: passages whose KV is not there any more: it did not fit, or was evicted
+    """
+
+    passages: int
+    bytes: int
+    prompt_bytes: int
+    budget_bytes: int
+    evicted: int
+    evicted_bytes: int
 
 
 class PassageList:
     """The passages among the blocks of no document, by which they are found in prompts; kept beside the blocks.
 
     blocks: keys of those that are there, named as they would be as a document's; no document knows of them
+    reported: how many evicted passages were last warned of
     A damaged list is made anew, with a warning. Thread-safe; several processes may share one.
     """
+
+    reported = 0
 
     def __init__(self, root: Path, blocks: Container[str], *, read_only: bool) -> None:
         self.path = root / "passages.sqlite3"
@@ -55,22 +109,21 @@ class PassageList:
         self._read_only = read_only
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None
+        self._is_old = False  # of an older version, and not to be changed
 
-    def add(self, *listed: tuple[str, str, Sequence[int]]) -> None:
-        """List passages, whose blocks are kept: the key, owner and token ids of each.
-
-        owner: whose prompts it is found in: of one model, recipe and tenant
-        Raises StoreFullError, StoreBusyError.
-        """
-        rows = [(key, owner, np.asarray(ids, _TOKEN).tobytes()) for key, owner, ids in listed]
+    def add(self, *listed: Listed) -> None:
+        """List passages. Raises StoreFullError, StoreBusyError."""
+        rows = [(one.handle, one.owner, np.asarray(one.token_ids, _TOKEN).tobytes(), one.num_bytes) for one in listed]
 
         def add(database: sqlite3.Connection) -> None:
-            query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids) VALUES (?, ?, ?)"
+            query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids, num_bytes) VALUES (?, ?, ?, ?)"
             added = [database.execute(query, row) for row in rows]
             if any(one.rowcount == 1 and (one.lastrowid or 0) % _PURGE_EVERY == 0 for one in added):
-                there = database.execute("SELECT handle FROM passages").fetchall()
-                gone = [row for row in there if row[0] not in self._blocks]
-                database.executemany("DELETE FROM passages WHERE handle = ?", gone)
+                query = (
+                    "SELECT handle FROM passages WHERE handle NOT IN (SELECT handle FROM names WHERE collection != ?)"
+                )
+                there = [handle for (handle,) in database.execute(query, (NOBODY,)).fetchall()]
+                _take_off(database, [handle for handle in there if handle not in self._blocks])
 
         self._run(add, create=True)
 
@@ -83,29 +136,45 @@ class PassageList:
         rows = self._run(lambda database: database.execute(query, (after, owner)).fetchall()) or []
         return [(int(number), np.frombuffer(ids, _TOKEN)) for number, ids in rows]
 
-    def found(self, owner: str, numbers: Iterable[int]) -> dict[int, list[int]]:
-        """Token ids of these passages, as far as their block is there; the others are taken off the list.
+    def found(self, owner: str, numbers: Iterable[int]) -> dict[int, FoundPassage]:
+        """Return these passages, as far as their block is there. The others are taken off the list, unless a collection
+        names them. Raises StoreError."""
 
-        Raises StoreError.
-        """
-
-        def look(database: sqlite3.Connection) -> dict[int, list[int]]:
-            there: dict[int, list[int]] = {}
+        def look(database: sqlite3.Connection) -> dict[int, FoundPassage]:
+            there: dict[int, FoundPassage] = {}
             query = "SELECT handle, token_ids FROM passages WHERE number = ? AND owner = ?"
             for number in numbers:
                 for handle, ids in database.execute(query, (number, owner)).fetchall():
                     if handle in self._blocks:
-                        there[number] = np.frombuffer(ids, _TOKEN).tolist()
+                        name = None if self._is_old else _name_of(database, handle)
+                        there[number] = FoundPassage(np.frombuffer(ids, _TOKEN).tolist(), name)
                     elif not self._read_only:
-                        database.execute("DELETE FROM passages WHERE number = ?", (number,))
+                        _take_off(database, _unnamed(database, [handle]))
             return there
 
         return self._run(look) or {}
 
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every listed passage's KV by handle, whether it is there or not; 0 where they are not
+        known. Prompts' prefixes are no passages. Raises StoreError."""
+
+        def read(database: sqlite3.Connection) -> list[tuple[str, int]]:
+            size = 0 if self._is_old else "num_bytes"
+            query = f"SELECT handle, {size} FROM passages WHERE owner NOT GLOB ?"
+            return database.execute(query, (f"{PREFIX}*",)).fetchall()
+
+        return dict(self._run(read) or [])
+
+    def contents(self) -> list[list[int]]:
+        """Return the token ids of every passage whose block is there, each text once. Raises StoreError."""
+        query = "SELECT handle, token_ids FROM passages WHERE owner NOT GLOB ? ORDER BY number"
+        rows = self._run(lambda database: database.execute(query, (f"{PREFIX}*",)).fetchall()) or []
+        found = dict.fromkeys(ids for handle, ids in rows if handle in self._blocks)
+        return [np.frombuffer(ids, _TOKEN).tolist() for ids in found]
+
     def remove(self, *keys: str) -> None:
         """Take passages off the list, if they are there."""
-        rows = [(key,) for key in keys]
-        self._run(lambda database: database.executemany("DELETE FROM passages WHERE handle = ?", rows))
+        self._run(lambda database: _take_off(database, keys))
 
     def prefixes_before(self, generation: int) -> list[str]:
         """Handles of prompts' prefixes that may quote documents as they were before this generation."""
@@ -121,8 +190,8 @@ class PassageList:
 
         def work(database: sqlite3.Connection) -> list[str]:
             gone = _unname(database, collection, "id = ?", [(one.id,) for one in rows])
-            query = "INSERT OR REPLACE INTO names (collection, id, source, handle) VALUES (?, ?, ?, ?)"
-            database.executemany(query, [(collection, *one) for one in rows])
+            query = "INSERT OR REPLACE INTO names (collection, id, source, handle, about) VALUES (?, ?, ?, ?, ?)"
+            database.executemany(query, [(collection, one.id, one.source, one.handle, _about(one)) for one in rows])
             return _unnamed(database, gone)
 
         return self._run(work, create=True) or []
@@ -184,6 +253,7 @@ class PassageList:
             self._opened = sqlite3.connect(uri, timeout=30.0, uri=True, check_same_thread=False)
             if not self._read_only:
                 self._opened.executescript(_TABLES)
+            self._is_old = not all(_has_column(self._opened, *one, add=not self._read_only) for one in _ADDED.items())
         return self._opened
 
     def _let_go(self) -> None:
@@ -199,5 +269,39 @@ def _unname(database: sqlite3.Connection, collection: str, where: str, rows: Ite
 
 
 def _unnamed(database: sqlite3.Connection, handles: Iterable[str]) -> list[str]:
-    query = "SELECT 1 FROM names WHERE handle = ?"
-    return [handle for handle in handles if database.execute(query, (handle,)).fetchone() is None]
+    query = "SELECT 1 FROM names WHERE handle = ? AND collection != ?"
+    return [handle for handle in handles if database.execute(query, (handle, NOBODY)).fetchone() is None]
+
+
+def _take_off(database: sqlite3.Connection, handles: Iterable[str]) -> None:
+    """Take passages off the list, with what is noted of them for no collection."""
+    for handle in handles:
+        database.execute("DELETE FROM passages WHERE handle = ?", (handle,))
+        database.execute("DELETE FROM names WHERE collection = ? AND id = ?", (NOBODY, handle))
+
+
+def _name_of(database: sqlite3.Connection, handle: str) -> Name | None:
+    """Return what a passage is called, by the first of its collections."""
+    query = "SELECT id, source, about FROM names WHERE handle = ? ORDER BY collection = ?, collection, id LIMIT 1"
+    row = database.execute(query, (handle, NOBODY)).fetchone()
+    if row is None:
+        return None
+    id, source, about = row
+    told = json.loads(about)
+    return Name("" if id == handle else id, source, handle, told.get("title", ""), told.get("metadata", {}))
+
+
+def _about(name: Name) -> str:
+    return json.dumps({"title": as_text(name.title), "metadata": as_values(name.metadata)})
+
+
+def _has_column(database: sqlite3.Connection, table: str, column: str, *, add: bool) -> bool:
+    """Return whether a table has a column, which is added to a list that may be changed."""
+    has = column.partition(" ")[0] in [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+    if add and not has:
+        try:
+            database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+        except sqlite3.OperationalError as error:
+            if "duplicate" not in str(error):  # else another process has just added it
+                raise
+    return has or add

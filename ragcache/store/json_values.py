@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from ragcache.errors import MetadataError
 
@@ -30,6 +32,16 @@ def text_problem(text: str) -> str | None:
     except UnicodeEncodeError:
         return "half of a surrogate pair"
     return None
+
+
+def as_values(metadata: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return anyone's metadata as a JSON object that both databases can hold: other values become text."""
+    return {as_text(key): as_text(value) if _json_problem(value, 0) else value for key, value in metadata.items()}
+
+
+def as_text(value: object) -> str:
+    """Return the value as a text that both databases can hold."""
+    return str(value).replace("\0", "").encode(errors="replace").decode()
 
 
 def _json_problem(value: object, depth: int) -> str | None:

@@ -16,7 +16,7 @@ from ragcache.runtime import torch
 from ragcache.store.counters import AccessCounts, KVStats, Loaded, WarnOnce
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
-from ragcache.store.foreign import PassageList
+from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.remote import Connection
 from ragcache.store.retention import Expiry, Pins
 from ragcache.store.tiers import CachedTier, DeviceTier, DurableTier, MemoryTier, RemoteTier, Tier, get_durable
@@ -83,6 +83,7 @@ class KVStore:
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
+        self.disk_bytes = disk_bytes
         self.foreign = foreign
         self.passages = None if foreign is None else PassageList(foreign.root, foreign, read_only=foreign.read_only)
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
@@ -149,10 +150,27 @@ class KVStore:
         if self.foreign is not None and self.passages is not None and not self.read_only:
             try:
                 self.foreign.put(key, held)
-                self.passages.add((key, owner, token_ids))
+                self.passages.add(Listed(key, owner, token_ids, held.num_bytes))
             except StoreError as error:
                 self._complaints.failed("KV of passages from elsewhere is not kept on disk", error)
         return held
+
+    def foreign_usage(self) -> ForeignUsage | None:
+        """Count what is kept of no document, walking through it; None where nothing is kept. Raises StoreError."""
+        if self.foreign is None or self.passages is None:
+            return None
+        listed = self.passages.sizes()
+        there = {key: one.num_bytes for key, one in self.foreign.lookup(self.foreign.keys()).items()}
+        kept, gone = listed.keys() & there.keys(), listed.keys() - there.keys()
+        num_bytes = sum(there[key] for key in kept)
+        return ForeignUsage(
+            passages=len(kept),
+            bytes=num_bytes,
+            prompt_bytes=sum(there.values()) - num_bytes,
+            budget_bytes=self.foreign.disk_bytes or 0,
+            evicted=len(gone),
+            evicted_bytes=sum(listed[key] for key in gone),
+        )
 
     def drop_prefixes(self, generation: int) -> None:
         """Delete KV of prompts that may quote documents as they were before this generation (law 10)."""
@@ -332,6 +350,11 @@ class KVStore:
         self.expire()
         return self._durable.sweep(older_than_s)
 
+    @property
+    def evictions(self) -> int:
+        """Blocks given up so far by tiers with a budget."""
+        return sum(tier.evictions for tier in self._tiers)
+
     def stats(self) -> KVStats:
         """Count, walking through the durable tier: for people and monitoring, not for every question."""
         usage = {tier.name: tier.usage() for tier in self._tiers}
@@ -341,7 +364,7 @@ class KVStore:
             hits_by_tier={name: self._counts.hits[name] for name in usage},
             misses=self._counts.misses,
             damaged=self._counts.damaged,
-            evictions=sum(tier.evictions for tier in self._tiers),
+            evictions=self.evictions,
             unwritten_bytes=self._durable.unwritten_bytes,
             pinned=len(self._pins),
         )

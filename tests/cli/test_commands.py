@@ -374,14 +374,26 @@ def test_precompute_keeps_kv_alone(model, folder, tmp_path):
     long = (
         "The ferry of Brenholm goes every second hour, but not on Sundays, when its captain rests at home, it is said."
     )
-    lines.write_text("".join(json.dumps({"id": name, "text": f"{name}: {long}"}) + "\n" for name in "ab"))
+    lines.write_text(
+        "".join(
+            json.dumps({"id": name, "metadata": {"page_label": name}, "text": f"{name}: {long}"}) + "\n"
+            for name in "ab"
+        )
+    )
     made = json_of(invoke("precompute", lines, "--store", kb, "--model", model, *MOVED, "--json"))
     assert (made["computed"], made["known"], made["failed"]) == (2, 0, [])
+    assert (made["budget_bytes"], made["evicted"], made["warning"]) == (10 << 30, 0, "")
+    info = json_of(invoke("info", "--store", kb, "--json"))
+    assert (info["foreign"]["passages"], info["foreign"]["bytes"]) == (2, made["kv_bytes"])
+    told = invoke("info", "--store", kb, "--foreign-cache", "3GiB").output
+    assert "3.0 GiB (--foreign-cache)" in told
+    assert "foreign passages" in told
     with rc.RagCache.open(kb, method="reposition", store=rc.StoreConfig(load="always")) as opened:
         assert opened.info().documents == 0
         assert opened.precompute(f"a: {long}", dry_run=True).handles == made["handles"][:1]
         found = opened.complete(f"Read.\n\nb: {long}\n\nWhen?", sampling=rc.Sampling(max_tokens=1)).hits
         assert [(hit.handle, hit.kv) for hit in found] == [(made["handles"][1], "disk")]
+        assert [(hit.chunk.id, hit.chunk.place) for hit in found] == [("b", "p. b")]
     lines.write_text(json.dumps({"id": "a", "text": f"a: {long}"}) + "\n")
     again = json_of(invoke("precompute", lines, "--sync", "--store", kb, *MOVED, "--json"))
     assert (again["computed"], again["known"], again["forgotten"]) == (0, 1, made["handles"][1:])
@@ -389,6 +401,17 @@ def test_precompute_keeps_kv_alone(model, folder, tmp_path):
     assert bad.exit_code == 1
     assert "no file or folder of this name" in bad.stderr
     assert json_of(invoke("precompute", lines, "--dry-run", "--store", kb, *MOVED, "--json"))["known"] == 1
+
+
+def test_precompute_warns_of_a_budget_that_is_too_small(model, folder, tmp_path, caplog):
+    told = invoke(
+        "precompute", folder, "--store", tmp_path / "kb", "--model", model, *MOVED, "--foreign-cache", "10KiB"
+    )
+    assert told.exit_code == 0, told.output
+    assert "of 10.0 KiB (--foreign-cache)" in told.stdout
+    assert "raise StoreConfig(foreign_cache=...) or --foreign-cache from 10.0 KiB to more than" in caplog.text
+    words = invoke("info", "--store", tmp_path / "kb", "--foreign-cache", "10KiB").stdout
+    assert "raise --foreign-cache to keep them" in words
 
 
 def test_precompute_cuts_documents_as_ingest_does(model, folder, tmp_path):

@@ -3,7 +3,9 @@
 import logging
 import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from blocks import served_from
@@ -144,6 +146,62 @@ def test_what_is_forgotten_is_in_no_tier_and_no_prefix(kb):
     assert kb.complete([rc.Passage(MINE[0]), "What?"], sampling=ONE).hits[0].kv == "computed"
 
 
+MANUAL = {"page": 3, "page_label": "4", "title": "Ferries", "author": {"name": "Ann"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "id", "document", "source"),
+    [
+        (rc.Document("b#1", MINE[1], MANUAL, source="b.pdf"), "b#1", "b.pdf", "b.pdf"),
+        (rc.Document("b#1", MINE[1], {**MANUAL, "title": "Other"}, title="Ferries"), "b#1", "b#1", ""),
+        (rc.Passage(MINE[1], "b#1", metadata={**MANUAL, "source": "b.pdf"}), "b#1", "b.pdf", "b.pdf"),
+        (rc.Passage(MINE[1], metadata=MANUAL), "", "", ""),
+    ],
+)
+@pytest.mark.parametrize("collection", ["", "theirs"])
+def test_a_source_names_the_users_own_document(open_kb, given, id, document, source, collection):
+    """In another process, too, and until the document is forgotten."""
+    with open_kb() as kb:
+        kb.precompute([MINE[0], given], collection=collection)
+    with open_kb() as kb:
+        first, second = (hit.chunk for hit in kb.complete(TEXT, sampling=ONE).hits)
+        assert (first.id, first.title, first.metadata) == ("", "", {})
+        assert (second.id, second.document_id, second.source) == (id, document, source)
+        assert (second.title, second.place) == ("Ferries", "p. 4")
+        assert second.metadata == dict(given.metadata)
+        kb.forget(id or (), given=None if id else MINE[1], collection=collection)
+        assert has(kb, MINE[1]) == [False]
+        assert b"Ferries" not in kb.store.kv.passages.path.read_bytes()
+
+
+def test_metadata_without_an_id_keep_no_kv_and_go_with_it(kb):
+    kb.precompute(rc.Passage(MINE[0], metadata={"title": "Ferries"}))
+    kb.precompute(rc.Document("a", MINE[0]), collection="c")
+    assert len(kb.forget("a", collection="c")) == 1
+    assert has(kb, MINE[0]) == [False]
+    assert b"Ferries" not in kb.store.kv.passages.path.read_bytes()
+
+
+def test_metadata_that_are_no_json_are_kept_as_text(kb):
+    kb.precompute([rc.Document("a", MINE[0], {"path": Path("a/b.pdf"), 1: float("nan"), "bad": "\ud800 \0"}), MINE[1]])
+    [metadata, _] = [hit.chunk.metadata for hit in kb.complete(TEXT, sampling=ONE).hits]
+    assert metadata == {"path": "a/b.pdf", "1": "nan", "bad": "? "}
+
+
+def test_one_text_of_two_documents_has_the_name_that_is_left(kb):
+    kb.precompute([rc.Document("a", MINE[0], {"page": 1}), MINE[1]], collection="c")
+    kb.precompute([rc.Document("b", MINE[0], {"page": 2})], collection="d")
+
+    def pages():
+        return [hit.chunk.metadata.get("page") for hit in kb.complete(TEXT, sampling=ONE).hits]
+
+    assert pages() == [1, None]
+    kb.forget("a", collection="c")
+    assert pages() == [2, None]
+    kb.precompute([rc.Document("b", MINE[0], {"page": 3})], collection="d")
+    assert pages() == [3, None]
+
+
 def test_sync_removes_what_is_no_longer_given(kb):
     kb.precompute([rc.Document("a", MINE[0]), rc.Document("b", MINE[1])], collection="c")
     kb.precompute([rc.Document("a", MINE[0])], collection="other")
@@ -200,7 +258,53 @@ def test_a_budget_that_is_too_small_is_told(open_kb, tmp_path, caplog):
         report = kb.precompute(texts)
         assert report.computed == 8
         assert "foreign_cache is too small" in caplog.text
-        assert 0 < sum(has(kb, *texts)) < 8
+        assert 0 < (kept := sum(has(kb, *texts))) < 8
+        assert (report.evicted, report.budget_bytes) == (8 - kept, 3 * one)
+        assert report.kv_bytes == kb.info().foreign.bytes <= 3 * one
+        assert report.evicted_bytes > 0
+        assert report.warning in caplog.text
+        assert "raise StoreConfig(foreign_cache=...) or --foreign-cache" in report.warning
+
+
+def test_what_a_later_call_evicts_is_told(open_kb, tmp_path, caplog):
+    """One passage a call, as documents are added to an attached store: each fits, and pushes out one before it."""
+    with open_kb() as kb:
+        one = kb.precompute(MINE[:1]).kv_bytes
+    texts = [rc.Document(f"{rank}", f"{MINE[0]} Number {rank}.") for rank in range(5)]
+    small = rc.StoreConfig(foreign_cache=int(2.5 * one), prefix_bytes=0)
+    with open_kb(path=tmp_path / "small", store=small) as kb, caplog.at_level(logging.WARNING):
+        reports = [kb.precompute(text, collection="theirs") for text in texts]
+        assert [bool(report.warning) for report in reports] == [False, False, True, True, True]
+        assert "KV of 3 passages" in reports[-1].warning
+        assert sum("foreign_cache is too small" in line.getMessage() for line in caplog.records) == 2  # not each time
+        assert sum(has(kb, *(text.text for text in texts))) == 2
+    with open_kb(path=tmp_path / "small", store=small) as kb:
+        assert as_text(kb, f"{TEXT} {texts[0].text} Where?").hits == []  # looked for, and not taken off the list
+        usage = kb.info().foreign
+        assert (usage.passages, usage.evicted) == (2, 3)
+        assert usage.budget_bytes == small.foreign_cache >= usage.bytes
+        assert usage.evicted_bytes == pytest.approx(usage.bytes * 3 / 2, rel=0.05)
+        kb.forget([text.id for text in texts[:2]], collection="theirs")
+        assert kb.info().foreign.evicted == 1
+
+
+def test_the_info_states_passages_bytes_and_budget(open_kb):
+    with open_kb() as kb:
+        assert kb.info().foreign.passages == 0
+        report = kb.precompute(MINE)
+        usage = kb.info().foreign
+        assert (usage.passages, usage.bytes, usage.evicted, usage.prompt_bytes) == (2, report.kv_bytes, 0, 0)
+        assert usage.budget_bytes == report.budget_bytes == 10 << 30
+        assert report.kv_bytes > 0
+        assert (report.evicted, report.warning) == (0, "")
+        as_text(kb, "The story of the ferry. " * 9)
+    with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
+        usage = kb.info().foreign
+        assert (usage.passages, usage.bytes) == (2, report.kv_bytes)
+        assert usage.prompt_bytes == kb.store.kv.foreign.stats().bytes_by_tier["disk"] - usage.bytes > 0
+        assert kb.info().to_json()["foreign"]["passages"] == 2
+    with open_kb(store=rc.StoreConfig(foreign_cache=0)) as kb:
+        assert kb.info().foreign is None
 
 
 def test_stopping_keeps_what_was_made(kb):
@@ -228,8 +332,12 @@ def test_a_list_of_an_older_version_is_taken_further(open_kb):
     with open_kb() as kb:
         kb.precompute(MINE)
         file = kb.store.kv.passages.path
-    with sqlite3.connect(file) as database:
+    with closing(sqlite3.connect(file)) as database, database:
         database.execute("DROP TABLE names")
+        database.execute("ALTER TABLE passages DROP COLUMN num_bytes")
+    with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
+        assert kb.info().foreign.passages == 2
+        assert kvs(kb) == ["disk", "disk"]
     with open_kb() as kb:
         assert kvs(kb) == ["disk", "disk"]
         kb.precompute([rc.Document("a", MINE[0])])
@@ -285,6 +393,12 @@ def test_what_the_disk_gives_back_is_what_the_first_answer_read(open_kb, codec):
         held = kb.store.kv.get(key).block
     with open_kb(store=store) as kb:
         assert served_from(kb.store.kv, key, held) == "disk"
+
+
+def test_a_passage_handed_over_names_its_document(kb):
+    one = rc.Passage(MINE[0], "b#1", metadata={"title": "Ferries", "source": "b.pdf", "page_label": "4"})
+    [hit] = kb.complete([one, "Where does the ferry go?"], sampling=ONE).hits
+    assert (hit.chunk.id, hit.chunk.title, hit.chunk.source, hit.chunk.place) == ("b#1", "Ferries", "b.pdf", "p. 4")
 
 
 def test_zero_keeps_none(open_kb):

@@ -9,6 +9,7 @@ import pytest
 from engine_texts import TEXTS
 from serving import Served, figures, send, wait_for
 
+import ragcache as rc
 from ragcache.server.observe import JsonFormatter
 
 QUESTION = "Where does the cat sit, xylophone?"
@@ -112,6 +113,35 @@ def test_the_store(served: Served, kb):
     assert found["ragcache_store_size", "documents"] == len(TEXTS)
     assert found["ragcache_store_size", "tokens"] == info.tokens
     assert found["ragcache_slots",] == 8
+
+
+FERRY = (
+    "A ferry goes from Brenholm to the island every second hour, but not on Sundays, when its captain rests at home."
+)
+
+
+def test_kv_of_no_document(serve, kb):
+    """As it is kept, and evicted for want of room; and a prompt's source names the user's own document."""
+    report = kb.precompute(rc.Document("ferry#2", FERRY, {"page_label": "4", "title": "Ferries"}, source="ferry.pdf"))
+    served = serve(figures_s=0)
+    found = figures(served)
+    assert found["ragcache_foreign_passages", "kept"] == 1
+    assert found["ragcache_foreign_passages", "evicted"] == 0
+    assert found["ragcache_foreign_bytes", "passages"] == report.kv_bytes > 0
+    assert found["ragcache_foreign_bytes", "budget"] == 10 << 30
+    answer = served.chat(f"{FERRY}\n\nWhen?", max_tokens=1, ragcache={"retrieve": False}).json()
+    [source] = answer["ragcache"]["sources"]
+    assert {name: source[name] for name in ("chunk_id", "document_id", "title", "source", "place")} == {
+        "chunk_id": "ferry#2",
+        "document_id": "ferry.pdf",
+        "title": "Ferries",
+        "source": "ferry.pdf",
+        "place": "p. 4",
+    }
+    kb.store.kv.foreign.delete(report.handles[0])  # as the budget does
+    found = figures(served)
+    assert (found["ragcache_foreign_passages", "kept"], found["ragcache_foreign_passages", "evicted"]) == (0, 1)
+    assert found["ragcache_foreign_bytes", "evicted"] > 0
 
 
 def test_scrapes_do_not_walk_the_disk(serve, monkeypatch):
