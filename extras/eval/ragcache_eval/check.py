@@ -17,11 +17,13 @@ from ragcache.engine.verdict import FULL, MethodVerdict, Verdict
 from ragcache.errors import ConfigError, RagCacheError, check_least
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.text_blocks import split_sentences
+from ragcache.models.card import ModelCard
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.journal import Ledger, Score
 from ragcache_eval.methods import MethodSpec
+from ragcache_eval.metrics import BM25
 from ragcache_eval.report import Row, summarise
 from ragcache_eval.runner import NO_PASSAGES, Runner
 from ragcache_eval.sources import read_entries
@@ -175,14 +177,32 @@ def opened(path: Path, database: str | None = None) -> closing[StoreParts]:
     return closing(open_store(path, StoreConfig(database=database, read_only=True), create=False))
 
 
-def made_from(store: StoreParts, *, questions: int, passages: int, seed: int = 0) -> list[Case]:
-    """Sentence completions over the store's chunks; see `completion`. Raises ConfigError for an empty store."""
+def made_from(store: StoreParts, *, questions: int, passages: int, lm: ModelCard, seed: int = 0) -> list[Case]:
+    """Sentence completions over the store's chunks, or the passages of a store that holds KV alone; see
+    `completion_cases`. Raises ConfigError where there are neither."""
     documents = store.documents
     chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id)]
-    if not chunks:
-        raise ConfigError(f"{store.layout.root}: the store is empty; ingest something first")
-    texts, behind = [chunk.text for chunk in chunks], neighbour_texts(store, chunks)
+    texts = [chunk.text for chunk in chunks] or foreign_texts(store, lm)
+    behind = neighbour_texts(store, chunks) if chunks else None
     return completion_cases(texts, questions=questions, passages=passages, seed=seed, behind=behind)
+
+
+def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
+    """Return the texts of the passages that no document of the store has, from their tokens. Raises ConfigError where
+    there are none, or they are tokens of another model."""
+    found = store.kv.passages.contents() if store.kv.passages is not None else []
+    if not found:
+        raise ConfigError(
+            f"{store.layout.root}: the store holds neither documents nor passages; ingest or precompute some first, or "
+            "give questions with passages of their own (--data)"
+        )
+    bound = store.documents.properties()
+    if bound.get("fingerprint") != lm.fingerprint:
+        raise ConfigError(
+            f"{store.layout.root}: its passages are kept as tokens of {bound.get('model_name')!r}, not of {lm.name!r}; "
+            "leave --model out, or give questions with passages of their own (--data)"
+        )
+    return [str(lm.tokenizer.decode(ids)) for ids in found]
 
 
 def neighbours_of(store: StoreParts) -> NeighbourChoice:
@@ -204,15 +224,25 @@ def asked_of(
     file: Path,
     *,
     passages: int,
+    lm: ModelCard,
     device: str = "auto",
     embedder: str | None = None,
     limit: int | None = None,
 ) -> list[Case]:
-    """Questions of a file, each over the passages that the store's retriever finds, best first.
+    """Questions of a file, each over the passages that the store's retriever finds, best first; in a store that holds
+    KV alone, over those nearest by their words.
 
     Lines that bring passages of their own keep them. Raises ConfigError, EmbedderError.
     """
     entries = read_entries(file)[:limit]
+    if not store.documents.documents(limit=1):
+        cases = [entry.case for entry in entries]
+        if all(case.passages for case in cases):
+            return cases
+        texts = foreign_texts(store, lm)
+        words = BM25(texts)
+        nearest = [[CasePassage(texts[rank]) for rank in words.ranked(case.question)[:passages]] for case in cases]
+        return [replace(case, passages=case.passages or tuple(near)) for case, near in zip(cases, nearest, strict=True)]
     retriever = open_retriever(store, StoreConfig(read_only=True), embedder, None, device)
     cases = []
     for entry in entries:

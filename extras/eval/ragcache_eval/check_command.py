@@ -67,12 +67,14 @@ class QuestionOptions:
             return source, load_cases(source, runner.count_tokens, directory=self.data_dir, limit=self.questions)
         with opened(self.store, self.database) as found:
             if self.data is None:
-                cases = made_from(found, questions=self.questions, passages=self.k)
+                cases = made_from(found, questions=self.questions, passages=self.k, lm=runner.lm)
                 return "sentences of the store to be completed", cases
             file = Path(self.data)
             if not file.is_file():
                 raise ConfigError(f"{file}: no such file; with --store, --data is a file of questions")
-            cases = asked_of(found, file, passages=self.k, device=device, embedder=self.embedder, limit=self.questions)
+            cases = asked_of(
+                found, file, passages=self.k, lm=runner.lm, device=device, embedder=self.embedder, limit=self.questions
+            )
             return f"{file.name} over the store", cases
 
 

@@ -1,6 +1,7 @@
 """The gate finds a broken method and keeps it from being chosen."""
 
 import json
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -80,7 +81,7 @@ def run(runner: Runner, cases: list[Case], names: tuple[str, ...], limits: Thres
 
 def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, tiny, caplog):
     with opened(store) as found:
-        cases = made_from(found, questions=8, passages=3)
+        cases = made_from(found, questions=8, passages=3, lm=tiny)
     verdict = run(runner, cases, ("broken", "exact"))
     broken, exact = verdict.methods
     assert (broken.safe, exact.safe) == (False, True)
@@ -116,7 +117,7 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
     assert [chunk.text.strip() for chunk in chunks] == PARTS
     with opened(tmp_path / "kb") as found:
         assert neighbours_of(found) == (count, chosen_from)
-        cases = made_from(found, questions=4, passages=3)
+        cases = made_from(found, questions=4, passages=3, lm=tiny)
     by_text = {chunk.text: [list(ids) for ids in chunk.neighbours] for chunk in near}
     for passage in cases[0].passages:
         assert passage.behind_ids(tiny.tokenizer) == by_text[passage.text]
@@ -146,7 +147,7 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
 
 def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
     with opened(store) as found:
-        save_verdict(store, run(runner, made_from(found, questions=4, passages=3), ("broken",)))
+        save_verdict(store, run(runner, made_from(found, questions=4, passages=3, lm=tiny), ("broken",)))
     with rc.RagCache.open(store, model=tiny, embedder=BagOfWords(), method="auto") as kb:
         assert kb.ask("Where do dogs bark?").method == "full"
 
@@ -211,13 +212,58 @@ def test_nothing_that_fits_is_an_error(runner):
         run(runner, [long], ("reposition",))
 
 
-def test_questions_over_a_store_read_what_is_retrieved(store, tmp_path, monkeypatch):
+def test_questions_over_a_store_read_what_is_retrieved(store, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("ragcache.engine.assemble.open_embedder", lambda *given: BagOfWords())
     file = tmp_path / "q.jsonl"
     rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with opened(store) as found:
-        first, second = asked_of(found, file, passages=2)
+        first, second = asked_of(found, file, passages=2, lm=tiny)
     assert first.passages[0].text == TEXTS["dogs"]
     assert len(first.passages) == 2
     assert [p.text for p in second.passages] == ["Own text."]
+
+
+@pytest.fixture
+def kv_alone(tiny, tmp_path):
+    """A store that holds KV, and no document."""
+    with rc.RagCache.open(tmp_path / "alone", model=tiny, embedder=BagOfWords()) as kb:
+        kb.precompute([rc.Document(name, text) for name, text in TEXTS.items()], collection="theirs")
+    return tmp_path / "alone"
+
+
+def test_a_store_of_kv_alone_is_judged_by_its_passages(extra, runner, kv_alone, tiny, caplog):
+    """The warning's own advice works there, and what was found is taken."""
+    with opened(kv_alone) as found:
+        cases = made_from(found, questions=6, passages=3, lm=tiny)
+    assert {one.text.strip() for case in cases for one in case.passages} == {text.strip() for text in TEXTS.values()}
+    reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
+    with rc.RagCache.open(kv_alone, model=tiny, embedder=BagOfWords()) as kb:
+        made = {tuple(kb._parts.whole.encode([text])[0]) for text in TEXTS.values()}
+        assert set(map(tuple, reader.prompt.chunk_ids)) == made
+    save_verdict(kv_alone, run(runner, cases, ("broken", "exact")))
+    with rc.RagCache.open(kv_alone, model=tiny, embedder=BagOfWords(), method="auto") as kb:
+        assert kb.complete([rc.Passage(TEXTS["dogs"]), "Where do dogs bark?"]).method == "exact"
+    assert not caplog.records
+
+
+def test_questions_over_kv_alone_read_the_passages_nearest_by_words(kv_alone, tiny, tmp_path):
+    file = tmp_path / "q.jsonl"
+    rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with opened(kv_alone) as found:
+        first, second = asked_of(found, file, passages=2, lm=tiny)
+    assert first.passages[0].text == TEXTS["dogs"]
+    assert len(first.passages) == 2
+    assert [p.text for p in second.passages] == ["Own text."]
+
+
+def test_an_empty_store_says_what_to_give(tiny, kv_alone, tmp_path):
+    with rc.RagCache.open(tmp_path / "empty", model=tiny, embedder=BagOfWords()):
+        pass
+    with opened(tmp_path / "empty") as found, pytest.raises(ConfigError, match=r"ingest or precompute some.*--data"):
+        made_from(found, questions=1, passages=2, lm=tiny)
+    other = copy(tiny)
+    other.fingerprint = "another"
+    with opened(kv_alone) as found, pytest.raises(ConfigError, match=r"tokens of .* leave --model out"):
+        made_from(found, questions=1, passages=2, lm=other)

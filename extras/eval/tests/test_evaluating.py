@@ -84,6 +84,19 @@ def test_eval_refuses_results_of_other_settings(model, tmp_path, questions):
     assert "made with max_tokens 2, not 3" in result.stderr
 
 
+def test_check_works_over_a_store_of_kv_alone(model, folder, tmp_path):
+    kb = tmp_path / "alone"
+    made = invoke("precompute", folder, "--store", kb, "--model", model)
+    assert made.exit_code == 0, made.output
+    loose = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
+    command = ("check", "--store", kb, "--methods", "reposition", "--questions", "2", "--max-tokens", "3", "--k", "2")
+    result = invoke(*command, *loose)
+    assert result.exit_code == 0, result.output
+    assert "auto takes: reposition" in result.stdout
+    (kept,) = json.loads((kb / FILE).read_text())["verdicts"].values()
+    assert kept["questions"] == 2
+
+
 def test_check_keeps_its_verdict_in_the_store(store):
     command = (
         "check",
