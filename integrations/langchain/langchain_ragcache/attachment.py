@@ -1,6 +1,6 @@
 """A user's own vector store or retriever whose documents have their KV in a store of ragcache.
 
-Only KV is kept: embeddings, texts and searches stay where they are.
+Only KV is kept, and what names the document of a passage: embeddings, texts and searches stay where they are.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 
 import ragcache as rc
-from langchain_ragcache.documents import HANDLE_KEY, without_handle
+from langchain_ragcache.documents import HANDLE_KEY, to_passage, without_handle
 from ragcache.errors import ConfigError
 
 # What finds documents: in the base classes, and in stores that add ways of their own.
@@ -108,9 +109,11 @@ def _found(attachment: rc.Attachment, _: Any, result: Any, arguments: Mapping[st
 
 def _added(attachment: rc.Attachment, _: Any, ids: Any, arguments: Mapping[str, Any]) -> Any:
     documents = arguments.get("documents")
-    texts = [one.page_content for one in documents] if documents is not None else list(arguments.get("texts") or ())
-    named = [str(id) for id in ids] if isinstance(ids, list) and len(ids) == len(texts) else [""] * len(texts)
-    attachment.add(rc.Document(id, text) for id, text in zip(named, texts, strict=True))
+    if documents is None:
+        texts, metadatas = list(arguments.get("texts") or ()), list(arguments.get("metadatas") or ())
+        documents = [_document(text, about) for text, about in zip_longest(texts, metadatas[: len(texts)])]
+    named = ids if isinstance(ids, list) and len(ids) == len(documents) else [""] * len(documents)
+    attachment.add(to_passage(one, str(id)) for id, one in zip(named, documents, strict=True))
     return ids
 
 
@@ -132,22 +135,28 @@ def _deleted(attachment: rc.Attachment, store: Any, result: Any, arguments: Mapp
 
 
 def _passage(document: Document) -> rc.Document:
-    return rc.Document(document.id or "", document.page_content)
+    return to_passage(document, document.id or "")
+
+
+def _document(text: str, metadata: Any) -> Document:
+    """A document of a store's own parts."""
+    return Document(page_content=text, metadata=dict(metadata) if isinstance(metadata, Mapping) else {})
 
 
 def _held(store: Any) -> Iterable[rc.Document] | None:
     """The documents of a store or retriever, as those of LangChain and its usual partners keep them; None: unknown."""
     if isinstance(held := getattr(store, "store", None), dict):  # InMemoryVectorStore
         rows = list(held.values())
-        return (rc.Document(str(row["id"]), row["text"]) for row in rows if isinstance(row, dict) and "text" in row)
+        rows = [row for row in rows if isinstance(row, dict) and "text" in row]
+        return (to_passage(_document(row["text"], row.get("metadata")), str(row["id"])) for row in rows)
     if isinstance(held := getattr(getattr(store, "docstore", None), "_dict", None), dict):  # FAISS
-        return (rc.Document(str(id), one.page_content) for id, one in list(held.items()))
+        return (to_passage(one, str(id)) for id, one in list(held.items()))
     if isinstance(held := getattr(store, "docs", None), list):  # retrievers by words
         return map(_passage, held)
     held = store.get() if hasattr(store, "get") else None
     if isinstance(held, dict) and {"ids", "documents"} <= held.keys():  # Chroma
-        rows = list(zip(held["ids"], held["documents"], strict=True))
-        return (rc.Document(str(id), text) for id, text in rows if text)
+        parts = zip_longest(held["ids"], held["documents"], held.get("metadatas") or ())
+        return (to_passage(_document(text, about), str(id)) for id, text, about in parts if text)
     return None
 
 

@@ -1,5 +1,7 @@
 """KV for the documents of a user's own vector store: found by their own chain as it is, and gone with them."""
 
+from types import SimpleNamespace
+
 import pytest
 from langchain_classic_double import stuff_chain
 from langchain_core.documents import Document
@@ -71,6 +73,33 @@ def test_their_chain_finds_all_at_the_first_question(kb, theirs, wide):
     assert share(kb, first) >= 0.95
     assert [one["kv"] for one in first.response_metadata["sources"]] == ["disk"] * 3
     assert kb.info().chunks == 0
+
+
+def places(message) -> dict[str, tuple]:
+    """What an answer's sources say of their documents, by passage."""
+    return {
+        one["chunk_id"]: (one["document_id"], one["title"], one["place"])
+        for one in message.response_metadata["sources"]
+    }
+
+
+@pytest.mark.parametrize("way", ["documents", "texts", "precompute", "retriever"])
+def test_sources_name_the_users_own_documents(kb, way):
+    metadata = {id: {"source": f"{id}.pdf", "title": id.upper(), "page": 3, "page_label": "4"} for id in TEXTS}
+    theirs = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
+    mine = rc.attach(theirs, kb)
+    store = mine if way in ("documents", "texts") else theirs
+    if way == "documents":
+        store.add_documents([Document(id=id, page_content=text, metadata=metadata[id]) for id, text in TEXTS.items()])
+    else:
+        store.add_texts(list(TEXTS.values()), metadatas=list(metadata.values()), ids=list(TEXTS))
+    if way == "precompute":
+        kb.precompute(theirs)
+    found = (mine if way == "retriever" else theirs).as_retriever(search_kwargs={"k": 3}).invoke("ferry")
+    chain = stuff_chain(ChatRagCache(kb=kb, max_tokens=2), PROMPT)
+    answer = chain.invoke({"context": found, "input": "When does the ferry go?"})
+    assert places(answer) == {id: (f"{id}.pdf", id.upper(), "p. 4") for id in TEXTS}
+    assert [one["metadata"]["page"] for one in answer.response_metadata["sources"]] == [3, 3, 3]
 
 
 def test_without_it_nothing_is_found(kb, theirs):
@@ -192,6 +221,30 @@ class Sealed(VectorStore):
     @classmethod
     def from_texts(cls, texts, embedding, metadatas=None, **kwargs):
         return cls()
+
+
+class LikeChroma(Sealed):
+    def get(self):
+        rows = {"ids": ["a", "b", "c"], "documents": [TEXTS["light"], TEXTS["ferry"], None]}
+        return {**rows, "metadatas": [{"page_label": "1"}, None, None]}
+
+
+class LikeFaiss(Sealed):
+    docstore = SimpleNamespace(
+        _dict={
+            "a": Document(page_content=TEXTS["light"], metadata={"page_label": "1"}),
+            "b": Document(page_content=TEXTS["ferry"]),
+        }
+    )
+
+
+@pytest.mark.parametrize("theirs", [LikeChroma(), LikeFaiss()])
+def test_metadata_of_stores_that_say_what_they_hold(kb, theirs):
+    assert kb.precompute(theirs).computed == 2
+    chain = stuff_chain(ChatRagCache(kb=kb, max_tokens=2), PROMPT)
+    found = [Document(page_content=text) for text in TEXTS.values()]
+    answer = chain.invoke({"context": found, "input": "When does the ferry go?"})
+    assert places(answer) == {"a": ("a", "", "p. 1"), "b": ("b", "", "")}
 
 
 def test_bad_input(kb, theirs, caplog):

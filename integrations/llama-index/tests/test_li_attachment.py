@@ -3,6 +3,7 @@
 import pytest
 from li_texts import SHORT
 from llama_index.core import VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -68,6 +69,23 @@ def test_a_stock_query_engine_finds_all_at_the_first_question(kb, index, recorde
     assert len(engine.query(QUESTION).source_nodes) == 3
     assert share(kb, recorder, nodes) >= 0.95
     assert kb.info().chunks == 0
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_sources_name_the_users_own_documents(kb, index, attached):
+    """Whether the prompt holds their text, or they come as segments."""
+    mine = rc.attach(index, kb) if attached else index
+    if not attached:
+        kb.precompute(index)
+    nodes = mine.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+    llm = RagCacheLLM(kb, **SHORT)
+    text = "\n\n".join(node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes)
+    sources = llm.complete(f"{text}\n\n{QUESTION}").raw["hits"]
+    assert {one["chunk_id"]: (one["document_id"], one["metadata"]) for one in sources} == {
+        one.node.node_id: (one.node.ref_doc_id, {"page": one.node.ref_doc_id}) for one in nodes
+    }
+    given = llm.chat([ChatMessage(content=QUESTION)], segments=nodes).raw["hits"]
+    assert {one["chunk_id"]: one["metadata"] for one in given} == {one["chunk_id"]: one["metadata"] for one in sources}
 
 
 def test_without_it_nothing_is_found(kb, index, recorder):

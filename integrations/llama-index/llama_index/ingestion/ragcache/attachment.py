@@ -1,7 +1,7 @@
 """A user's own index, vector store or retriever whose nodes have their KV in a store of ragcache.
 
-Only KV is kept: embeddings, texts and searches stay where they are. What the model reads of a node is what LlamaIndex's
-synthesizers give it: its metadata above its text (`MetadataMode.LLM`).
+Only KV is kept, and what names the document of a passage: embeddings, texts and searches stay where they are. What the
+model reads of a node is what LlamaIndex's synthesizers give it: its metadata above its text (`MetadataMode.LLM`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def to_passage(node: BaseNode, mode: MetadataMode = MetadataMode.LLM) -> rc.Docu
     if HANDLE_KEY in node.metadata:  # which modes that read all metadata would read
         known = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
         node = node.model_copy(update={"metadata": known})
-    return rc.Document(node.node_id, node.get_content(metadata_mode=mode), source=node.ref_doc_id or "")
+    text = node.get_content(metadata_mode=mode)
+    return rc.Document(node.node_id, text, node.metadata, source=node.ref_doc_id or "")
 
 
 def with_handles(nodes: Sequence[BaseNode], handles: Sequence[str | None]) -> list[BaseNode]:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from llama_index.core.base.llms.types import TextBlock
+from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 import ragcache as rc
-from llama_index.vector_stores.ragcache.nodes import handle_of
+from llama_index.vector_stores.ragcache.nodes import HANDLE_KEY, handle_of
 from ragcache.errors import PromptError
 
 Segment = rc.Passage | rc.Hit | NodeWithScore | BaseNode | Mapping[str, Any] | str
@@ -25,19 +26,21 @@ _FIELDS = ("text", "id", "handle", "score", "metadata")
 
 
 class PassageBlock(TextBlock):
-    """A passage inside a chat message. handle: a hint; what is read is always the text."""
+    """A passage inside a chat message. handle: a hint; what is read is always the text. metadata: given back with the
+    answer's sources"""
 
     passage_id: str | None = None
     handle: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def of(cls, passage: rc.Passage | rc.Hit) -> Self:
         if isinstance(passage, rc.Hit):
             return cls(text=passage.chunk.text, passage_id=passage.chunk.id, handle=passage.handle)
-        return cls(text=passage.text, passage_id=passage.id, handle=passage.handle)
+        return cls(text=passage.text, passage_id=passage.id, handle=passage.handle, metadata=dict(passage.metadata))
 
     def passage(self) -> rc.Passage:
-        return rc.Passage(self.text, self.passage_id, self.handle)
+        return rc.Passage(self.text, self.passage_id, self.handle, metadata=self.metadata)
 
 
 class FusedPrompt(str):
@@ -86,7 +89,8 @@ def as_passage(segment: Segment, metadata_mode: MetadataMode = MetadataMode.NONE
 
 def _of_node(node: BaseNode, score: float | None, metadata_mode: MetadataMode) -> rc.Passage:
     text = node.get_content(metadata_mode=metadata_mode)
-    return rc.Passage(text, node.node_id, handle_of(node), score)
+    metadata = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
+    return rc.Passage(text, node.node_id, handle_of(node), score, metadata)
 
 
 def _text(part: Part) -> str:
