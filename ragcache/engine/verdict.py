@@ -108,6 +108,7 @@ class Verdict:
     source, questions: what was asked, and how many
     thresholds: that a method had to stay inside
     neighbours: passages that each one was read behind, as the store has it
+    primer:    ids of the primer that each one was read behind, likewise
     """
 
     fingerprint: str
@@ -117,6 +118,7 @@ class Verdict:
     thresholds: Mapping[str, float]
     methods: Sequence[MethodVerdict]
     neighbours: int = 0
+    primer: tuple[int, ...] = ()
 
     def best(
         self, recipe: str | None = None, reads: Callable[[FusionMethod], bool] = lambda _: True
@@ -159,7 +161,8 @@ def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
     if found is None:
         return None
     try:
-        return Verdict(**{**found, "methods": tuple(MethodVerdict(**method) for method in found["methods"])})
+        methods = tuple(MethodVerdict(**method) for method in found["methods"])
+        return Verdict(**{**found, "methods": methods, "primer": tuple(found.get("primer", ()))})
     except (TypeError, KeyError) as error:
         log.warning("%s: the verdict on this model cannot be read (%s); run `ragcache check` again", root / FILE, error)
         return None
@@ -181,6 +184,11 @@ class StoredBlocks:
     neighbours: int
     is_whole: bool
     reads: Callable[[FusionMethod], bool]
+
+    @property
+    def primer_ids(self) -> tuple[int, ...]:
+        """Ids of the primer that the blocks are read behind."""
+        return self.recipe.primer_ids if isinstance(self.recipe, Recipe) else ()
 
 
 @dataclass(frozen=True)
@@ -283,14 +291,17 @@ def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
 def _standing(stored: StoredBlocks, fingerprint: str) -> Verdict | None:
     """The verdict on this model over such blocks, with a warning where it is about others."""
     verdict = load_verdict(stored.root, fingerprint) if stored.is_whole else None
-    if verdict is None or verdict.neighbours == stored.neighbours:
+    if verdict is None:
+        return None
+    checked, own = (verdict.neighbours, verdict.primer), (stored.neighbours, stored.primer_ids)
+    if checked == own:
         return verdict
+    behind = (f"{number} others and a primer of {len(ids)} tokens" for number, ids in (checked, own))
     log.warning(
-        "%s: this model was checked over passages read behind %d others each, and the store's are read behind %d: that "
-        "says nothing of them. Run `ragcache check --store`",
+        "%s: this model was checked over passages read behind %s each, and the store's are read behind %s: that says "
+        "nothing of them. Run `ragcache check --store`",
         stored.root,
-        verdict.neighbours,
-        stored.neighbours,
+        *behind,
     )
     return None
 

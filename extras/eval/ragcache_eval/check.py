@@ -17,6 +17,7 @@ from ragcache.engine.verdict import FULL, MethodVerdict, Verdict
 from ragcache.errors import ConfigError, RagCacheError, check_least
 from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.text_blocks import split_sentences
+from ragcache.kv.block_key import PRIMER
 from ragcache.models.card import ModelCard
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk
@@ -91,8 +92,9 @@ class Check:
         specs: Sequence[MethodSpec],
         thresholds: Thresholds,
         neighbours: int = 0,
+        primer: Sequence[int] = (),
     ) -> None:
-        """neighbours: passages that each one is read behind: as many as the store has it."""
+        """Take the passages as a store has them: each read behind so many `neighbours` and these ids of a primer."""
         self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
         evicting = next((spec for spec in specs if spec.evict is not None), None)
         if evicting is not None:
@@ -106,11 +108,19 @@ class Check:
         self.source = source
         self.cases = list(cases)
         self.thresholds = thresholds
-        self.neighbours = neighbours
+        self.neighbours, self.primer = neighbours, tuple(primer)
         self._probe = next(filter(self._fits, self.cases), None)
-        self.specs = [replace(spec, neighbours=neighbours if spec.method().reuses_blocks else 0) for spec in specs]
+        self.specs = [self._as_stored(spec) for spec in specs]
         self.refused = {spec.key: reason for spec in self.specs if (reason := self._refusal(spec))}
         self._scores: list[Score] = []
+
+    def _as_stored(self, spec: MethodSpec) -> MethodSpec:
+        method = spec.method()
+        if not method.reuses_blocks:
+            return spec
+        if self.primer and spec.recipe is None and PRIMER in method.recipes:
+            spec = replace(spec, recipe=PRIMER, primer=self.primer)
+        return replace(spec, neighbours=self.neighbours)
 
     @property
     def running(self) -> list[MethodSpec]:
@@ -132,9 +142,8 @@ class Check:
         judged = [self._judge(spec, by_key.get(spec.key), full) for spec in self.specs if spec.name != FULL]
         lm = self.runner.lm
         limits = asdict(self.thresholds)
-        return Checked(
-            Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged), self.neighbours), rows
-        )
+        behind = self.neighbours, self.primer
+        return Checked(Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged), *behind), rows)
 
     def _fits(self, case: Case) -> bool:
         return self.runner.fits(case.prompt(self.runner.lm.tokenizer, self.runner.form))
@@ -203,6 +212,11 @@ def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
             "leave --model out, or give questions with passages of their own (--data)"
         )
     return [str(lm.tokenizer.decode(ids)) for ids in found]
+
+
+def primer_of(store: StoreParts) -> tuple[int, ...]:
+    """Return the ids of the primer that the store's passages are read behind."""
+    return tuple(store.documents.properties().get(PRIMER) or ())
 
 
 def neighbours_of(store: StoreParts) -> NeighbourChoice:

@@ -48,14 +48,14 @@ class QuestionOptions:
         dtype = bound.get("model_dtype")
         return str(bound.get("model_name", "mini")), None if dtype is None else str(dtype)
 
-    def neighbours(self) -> int:
-        """How many passages the store's are read behind."""
+    def read_behind(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many passages the store's are read behind, and the ids of its primer."""
         if self.store is None:
-            return 0
-        from ragcache_eval.check import neighbours_of, opened
+            return 0, ()
+        from ragcache_eval.check import neighbours_of, opened, primer_of
 
         with opened(self.store, self.database) as found:
-            return neighbours_of(found).number
+            return neighbours_of(found).number, primer_of(found)
 
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
         """The questions, after a description of them in words."""
@@ -127,14 +127,14 @@ def check(
     lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
     source, cases = asked.cases(runner, models.device)
-    near = asked.neighbours()
+    near, primer = asked.read_behind()
     if profile_layers:
         if len(cases) < 2:
             raise ConfigError(f"--profile-layers needs 2 questions, one to judge on, and there are {len(cases)}")
         half = (len(cases) + 1) // 2
         specs = _profiled(runner, cases[:half], specs, profile_layers, near)
         cases = cases[half:]
-    checking = Check(runner, source, cases, specs, limits, near)
+    checking = Check(runner, source, cases, specs, limits, near, primer)
     for _ in progress(checking.scores(), len(cases) * (len(checking.running) + 1), "Checking"):
         pass
     verdict = checking.finish().verdict

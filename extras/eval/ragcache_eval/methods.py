@@ -34,7 +34,7 @@ class MethodSpec:
     evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     kept:    share of its blocks' KV that the recipe keeps; 1: all
     neighbours: other passages that each one is encoded behind, of those that the questions name; 0: each alone
-    primer:  of recipe "primer": a shipped primer's name, or a text; "": the default one
+    primer:  of recipe "primer": a shipped primer's name, a text, or a store's ids; "": the default one
     """
 
     label: str
@@ -44,7 +44,7 @@ class MethodSpec:
     evict: int | None = None
     kept: float = 1.0
     neighbours: int = 0
-    primer: str = ""
+    primer: str | tuple[int, ...] = ""
 
     @classmethod
     def parse(cls, text: str) -> MethodSpec:
@@ -85,7 +85,7 @@ class MethodSpec:
         less = "" if self.evict is None else f"/{self.evict}"
         less += "" if self.kept == 1 else f"*{self.kept:g}"
         less += f"<{self.neighbours}" if self.neighbours else ""
-        less += f"<{self.primer}" if self.primer else ""
+        less += f"<{self.primer if isinstance(self.primer, str) else 'store'}" if self.primer else ""
         return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
 
     @property

@@ -73,7 +73,7 @@ class PromptReader:
         evict: int | None = None,
         kept: float = 1.0,
         neighbours: int = 0,
-        primer: str = "",
+        primer: str | tuple[int, ...] = "",
     ) -> tuple[FuseOutput, float]:
         """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
 

@@ -14,10 +14,11 @@ from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.reposition import Reposition
+from ragcache.kv.block_key import Recipe
 from ragcache.prompt import prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.case import Case, CasePassage
-from ragcache_eval.check import Check, Thresholds, asked_of, made_from, neighbours_of, opened
+from ragcache_eval.check import Check, Thresholds, asked_of, made_from, neighbours_of, opened, primer_of
 from ragcache_eval.methods import MethodSpec, all_methods
 from ragcache_eval.metrics import Estimate
 from ragcache_eval.reading import PromptReader
@@ -103,6 +104,37 @@ PARTS = [
 ]
 
 
+def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplog):
+    options = {"model": tiny, "embedder": BagOfWords(), "method": "auto"}
+    with rc.RagCache.open(tmp_path / "kb", recipe=Recipe("primer", primer="Soil is old."), **options) as kb:
+        kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
+    with opened(tmp_path / "kb") as found:
+        cases, primer = made_from(found, questions=4, passages=3, lm=tiny), primer_of(found)
+    assert primer == tiny.recipe(Recipe("primer", primer="Soil is old.")).primer_ids != ()
+    check = Check(runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer)
+    scores = [score for score in check.scores() if score.case == cases[0].id]
+    reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
+    own = rc.fuse(tiny, reader.prompt, "reposition", recipe=Recipe("primer", primer=primer))
+    full = rc.fuse(tiny, reader.prompt, "full")
+    expected = torch.nn.functional.kl_div(
+        own.next_logits.log_softmax(-1), full.next_logits.log_softmax(-1), log_target=True, reduction="sum"
+    )
+    assert scores[-1].kl_first == pytest.approx(float(expected), rel=1e-3)
+    verdict = check.finish().verdict
+    (judged,) = verdict.methods
+    assert (judged.recipe, tuple(verdict.primer)) == ("primer", primer)
+    save_verdict(tmp_path / "kb", replace(verdict, methods=(replace(judged, safe=True),)))
+    with rc.RagCache.open(tmp_path / "kb", **options) as kb:
+        assert kb.ask("Where do dogs bark?").method == "reposition"
+    assert not caplog.records
+    save_verdict(tmp_path / "kb", replace(verdict, primer=()))
+    with rc.RagCache.open(tmp_path / "kb", **options) as kb:
+        assert kb.ask("Where do dogs bark?").method == "cacheblend(ratio=0.3)"
+    assert f"a primer of 0 tokens each, and the store's are read behind 0 others and a primer of {len(primer)} tokens" in (
+        caplog.records[0].getMessage()
+    )
+
+
 @pytest.mark.parametrize(
     ("chosen_from", "count"), [("document", 2), pytest.param("similarity", 1, marks=pytest.mark.slow)]
 )
@@ -141,8 +173,8 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
     assert not caplog.records
     save_verdict(tmp_path / "kb", replace(verdict, neighbours=0))
     with rc.RagCache.open(tmp_path / "kb", method="auto", **options) as kb:
-        assert kb.ask("Where did the cat sit?").method == "full"
-    assert f"read behind 0 others each, and the store's are read behind {count}" in caplog.records[0].getMessage()
+        assert kb.ask("Where did the cat sit?").method == "epic"
+    assert f"read behind 0 others and a primer of 0 tokens each, and the store's are read behind {count}" in caplog.records[0].getMessage()
 
 
 def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
