@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is non
 END_MARK = f"{MARK}end\ue000"  # stands behind the last turn where the answer goes on with it
 Message = Mapping[str, Any]  # JSON, as chat templates take it
 PART = 1 << 16  # characters of a long text that are counted at once
+CLOCK = "strftime_now"  # the function by which a chat template asks for the time
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
 
 
@@ -229,9 +231,13 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, *, special_only: bool = F
 
     Other added tokens are text: Gemma has some for runs of newlines and for HTML tags.
     """
+    return list_controls(tokenizer, "" if special_only else template_text(tokenizer))
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the tokenizer's chat templates as they are written, "" without any."""
     template = tokenizer.chat_template
-    written = "\n".join(template.values()) if isinstance(template, dict) else template or ""
-    return list_controls(tokenizer, "" if special_only else written)
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 @lru_cache(maxsize=8)  # Gemma has 6,000 special tokens, which take 20 ms to list
@@ -284,14 +290,16 @@ class Shown(NamedTuple):
     """What a chat template is given beside messages, cut (`as_text`).
 
     tools: functions that it describes. variables: others of its own, such as enable_thinking
+    date:  what a template that asks for the time is given; None: the time at which it is rendered
     """
 
     tools: Sequence[Message] = ()
     variables: Mapping[str, Any] = MappingProxyType({})
+    date: datetime | None = None
 
     def as_text(self, tokenizer: PreTrainedTokenizerBase) -> Shown:
         """The same without control tokens."""
-        return Shown(all_as_text(tokenizer, self.tools), all_as_text(tokenizer, self.variables))
+        return Shown(all_as_text(tokenizer, self.tools), all_as_text(tokenizer, self.variables), self.date)
 
 
 NOTHING_SHOWN = Shown()
@@ -421,6 +429,8 @@ def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown
         lines = [turn["content"] for turn in turns]
         return "\n".join([*lines[:-1], f"Answer: {last.removesuffix(END_MARK)}"] if continued else [*lines, "Answer:"])
     told = {"tools": list(shown.tools) or None, "add_generation_prompt": not continued, **shown.variables}
+    if shown.date is not None:
+        told.setdefault(CLOCK, shown.date.strftime)
     try:
         text: str = tokenizer.apply_chat_template(turns, tokenize=False, **told)
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)

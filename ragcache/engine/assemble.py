@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from datetime import date, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
-from ragcache.prompt import PromptFormat, prompt_format
+from ragcache.prompt import CLOCK, PromptFormat, Shown, prompt_format, template_text
 from ragcache.retrieval.embedder import Embedder, Reranker, load_embedder, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
@@ -57,6 +58,8 @@ DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
 KEPT = "kv_kept"
 """The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
+DATE = "prompt_date"
+"""The store's property: the day that its own prefix states."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ def assemble(
     choice = choose_method(card, chosen.method, chosen.method_options, stored)
     method = choice.method
     own = replace(block_recipe(card, method, choice.recipe), neighbours=number)
-    text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format)
+    shown = Shown(date=_date(store.documents) if CLOCK in template_text(card.tokenizer) else None)
+    text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format, shown=shown)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
     used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
     near = None
@@ -149,6 +153,9 @@ def assemble(
         store.documents.bind(NEIGHBOURS, neighbours.bound())
         near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours)
     own_blocks = used, first_ids, chosen.tenant
+    # Blocks behind a primer serve every prefix here; a request to another engine names them by the prompt's beginning.
+    dated = used.needs_prefix or (engine is not None and used.sees_prefix)
+    formats = text, chosen.system, shown, dated
     if engine is not None and near is not None:
         raise ConfigError(
             "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
@@ -156,11 +163,11 @@ def assemble(
         )
     if engine is not None:
         names = BlockKeys(card, *own_blocks)
-        reader = engine.engine(card, Prompts(card, names, text), store.kv)
+        reader = engine.engine(card, Prompts(card, names, *formats), store.kv)
         made = _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
         made.reader.check(RequestOptions(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
-        made = _here(store, config, card, own_blocks, text, near)
+        made = _here(store, config, card, own_blocks, formats, near)
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
     cut = Chunker(card.tokenizer, chosen.chunker)
@@ -208,6 +215,13 @@ def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe
     return asked
 
 
+def _date(documents: DocumentStore) -> datetime:
+    """Return the date that stored KV is read behind where the chat template states one: that of the first opening."""
+    if (bound := documents.properties().get(DATE)) is None:
+        documents.bind(DATE, bound := date.today().isoformat())
+    return datetime.fromisoformat(str(bound))
+
+
 def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
     """The recipe with the share of KV that the store's blocks hold: that which was first asked for.
 
@@ -226,10 +240,10 @@ def _here(
     config: StoreConfig,
     lm: LanguageModel,
     own_blocks: tuple[Recipe, list[int], str],
-    text: PromptFormat,
+    formats: tuple[PromptFormat, str | None, Shown, bool],
     near: Neighbourhood | None,
 ) -> _Made:
-    """own_blocks: how the store's blocks are made: recipe, ids before the first passage, tenant"""
+    """own_blocks: how blocks are made: recipe, ids before the first passage, tenant. formats: of `Prompts`"""
     documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
     rates = None
@@ -249,7 +263,7 @@ def _here(
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
     reader = LocalEngine(
         lm,
-        Prompts(lm, encoder, text, prefixes.count),
+        Prompts(lm, encoder, *formats, prefixes.count),
         KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
         prefixes,
         SharedPrefixes(admission, tree),

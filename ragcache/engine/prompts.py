@@ -6,11 +6,12 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from ragcache.engine.conversation import Conversation
 from ragcache.engine.history import History
@@ -41,13 +42,19 @@ log = logging.getLogger(__name__)
 class Prompts:
     """Builds the prompts of one store's questions. Thread-safe.
 
-    names: of the store's blocks
+    names:  of the store's blocks
+    format: with the store's own system prompt, `system`, and date; stored KV is behind its prefix
+    shown:  what the chat template was given for it
+    dated:  whether every prompt states its date, and not the time at which it is asked
     _known: how many of a prompt's first tokens the engine has read before, where it can tell
     """
 
     lm: ModelCard
     names: BlockKeys
     format: PromptFormat
+    system: str | None = None
+    shown: Shown = NOTHING_SHOWN
+    dated: bool = False
     _known: Known = lambda _method, _ids: 0
     _read_counts: ReadCounts = field(default_factory=lambda: ReadCounts())
 
@@ -74,17 +81,24 @@ class Prompts:
                 'open it with recipe="primer" or with this system prompt, or ask with method="full"'
             )
 
-    def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
-        """Ends of a lone question's prompt.
+    def showing(self, variables: Mapping[str, Any] = MappingProxyType({}), *, stored: bool = False) -> Shown:
+        """Return what the chat template is given beside messages.
 
-        system: in place of the store's own, which stays where neither this nor `shown` is given
-        shown:  what else the chat template is given; with it, no system is no system prompt
+        stored: whether KV of the prompt's beginning is stored
+        """
+        return Shown(variables=variables, date=self.shown.date if stored or self.dated else None)
+
+    def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
+        """Return the ends of a lone question's prompt.
+
+        system: in place of the store's own
+        shown:  what else the chat template is given; None: `showing()`
 
         Raises PromptError (empty question), ConfigError (a chat template that takes no system message).
         """
-        form, tokenizer = self.format, self.lm.tokenizer
-        if system is not None or shown is not None:
-            shown = (shown or NOTHING_SHOWN).as_text(tokenizer)
+        form, tokenizer, shown = self.format, self.lm.tokenizer, shown or self.showing()
+        if system is not None or shown != self.shown:
+            system, shown = self.system if system is None else system, shown.as_text(tokenizer)
             form = prompt_format(tokenizer, system=system, question_format=form.question_format, shown=shown)
         return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
 

@@ -192,15 +192,13 @@ class Questions:
         self._parts.card.check_text(question, "the question")
         self._parts.card.check_text(options.get("system") or "", "the system prompt")
         reading, shown = self._reading(options, templated=True), self._shown(options)
-        ends, system = self._parts.reader.prompts.question_ends, options.get("system")
-        if not shown.variables:
-            return reading, partial(ends, question, system)
-        return reading, partial(ends, question, self._parts.system if system is None else system, shown)
+        return reading, partial(self._parts.reader.prompts.question_ends, question, options.get("system"), shown)
 
     def _shown(self, options: GenerationOptions) -> Shown:
         """What the chat template is told. Raises ConfigError."""
         effort, enable, given = (options.get(name) for name in TEMPLATE_OPTIONS)
-        return Shown(variables=template_variables(self._parts.card.tokenizer, effort, enable, given))
+        variables = template_variables(self._parts.card.tokenizer, effort, enable, given)
+        return self._parts.reader.prompts.showing(variables, stored=bool(options.get("whole")))
 
     def _reading(self, options: GenerationOptions, *, templated: bool = False) -> RequestOptions:
         """templated: whether the chat template makes the prompt, and may have the model think"""
