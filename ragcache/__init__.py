@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragcache.fusion.recompute import RecomputeContext, RecomputeMethod
     from ragcache.fusion.snapkv import SnapKV
     from ragcache.ingest.chunker import ChunkerConfig
-    from ragcache.ingest.document import Document
+    from ragcache.ingest.document import HANDLE_KEY, Document
     from ragcache.ingest.pipeline import IngestConfig
     from ragcache.ingest.report import IngestReport, ProgressEvent
     from ragcache.kv.block import KVBlock
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "HANDLE_KEY",
     "METHODS",
     "AddedTokens",
     "Answer",
@@ -115,7 +116,7 @@ _NAMES = {
     "fusion.layout": "AddedTokens",
     "fusion.recompute": "RecomputeContext RecomputeMethod",
     "ingest.chunker": "ChunkerConfig",
-    "ingest.document": "Document",
+    "ingest.document": "HANDLE_KEY Document",
     "ingest.pipeline": "IngestConfig",
     "ingest.report": "IngestReport ProgressEvent",
     "kv.block": "KVBlock",

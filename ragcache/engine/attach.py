@@ -69,13 +69,15 @@ class Attachment:
 
 
 class Hook(NamedTuple):
-    """What follows a method: after(object, result, arguments by name) gives the result in its place.
+    """What follows a method: after(object, result, arguments by name) gives the result in its place; None: nothing.
 
     before: adds arguments that `after` is given besides: of what is gone by then
+    clean:  returns what the method is given in place of each argument: without ragcache's own marks
     """
 
-    after: Callable[[Any, Any, Arguments], Any]
+    after: Callable[[Any, Any, Arguments], Any] | None
     before: Callable[[Any, Arguments], Arguments] | None = None
+    clean: Callable[[Any], Any] = lambda value: value
 
 
 class Adapter(Protocol):
@@ -161,8 +163,10 @@ def _following(method: Callable[..., Any], hook: Hook, attachment: Attachment) -
             return method(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         for name, value in bound.arguments.items():
-            if isinstance(value, Iterator):  # it is read twice
-                bound.arguments[name] = list(value)
+            known = list(value) if isinstance(value, Iterator) else value  # it is read twice
+            bound.arguments[name] = hook.clean(known)
+        if hook.after is None:
+            return method(*bound.args, **bound.kwargs)
         given = _by_name(signature, bound)
         with _running(attachment):
             told = _told(hook, self, given)
@@ -192,7 +196,7 @@ def _told(hook: Hook, given: Any, arguments: Arguments) -> Arguments:
 def _after(hook: Hook, given: Any, result: Any, told: Arguments, attachment: Attachment) -> Any:
     try:
         with _running(attachment):
-            return hook.after(given, result, told)
+            return result if hook.after is None else hook.after(given, result, told)
     except RagCacheError as error:
         log.warning("%s: KV does not follow (%s)", attachment.collection, error)
         return result

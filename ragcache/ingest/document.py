@@ -13,6 +13,8 @@ from ragcache.kv.block_key import digest
 from ragcache.store.json_values import check_metadata, text_problem
 from ragcache.store.places import Place, check_places
 
+HANDLE_KEY = "ragcache_handle"
+"""Where integrations name a passage's KV block in the metadata that they return; no document keeps it."""
 # The line below a table's header.
 _TABLE = re.compile(r"(?m)^(?=[^\n]*-)(?=[^\n]*\|)[ \t|:-]+$")
 
@@ -23,7 +25,7 @@ class Document:
 
     id:       names the document in the store; ingesting the same id again replaces it
     text:     plain text or Markdown; Markdown's structure is used to find good places to cut
-    metadata: a JSON object, for filters
+    metadata: a JSON object, for filters; a handle in it, which a search put there, is dropped
     title:    given to the embedder with every chunk
     source:   where it came from, for people (a path, a URL); the id when empty
     places:   where in its file the text was read, by offsets; each passage's own is in its metadata
@@ -35,6 +37,11 @@ class Document:
     title: str = ""
     source: str = ""
     places: Sequence[Place] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.metadata, Mapping) and HANDLE_KEY in self.metadata:
+            known = {key: value for key, value in self.metadata.items() if key != HANDLE_KEY}
+            object.__setattr__(self, "metadata", known)
 
     @property
     def where(self) -> str:

@@ -42,6 +42,15 @@ def test_json_documents(served: Served, kb):
     assert [chunk.text for chunk in kb.chunks_of(NEW["id"])] == ["Tall trees fall.\n"]
 
 
+def test_a_handle_in_metadata_is_not_stored(served: Served, kb):
+    """A search put it there: `attach` names each passage's KV so."""
+    metadata = {**NEW["metadata"], "ragcache_handle": "0" * 64}
+    added = [{**NEW, "metadata": metadata}, {**NEW, "id": "other", "metadata": {"ragcache_handle": 1}}]
+    assert len(served.http.post(PATH, json={"documents": added}).json()["added"]) == 2
+    assert [kb.document(one["id"]).metadata for one in added] == [{"year": 2024}, {}]
+    assert served.http.post(PATH, json={"documents": [NEW]}).json()["unchanged"] == [NEW["id"]]
+
+
 def test_documents_that_are_not_to_be_split(served: Served, kb):
     text = "# One\n\nFirst.\n\n# Two\n\nSecond.\n" * 20
     whole = {"documents": [{"id": "whole", "text": text}], "split": False}

@@ -17,13 +17,15 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 
 import ragcache as rc
-from langchain_ragcache.documents import HANDLE_KEY, to_passage, without_handle
+from langchain_ragcache.documents import HANDLE_KEY, clean, to_passage, without_handle
 from ragcache.errors import ConfigError
 
 # What finds documents: in the base classes, and in stores that add ways of their own.
 _FINDS = re.compile(r"a?(similarity_search|max_marginal_relevance_search|hybrid_search|search$|get_by_ids$)")
 _RELEVANT = ("_get_relevant_documents", "_aget_relevant_documents")
 _ADDS = ("add_documents", "aadd_documents", "add_texts", "aadd_texts")
+# What changes documents besides, in stores that have ways of their own.
+_CHANGES = re.compile(r"a?((add|update|upsert)_(documents?|texts|embeddings)|upsert)$")
 _DELETES = ("delete", "adelete")
 
 
@@ -88,7 +90,8 @@ class LangChainAdapter:
             raise ConfigError(f"a {type(given).__name__} cannot be attached; give a vector store or a retriever")
         found = rc.Hook(partial(_found, attachment))
         hooks = {name: found for name in dir(type(given)) if name in _RELEVANT or _FINDS.match(name)}
-        hooks |= {name: rc.Hook(partial(_added, attachment)) for name in _ADDS if hasattr(given, name)}
+        hooks |= {name: rc.Hook(None, clean=clean) for name in dir(type(given)) if _CHANGES.match(name)}
+        hooks |= {name: rc.Hook(partial(_added, attachment), clean=clean) for name in _ADDS if hasattr(given, name)}
         if isinstance(given, VectorStore):
             hooks |= {name: rc.Hook(partial(_deleted, attachment), _texts) for name in _DELETES}
         return hooks

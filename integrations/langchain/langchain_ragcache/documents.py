@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 
 import ragcache as rc
 
-HANDLE_KEY = "ragcache_handle"
+HANDLE_KEY = rc.HANDLE_KEY
 
 
 def to_document(chunk: rc.Chunk, handle: str | None = None) -> Document:
@@ -28,10 +28,9 @@ def to_document(chunk: rc.Chunk, handle: str | None = None) -> Document:
 
 
 def to_passage(document: Document, id: str) -> rc.Document:
-    """What is stored for a document: its text as it is, and its metadata without the handle."""
-    metadata = without_handle(document.metadata)
-    source = metadata.get("source")
-    return rc.Document(id, document.page_content, metadata, source=source if isinstance(source, str) else "")
+    """Return what is stored for a document: its text as it is, and its metadata."""
+    source = document.metadata.get("source")
+    return rc.Document(id, document.page_content, document.metadata, source=source if isinstance(source, str) else "")
 
 
 def without_handle(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -41,3 +40,13 @@ def without_handle(metadata: dict[str, Any]) -> dict[str, Any]:
 def strip_handles(documents: Iterable[Document]) -> list[Document]:
     """Copies without the handle that retrieval attached: what `langchain_core.indexing.index` may hash."""
     return [document.model_copy(update={"metadata": without_handle(document.metadata)}) for document in documents]
+
+
+def clean(value: Any) -> Any:
+    """Return an argument of a vector store's method with no handle in the documents and metadata that it holds."""
+    if isinstance(value, dict):
+        return {key: clean(one) for key, one in without_handle(value).items()}
+    if isinstance(value, Document):
+        return strip_handles([value])[0] if HANDLE_KEY in value.metadata else value
+    holds = isinstance(value, list | tuple) and value and isinstance(value[0], Document | dict)
+    return [clean(one) for one in value] if holds else value

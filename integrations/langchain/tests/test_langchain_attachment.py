@@ -143,6 +143,38 @@ def test_what_is_added_and_deleted_reaches_the_kv(kb, theirs, asynchronous):
     assert handle(kb, "Another text, of which nobody has heard before.")
 
 
+class Changing(InMemoryVectorStore):
+    """A store with a way of its own to change documents."""
+
+    def update_documents(self, ids, documents):
+        InMemoryVectorStore.add_documents(self, documents, ids=ids)
+
+
+@pytest.mark.parametrize("way", ["documents", "documents by name", "texts", "update"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_found_documents_come_back_without_handles(kb, way, asynchronous):
+    theirs = Changing(DeterministicFakeEmbedding(size=8))
+    mine = rc.attach(theirs, kb)
+    mine.add_documents([Document(id="mill", page_content=TEXTS["mill"], metadata={"year": 2024})])
+    [found] = mine.similarity_search("mill", k=1)
+    assert found.metadata.pop("year") == 2024
+    assert list(found.metadata) == ["ragcache_handle"]
+    found.metadata["year"] = 2025
+    ways = {
+        "documents": ("add_documents", [[found]], {}),
+        "documents by name": ("add_documents", [], {"documents": iter([found])}),
+        "texts": ("add_texts", [[found.page_content]], {"metadatas": [found.metadata], "ids": ["mill"]}),
+        "update": ("update_documents", [["mill"]], {"documents": [found]}),
+    }
+    name, arguments, options = ways[way]
+    if asynchronous and way != "update":
+        in_own_loop(getattr(mine, f"a{name}")(*arguments, **options))
+    else:
+        getattr(mine, name)(*arguments, **options)
+    assert theirs.get_by_ids(["mill"])[0].metadata == {"year": 2025}
+    assert found.metadata["ragcache_handle"] == handle(kb, TEXTS["mill"]) is not None
+
+
 def test_deleting_one_of_two_with_the_same_text_keeps_its_kv(kb):
     mine = rc.attach(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), kb)
     mine.add_texts([TEXTS["mill"]] * 2, ids=["a", "b"])

@@ -125,6 +125,38 @@ def test_an_update_of_a_document_reaches_the_kv(kb, index):
     assert has(kb, *old, "page: ferry\n\nThe ferry goes every hour now.") == [False, True]
 
 
+@pytest.mark.parametrize("way", ["insert_nodes", "insert", "update_ref_doc", "refresh_ref_docs"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_found_nodes_come_back_without_handles(kb, index, way, asynchronous):
+    mine = rc.attach(index, kb)
+    found = next(one.node for one in mine.as_retriever(similarity_top_k=9).retrieve(QUESTION))
+    handle, id = found.metadata["ragcache_handle"], found.ref_doc_id
+    found.metadata["year"] = 2025
+    changed = Document(id_=id, text=found.text, metadata=found.metadata)
+    given = {"insert_nodes": [found], "refresh_ref_docs": [changed]}.get(way, changed)
+    if asynchronous:
+        in_own_loop(getattr(mine, f"a{way}")(given))
+    else:
+        getattr(mine, way)(given)
+    nodes = [node for node in index.docstore.docs.values() if node.ref_doc_id == id]
+    assert any(node.metadata.get("year") == 2025 for node in nodes)
+    for node in nodes:
+        hidden = [*node.excluded_embed_metadata_keys, *node.excluded_llm_metadata_keys]
+        assert "ragcache_handle" not in [*node.metadata, *hidden]
+        assert has(kb, read(node)) == [True]
+    bare = Document(id_=id, text=found.text, metadata={"page": id, "year": 2025})
+    assert way == "insert_nodes" or index.docstore.get_document_hash(id) == bare.hash
+    assert found.metadata["ragcache_handle"] == handle
+
+
+def test_nodes_without_kv_keep_no_old_handle(kb, index):
+    """It would name another text's KV, and be read with the text."""
+    mine = rc.attach(index, kb, learn=False)
+    index.insert_nodes([TextNode(id_="old", text="Nobody has read this.", metadata={"ragcache_handle": "stale"})])
+    found = {one.node.node_id: one.node for one in mine.as_retriever(similarity_top_k=9).retrieve(QUESTION)}
+    assert found["old"].metadata == {}
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_attached_vector_store(kb, asynchronous):
     mine = rc.attach(SimpleVectorStore(), kb, metadata_mode=MetadataMode.NONE)

@@ -121,6 +121,31 @@ def test_the_handle_is_put_on_when_found_and_never_stored(store, nodes):
     assert HANDLE_KEY not in json.dumps(store.client.chunks(["rivers"])[0].metadata)
 
 
+def test_a_handle_in_given_metadata_is_neither_stored_nor_embedded(store):
+    """As of a node that was made from a found node's metadata."""
+    metadata = {"year": 2024}
+    for id, given in (("bare", metadata), ("found", {**metadata, HANDLE_KEY: "x"})):
+        store.add([TextNode(id_=id, text="Herons fish at dawn.", metadata=given)])
+    bare, found = (store.client.document(id) for id in ("bare", "found"))
+    assert found.title == bare.title == "year: 2024\n"
+    assert HANDLE_KEY not in found.metadata
+    assert np.array_equal(*store.client.vectors(["bare", "found"]))
+
+
+def test_another_nodes_fields_are_not_believed(store):
+    """A node that was read as a plain passage and stored under another id is a node of that id."""
+    store.add([TextNode(id_="first", text="Herons fish at dawn.", metadata={"year": 2024})])
+    [first] = store.client.chunks(["first"])
+    store.client.ingest(rc.Document("second", "Herons sleep.", first.metadata), split=False)
+    [second] = store.get_nodes(["second"])
+    assert (second.node_id, second.text, second.metadata["year"]) == ("second", "Herons sleep.", 2024)
+    assert not [key for key in second.metadata if key.startswith("_")]
+    store.delete("first")
+    assert store.get_nodes(["first", "second"]) == [second]
+    store.delete("second")
+    assert not store.get_nodes(["second"])
+
+
 def test_found_nodes_can_be_pickled(store, nodes):
     store.add(nodes)
     found = store.query(query(RIVER, 3)).nodes

@@ -17,7 +17,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, Trans
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
 
 import ragcache as rc
-from llama_index.vector_stores.ragcache.nodes import HANDLE_KEY, with_handle
+from llama_index.vector_stores.ragcache.nodes import bare, with_handle
 from ragcache.errors import ConfigError
 
 
@@ -89,10 +89,11 @@ class LlamaIndexAdapter:
         if unknown := [name for name in attachment.options if name != "metadata_mode"]:
             raise ConfigError(f"attach takes no {', '.join(unknown)} for objects of LlamaIndex, only metadata_mode")
         link = _Link(attachment)
-        tables: dict[type, dict[str, Callable[..., Any]]] = {
+        tables: dict[type, dict[str, Callable[..., Any] | None]] = {
             BaseRetriever: {"_retrieve": link.retrieved},
             BaseIndex: {
                 "insert_nodes": link.added,
+                **dict.fromkeys(("insert", "update_ref_doc", "refresh_ref_docs")),  # call the others
                 "delete_ref_doc": link.deleted,
                 "delete_nodes": link.deleted,
                 "as_retriever": link.attached,
@@ -111,7 +112,7 @@ class LlamaIndexAdapter:
             raise ConfigError(f"a {type(given).__name__} cannot be attached; give a store, an index or a retriever")
         names = {f"{more}{name}": after for name, after in followed.items() for more in ("", "a")}
         twins = {"a_retrieve": "_aretrieve"}
-        methods = {twins.get(name, name): rc.Hook(after) for name, after in names.items()}
+        methods = {twins.get(name, name): rc.Hook(after, clean=clean) for name, after in names.items()}
         return {name: hook for name, hook in methods.items() if hasattr(type(given), name)}
 
 
@@ -163,17 +164,22 @@ class _Link:
 
 def to_passage(node: BaseNode, mode: MetadataMode = MetadataMode.LLM) -> rc.Document:
     """What the model reads of a node, under its id and that of the document that it was cut from."""
-    if HANDLE_KEY in node.metadata:  # which modes that read all metadata would read
-        known = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
-        node = node.model_copy(update={"metadata": known})
+    node = bare(node)  # modes that read all metadata would read the handle
     text = node.get_content(metadata_mode=mode)
     return rc.Document(node.node_id, text, node.metadata, source=node.ref_doc_id or "")
 
 
 def with_handles(nodes: Sequence[BaseNode], handles: Sequence[str | None]) -> list[BaseNode]:
-    """Copies that name their KV."""
-    pairs = zip(nodes, handles, strict=True)
-    return [with_handle(node.model_copy(update={"metadata": dict(node.metadata)}), handle) for node, handle in pairs]
+    """Return copies that name their KV."""
+    return [with_handle(node, handle) for node, handle in zip(nodes, handles, strict=True)]
+
+
+def clean(value: Any) -> Any:
+    """Return an argument of an index's or a store's method with no handle in the nodes that it holds."""
+    if isinstance(value, BaseNode):
+        return bare(value)
+    holds = isinstance(value, list | tuple) and value and isinstance(value[0], BaseNode)
+    return [clean(one) for one in value] if holds else value
 
 
 def _held(given: Any) -> Iterable[BaseNode] | None:

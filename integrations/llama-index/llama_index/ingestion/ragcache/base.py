@@ -75,7 +75,6 @@ class RagCacheTransform(TransformComponent):
 
 
 def _finished(node: BaseNode, handle: str | None, vector: list[float] | None) -> BaseNode:
-    """A copy that shares nothing that is changed. vector: for a node without an embedding."""
+    """Return a copy that shares nothing that is changed. vector: for a node without an embedding."""
     kept = vector if node.embedding is None else node.embedding
-    copy = node.model_copy(update={"metadata": dict(node.metadata), "embedding": kept})
-    return with_handle(copy, handle)
+    return with_handle(node.model_copy(update={"embedding": kept}), handle)

@@ -23,7 +23,7 @@ import ragcache as rc
 from llama_index.vector_stores.ragcache.adding import check_dimension, raise_failure, to_documents
 from llama_index.vector_stores.ragcache.events import tell_of_search
 from llama_index.vector_stores.ragcache.filters import Filter, all_of, to_filter
-from llama_index.vector_stores.ragcache.nodes import ID_FIELD, REF_FIELD, to_node, to_scored_node
+from llama_index.vector_stores.ragcache.nodes import ID_FIELD, REF_FIELD, is_node, to_node, to_scored_node
 from ragcache.errors import ConfigError
 
 DEFAULT_MMR = 0.5
@@ -96,9 +96,10 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete all nodes of a document: text, embedding, KV bytes. One that was ingested whole goes by its id."""
-        ids = [document.id for document in self._kb.documents({REF_FIELD: ref_doc_id})]
+        found = self._kb.documents({REF_FIELD: ref_doc_id})
+        ids = [document.id for document in found if is_node(document.id, document.metadata)]
         whole = self._kb.document(ref_doc_id)
-        if whole is not None and REF_FIELD not in whole.metadata:
+        if whole is not None and not is_node(whole.id, whole.metadata):
             ids.append(ref_doc_id)
         self._delete(ids)
 

@@ -8,7 +8,7 @@ be stale as soon as model or text change.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_index.core.schema import (
@@ -28,7 +28,7 @@ from llama_index.core.schema import (
 import ragcache as rc
 from ragcache.errors import ConfigError, MetadataError
 
-HANDLE_KEY = "ragcache_handle"
+HANDLE_KEY = rc.HANDLE_KEY
 ID_FIELD = "_node_id"
 REF_FIELD = "_ref_doc_id"
 _CONTENT, _KIND = "_node_content", "_node_type"
@@ -46,8 +46,8 @@ def to_document(node: BaseNode) -> rc.Document:
     Raises MetadataError (not JSON, or a reserved key), IngestError (no id), ReaderError (no text), ConfigError (a text
     template that puts metadata behind the text).
     """
-    text = node.get_content(metadata_mode=MetadataMode.NONE)
-    metadata = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
+    node = bare(node)
+    text, metadata = node.get_content(metadata_mode=MetadataMode.NONE), node.metadata
     taken = [key for key in _RESERVED if key in metadata]
     if taken:
         raise MetadataError(f"node {node.node_id}: the metadata key {taken[0]!r} is used by the store; rename it")
@@ -57,14 +57,17 @@ def to_document(node: BaseNode) -> rc.Document:
 
 
 def to_node(chunk: rc.Chunk) -> BaseNode:
-    """The node as it was stored; for a passage that was ingested without LlamaIndex, a TextNode of it."""
-    if _CONTENT in chunk.metadata:
+    """Return the node as it was stored; for a passage that was ingested without LlamaIndex, a TextNode of it.
+
+    What another node left in the passage's metadata, which may have come through another library, is not believed.
+    """
+    if is_node(chunk.document_id, chunk.metadata):
         return _restored(chunk.metadata, chunk.text)
     source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)}
     known = {name: value for name, value in (("title", chunk.title), ("source", chunk.source)) if value}
     # Pages are counted from 0 here: a model is shown the label alone.
     hidden = {name: list(_COUNTED) for name in _HIDDEN}
-    metadata = {**known, **chunk.metadata}
+    metadata = {**known, **_open(chunk.metadata)}
     return TextNode(id_=chunk.id, text=chunk.text, metadata=metadata, relationships=source, **hidden)
 
 
@@ -72,14 +75,29 @@ def to_scored_node(hit: rc.Hit) -> NodeWithScore:
     return NodeWithScore(node=with_handle(to_node(hit.chunk), hit.handle), score=hit.score)
 
 
+def is_node(id: str, metadata: Mapping[str, Any]) -> bool:
+    """Return whether this is the metadata of a document that keeps a node of this id."""
+    return _CONTENT in metadata and metadata.get(ID_FIELD) == id
+
+
 def with_handle(node: BaseNode, handle: str | None) -> BaseNode:
-    """The same node with the handle in its metadata, where neither model reads it. Changes the node it was given."""
-    if handle is not None:
-        node.metadata[HANDLE_KEY] = handle
-        for name in _HIDDEN:
-            keys = getattr(node, name)
-            setattr(node, name, [*(key for key in keys if key != HANDLE_KEY), HANDLE_KEY])
-    return node
+    """Return a copy with the handle, if any, in its metadata, where neither model reads it."""
+    named = {} if handle is None else {HANDLE_KEY: handle}
+    hidden = {name: [*_without_handle(getattr(node, name)), *named] for name in _HIDDEN}
+    return node.model_copy(update={"metadata": {**bare(node).metadata, **named}, **hidden})
+
+
+def bare(node: BaseNode) -> BaseNode:
+    """Return a copy without the handle that a search gave it; the node itself if it has none."""
+    if not any(HANDLE_KEY in getattr(node, name) for name in ("metadata", *_HIDDEN)):
+        return node
+    hidden = {name: _without_handle(getattr(node, name)) for name in _HIDDEN}
+    known = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
+    return node.model_copy(update={"metadata": known, **hidden})
+
+
+def _without_handle(keys: Sequence[str]) -> list[str]:
+    return [key for key in keys if key != HANDLE_KEY]
 
 
 def handle_of(node: BaseNode) -> str | None:
@@ -118,8 +136,6 @@ def _kept(node: BaseNode) -> dict[str, Any]:
         whole = node.to_dict(mode="json")
         whole.update(metadata={}, embedding=None)
         _set_text(whole, "")
-        for name in _HIDDEN:
-            whole[name] = [key for key in whole[name] if key != HANDLE_KEY]
         content = json.dumps(whole, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # pydantic's serialisation errors are ValueErrors
         raise MetadataError(
@@ -135,9 +151,14 @@ def _kept(node: BaseNode) -> dict[str, Any]:
 
 def _restored(stored: Mapping[str, Any], text: str) -> BaseNode:
     whole = json.loads(stored[_CONTENT])
-    whole["metadata"] = {key: value for key, value in stored.items() if key not in _RESERVED}
+    whole["metadata"] = _open(stored)
     _set_text(whole, text)
     return _KINDS.get(stored[_KIND], TextNode).from_dict(whole)
+
+
+def _open(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata without the fields that keep a node."""
+    return {key: value for key, value in metadata.items() if key not in _RESERVED}
 
 
 def _set_text(whole: dict[str, Any], text: str) -> None:
