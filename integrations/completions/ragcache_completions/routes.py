@@ -205,5 +205,6 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
+    service.kb.lm.check_text(asked.text, "the prompt")
     special = asked.content is None if asked.add_special_tokens is None else asked.add_special_tokens
     return list(service.kb.lm.tokenizer.encode(asked.text, add_special_tokens=special))

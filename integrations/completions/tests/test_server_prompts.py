@@ -8,6 +8,7 @@ import openai
 import pytest
 import torch
 from serving import events
+from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 
@@ -233,6 +234,24 @@ def test_tokens_are_the_tokenizers(served, kb):
         assert found == {"count": len(expected), "max_model_len": kb.lm.max_positions, "tokens": expected}
     assert served.http.post("/tokenize", json={"prompt": "a", "content": "b"}).status_code == 400
     assert served.http.post("/tokenize", json={"prompt": "a", "model": "other"}).status_code == 404
+
+
+def test_a_prompt_that_can_never_fit_is_not_tokenised(served, kb, monkeypatch):
+    """But for its beginning, by which that is known."""
+    lengths, encode = [], PreTrainedTokenizerFast._encode_plus
+
+    def counted(self, text, *args, **options):
+        lengths.append(len(text))
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
+    for name in ("prompt", "content"):
+        refused = served.http.post("/tokenize", json={name: "All work and no play. " * 180_000})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "the prompt has 3,960,000 characters" in refused.json()["error"]["message"]
+    assert 0 < sum(lengths) < 200_000
+    twice = "ab" * kb.lm.max_positions
+    assert served.http.post("/tokenize", json={"prompt": twice}).json()["count"] >= 2 * kb.lm.max_positions
 
 
 def test_a_key_guards_them(serve):
