@@ -27,6 +27,10 @@ OPEN = 0
 """Number of a token that every passage's tokens may be allowed to see, such as a prefix's."""
 _PASSAGE_BITS = 16
 PASSAGE = (1 << _PASSAGE_BITS) - 1
+SHARED = PASSAGE
+"""Number of a prefix that every passage is read behind (recipes `prefix` and `primer`)."""
+DROPPED = SHARED | 1 << _PASSAGE_BITS
+"""Number of a primer: passages see it and the prefix, nothing outside them sees it."""
 
 
 class Anchors(NamedTuple):

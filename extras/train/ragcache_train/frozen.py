@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError
+from ragcache.kv.rope import Rope
 from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
@@ -143,16 +144,21 @@ def number_rows(spec: TrainedTokens) -> dict[int, int]:
 
 
 def divergence_loss(
-    model: nn.Module, inner: FrozenBase, batch: dict[str, Any], num_labels: Tensor | int | None = None
+    model: nn.Module,
+    inner: FrozenBase,
+    batch: dict[str, Any],
+    num_labels: Tensor | int | None = None,
+    rope: Rope | None = None,
 ) -> Tensor:
     """KL(teacher || student) over the answers' tokens, divided by `num_labels` (None: by their number).
 
     inner: `model` without what accelerate wraps around it
     batch: the student's (see collate), and under "teacher" the teacher's, with as many labels in the same order
+    rope:  see `answer_loss`
     """
     with torch.no_grad():
         teacher = answer_logits(inner.base, inner.base, batch["teacher"]).log_softmax(-1)
-    student = answer_logits(model, inner, batch).log_softmax(-1)
+    student = answer_logits(model, inner, batch, rope).log_softmax(-1)
     total = F.kl_div(student, teacher, log_target=True, reduction="sum")
     return total / (len(teacher) if num_labels is None else num_labels)
 
@@ -160,7 +166,7 @@ def divergence_loss(
 def keep_passages(rows: Sequence[EncodedRow]) -> tuple[list[EncodedRow], list[BadLine]]:
     """Rows that are read apart, and the others, which student and teacher read alike. Raises ConfigError for no row."""
     kept = [row for row in rows if row.chunks and row.apart is not False]
-    reason = "it has no passages to read apart, from which alone frozen weights learn"
+    reason = "it has no passages to read apart, from which alone a model learns to do so"
     idle = [BadLine(row.where, reason) for row in rows if not row.chunks or row.apart is False]
     if not kept:
         raise ConfigError(f"no line of the data can be used: {idle[0]}; give lines of type qa")

@@ -14,6 +14,11 @@ The number is the token's segment:
     > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchor_tokens.py`)
     0              the open part of the context: prefix, link tokens, KV-START and KV-END
     < 0            its question
+    SHARED         the prefix, where passages are read behind it; DROPPED: the primer behind it
+
+A passage read behind a prefix or a primer stands at other positions for its own tokens than for the rest of the prompt,
+as a block does that was encoded and then placed. The model rotates its keys for the former; `training_attention` turns
+them on for queries outside it.
 
 `sees` is the whole rule. The dense masks of a CPU and FlexAttention's block mask of a GPU are both made from it. Rows
 of a batch stand one behind another in one sequence and do not see each other: a CPU attends to each alone, a GPU
@@ -40,7 +45,8 @@ from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from ragcache.errors import UnsupportedModelError
-from ragcache.kv.anchor_tokens import OPEN, PASSAGE, gives_way, sees_within
+from ragcache.kv.anchor_tokens import OPEN, PASSAGE, SHARED, gives_way, sees_within
+from ragcache.kv.rope import Rope, Source, as_angles, ask
 from ragcache.models.attention_kernels import Scoring, additive, attend, visible
 from ragcache.models.latent import expand
 
@@ -62,8 +68,14 @@ def sees(
     """
     stays: Tensor = ~gives_way(key_segment)
     from_open_to_context = (query_segment <= OPEN) & (key_segment >= OPEN) & stays
-    visible = (key_index <= query_index) & (sees_within(query_segment, key_segment) | from_open_to_context)
+    to_head = (query_segment > OPEN) & is_shared(key_segment)
+    visible = (key_index <= query_index) & (sees_within(query_segment, key_segment) | from_open_to_context | to_head)
     return visible if window is None else visible & (distance < window)
+
+
+def is_shared(segment: Tensor) -> Tensor:
+    """Return whether tokens are of a prefix or primer that passages are read behind."""
+    return (segment > OPEN) & (segment & PASSAGE == SHARED)
 
 
 @dataclass(eq=False)
@@ -73,6 +85,8 @@ class Visibility:
     segments, positions, rows: int64 [length]; rows: the number of each token's row, ascending
     lengths: of the rows, what fills up included
     memory:  keys and values of each layer that stand in front of every row, at positions 0, 1, ...; (): none
+    shifts:  int64 [length]: how far each token is moved for queries outside passages; None: no token is
+    rope:    turns the keys of moved tokens
     """
 
     segments: Tensor
@@ -80,18 +94,32 @@ class Visibility:
     rows: Tensor
     lengths: Sequence[int]
     memory: Sequence[tuple[Tensor, Tensor]] = ()
+    shifts: Tensor | None = None
+    rope: Rope | None = None
     _dense: dict[int | None, list[Tensor]] = field(default_factory=dict)
     _blocks: dict[int | None, BlockMask] = field(default_factory=dict)
+    _angles: dict[Source, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: dict[str, Any], rope: Rope | None, memory: Sequence[tuple[Tensor, Tensor]] = ()) -> Visibility:
+        """Return the rule of a batch that `collate` made."""
+        own = batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"]
+        return cls(*own, memory, batch.get("shifts"), rope)
+
+    @property
+    def placed(self) -> Tensor:
+        """Positions at which queries outside passages see the tokens."""
+        return self.positions if self.shifts is None else self.positions + self.shifts
 
     def masks(self, window: int | None = None) -> list[Tensor]:
         """bool [tokens, memory + tokens] of each row: the rule for every pair. Memory is seen but for what a window
         hides."""
         found = []
         held = torch.arange(self.memory[0][0].shape[2] if self.memory else 0, device=self.segments.device)
-        split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions))
-        for segments, positions in zip(*split, strict=True):
+        split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions, self.placed))
+        for segments, positions, placed in zip(*split, strict=True):
             index = torch.arange(len(segments), device=segments.device)
-            distance = positions[:, None] - positions
+            distance = positions[:, None] - torch.where(segments[:, None] > OPEN, positions, placed)
             own = sees(segments[:, None], segments, index[:, None], index, distance, window)
             found.append(torch.cat([visible(positions, held, window), own], dim=1))
         return found
@@ -127,8 +155,11 @@ class Visibility:
         same_run = runs[:, 0, None] == runs[:, -1]
         asking = torch.where(segments <= OPEN, rows, len(self.lengths)).amin(1)
         asked = torch.where((segments >= OPEN) & ~gives_way(segments), rows, -1).amax(1)
-        some = same_run | (asking[:, None] == asked)
-        (low, high), (first, last) = segments.aminmax(dim=1), positions.aminmax(dim=1)
+        apart = torch.where(segments > OPEN, rows, len(self.lengths)).amin(1)
+        head = torch.where(is_shared(segments), rows, -1).amax(1)
+        some = same_run | (asking[:, None] == asked) | (apart[:, None] == head)
+        placed = torch.stack([positions, self.placed.view(-1, BLOCK)])
+        (low, high), (first, last) = segments.aminmax(dim=1), (placed.amin((0, 2)), placed.amax((0, 2)))
         uniform = (low == high) & (rows[:, 0] == rows[:, -1])
         full = (uniform[:, None] & uniform) & (low[:, None] == low) & (rows[:, :1] == rows[:, 0])
         if window is not None:
@@ -144,14 +175,32 @@ class Visibility:
 
     def rule(self, window: int | None) -> Any:
         """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
-        segments, positions, rows = self.segments, self.positions, self.rows
+        segments, positions, rows, placed = self.segments, self.positions, self.rows, self.placed
 
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            distance = positions[query] - positions[key]
+            distance = positions[query] - torch.where(segments[query] > OPEN, positions[key], placed[key])
             same_row = rows[query] == rows[key]
             return same_row & sees(segments[query], segments[key], query, key, distance, window)
 
         return mask_mod
+
+
+    def moved(self, key: Tensor, layer: int) -> Tensor:
+        """Return a layer's rotated keys as queries outside passages see them.
+
+        key: [1, num_kv_heads, length, head_dim]
+        """
+        source = None if self.rope is None or self.shifts is None else self.rope.sources[layer]
+        if source is None or self.rope is None or self.shifts is None:
+            return key
+        if source not in self._angles:
+            cos, sin = as_angles(ask(source, key.new_zeros(1, dtype=torch.float32), self.shifts[None]))
+            scale = (cos.square() + sin.square()).sqrt()  # keys have the attention's scaling already
+            self._angles[source] = cos / scale, sin / scale
+        still = key.shape[-1] - self.rope.key_dims[layer]  # in front of the rotary key, in heads made of latents
+        turning = key[..., still:].float()
+        turned = self.rope.apply(turning[:, :0], turning, *self._angles[source])[1].to(key.dtype)
+        return torch.cat([key[..., :still], turned], -1) if still else turned
 
 
 def _in_order(pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,9 +245,12 @@ def training_attention(
         )
     query, key = query.to(value.dtype), key.to(value.dtype)  # the rotation of float32 weights leaves them float32
     mask = visibility.for_attention(sliding_window, value.dtype)
+    views = [key] if visibility.shifts is None else [key, visibility.moved(key, int(module.layer_idx))]  # type: ignore[arg-type]
     if isinstance(mask, BlockMask):
-        out, _ = flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
-        return out, None
+        extra = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        outs = [flex_attention_forward(module, query, view, value, mask, **extra)[0] for view in views]
+        outside = (visibility.segments <= OPEN)[None, :, None, None]
+        return outs[0] if len(outs) == 1 else torch.where(outside, outs[1], outs[0]), None
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     sizes = list(visibility.lengths)
     queries, keys, values = (list(torch.split(one, sizes, dim=2)) for one in (query, key, value))
@@ -206,35 +258,62 @@ def training_attention(
         held_keys, held_values = expand(module, visibility.memory[int(module.layer_idx)])  # type: ignore[arg-type]
         keys = [torch.cat([held_keys.to(own.dtype), own], dim=2) for own in keys]
         values = [torch.cat([held_values.to(own.dtype), own], dim=2) for own in values]
-    rows = zip(queries, keys, values, mask, strict=True)
-    out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)
+    if visibility.shifts is None:
+        rows = zip(queries, keys, values, mask, strict=True)
+        out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)
+        return out.transpose(1, 2).contiguous(), None
+    outs = []
+    split = torch.split(visibility.segments > OPEN, sizes), torch.split(views[1], sizes, dim=2)
+    for own, seen, held, hides, apart, moved in zip(queries, keys, values, mask, *split, strict=True):
+        places = [apart.nonzero()[:, 0], (~apart).nonzero()[:, 0]]
+        parts = [
+            attend(own[:, :, at], view, held, hides[at], False, scoring)
+            for at, view in zip(places, (seen, moved), strict=True)
+        ]
+        outs.append(torch.cat(parts, 2)[:, :, torch.cat(places).argsort()])
+    out = torch.cat(outs, dim=2)
     return out.transpose(1, 2).contiguous(), None
 
 
 def answer_loss(
-    model: nn.Module, inner: nn.Module, batch: dict[str, Any], num_labels: Tensor | int | None = None
+    model: nn.Module,
+    inner: nn.Module,
+    batch: dict[str, Any],
+    num_labels: Tensor | int | None = None,
+    rope: Rope | None = None,
 ) -> Tensor:
     """Cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
 
     inner: `model` without what accelerate wraps around it
-    batch: see collate
+    batch: see collate; rope: the model's, for passages that are read behind a prefix
     """
     labels = batch["labels"]
-    total = F.cross_entropy(answer_logits(model, inner, batch), labels, reduction="sum")
+    total = F.cross_entropy(answer_logits(model, inner, batch, rope), labels, reduction="sum")
     return total / (len(labels) if num_labels is None else num_labels)
 
 
-def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any]) -> Tensor:
+def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None) -> Tensor:
     """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
-    visibility = Visibility(batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"])
+    return answer_states(model, inner, batch, rope, hidden=False)[0]
+
+
+def answer_states(
+    model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None, *, hidden: bool = True
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits as `answer_logits` does, and the same tokens' hidden states behind each layer.
+
+    hidden: whether there are hidden states: float32 [num_labels, hidden_size] each
+    """
     with narrowed_head(inner, batch["places"]):
-        logits: Tensor = model(
+        found = model(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
-            visibility=visibility,
+            visibility=Visibility.of(batch, rope),
             use_cache=False,
-        ).logits
-    return logits[0].float()
+            output_hidden_states=hidden,
+        )
+    states = found.hidden_states[1:] if hidden else ()
+    return found.logits[0].float(), [state[0, batch["places"]].float() for state in states]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ that ends the turn.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ class EncodingOptions:
     segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
     max_tokens:      longest sequence; link tokens, markers and anchors are not counted
     halves:          whether a "text" is cut in two halves, the first of which is a chunk (KVLink, A.6)
+    blocks:          chunks at most that a "text" is cut into, of about `segment_tokens` each; 0: it is not cut
     """
 
     system: str | None = None
@@ -37,6 +39,7 @@ class EncodingOptions:
     segment_tokens: int = 100
     max_tokens: int = 4096
     halves: bool = False
+    blocks: int = 0
 
 
 class RowEncoder:
@@ -135,9 +138,23 @@ class RowEncoder:
             half = len(text) // 2
             ask = Ask(text[half : half + 1], text[half + 1 :])
             return EncodedRow(row.kind, row.where, bos, [text[:half]], [ask], True, False, linked=False)
+        if self.options.blocks and len(text := ids[len(bos) :]) > 2 * self.options.segment_tokens:
+            *chunks, rest = _cut(text, self.options.segment_tokens, self.options.blocks)
+            return EncodedRow(row.kind, row.where, bos, chunks, [Ask(rest[:1], rest[1:])], None, False)
         if len(ids) < 2:
             ids.append(self._form.end_id)
         return EncodedRow(row.kind, row.where, [], [], [Ask(ids[:1], ids[1:])], False, False)
+
+
+def _cut(ids: Sequence[int], size: int, most: int) -> list[Sequence[int]]:
+    """Cut a text into pieces of half to one and a half times `size` tokens; the last one is the text behind `most` of
+    them, or of at least two tokens. The cuts depend on the ids alone."""
+    rng, start, pieces = random.Random(sum(ids)), 0, list[Sequence[int]]()
+    while len(pieces) < most and len(ids) - start > size:
+        stop = min(start + max(1, round(size * rng.uniform(0.5, 1.5))), len(ids) - 2)
+        pieces.append(ids[start:stop])
+        start = stop
+    return [*pieces, ids[start : start + 2 * size]]
 
 
 def passage_text(text: str) -> str:

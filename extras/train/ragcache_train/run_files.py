@@ -4,19 +4,24 @@ loss where matplotlib is installed."""
 from __future__ import annotations
 
 import json
+import logging
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast  # type: ignore[import-untyped]
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragcache.errors import ConfigError
 from ragcache.models.hub import ADAPTER
 from ragcache_train.train_options import TrainOptions
+
+logger = logging.getLogger(__name__)
 
 OPTIONS, CHECKPOINTS = "training_options.json", "checkpoints"
 FREE_TO_CHANGE = {
@@ -30,6 +35,8 @@ FREE_TO_CHANGE = {
     "merge",
     "minutes",
     "compile",
+    "evaluate",
+    "evaluate_every",
 }
 
 
@@ -39,7 +46,10 @@ def write_options(options: TrainOptions, out: Path) -> None:
 
 
 def find_checkpoint(options: TrainOptions, out: Path) -> str | None:
-    """The checkpoint to go on from. Raises ConfigError when `out` holds another run, or options differ from its own."""
+    """Return the last whole checkpoint, or None to start anew.
+
+    Raises ConfigError when `out` holds another run, when options differ from its own, or when no checkpoint is whole.
+    """
     written = out / OPTIONS
     if not options.resume:
         if any((out / name).exists() for name in (OPTIONS, "config.json", ADAPTER)):
@@ -55,18 +65,39 @@ def find_checkpoint(options: TrainOptions, out: Path) -> str | None:
             f"{out} was trained with {changed[0]}={before.get(changed[0])!r} and now it is {now[changed[0]]!r}; "
             "resume with the same options"
         )
-    folder = out / CHECKPOINTS
-    found: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    return found
+    found = list((out / CHECKPOINTS).glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*"))
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        reason = _damage(path)
+        if reason is None:
+            return str(path)
+        logger.warning("%s is not whole (%s); the run goes on from the checkpoint before", path, reason)
+    if found:
+        raise ConfigError(f"no checkpoint in {out / CHECKPOINTS} is whole; delete that directory to start anew")
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """Return what a checkpoint lacks, None for a whole one. A run that is killed may leave files missing or short."""
+    try:
+        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))  # the last file that is written
+        for file in path.glob("*.safetensors"):
+            with safe_open(file, "pt"):  # checks the file's length
+                pass
+    except (OSError, ValueError, SafetensorError) as error:
+        return str(error)
+    short = next((file.name for file in sorted(path.glob("*.pt")) if not zipfile.is_zipfile(file)), None)
+    return None if short is None else f"{short} is cut short"
 
 
 Show = Callable[[dict[str, Any]], None]
 LOG, PLOT = "training_log.jsonl", "loss.png"
+FIELDS = ("loss", "kl", "hidden", "learning_rate", "grad_norm", "tokens", "tokens_per_s")
+"""Of a line of the log, beside step, steps and seconds. tokens: that a student ran since the run began."""
 
 
 class ProgressLog(TrainerCallback):  # type: ignore[misc]
-    """Writes `training_log.jsonl`: step, steps, loss, learning_rate, grad_norm, seconds. `last_loss`: of the last line.
-    Ends the run when its time is over.
+    """Writes `training_log.jsonl`: step, steps, FIELDS, seconds. `last_loss` and `tokens` are the last line's. Ends the
+    run when its time is over.
 
     limit_s: None for none
 
@@ -77,6 +108,7 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         self.out, self.show, self.limit_s = out, show, limit_s
         self.elapsed_s = 0.0  # when the last step ended; the next one's rate is of then
         self.last_loss: float | None = None
+        self.tokens = 0
         self._started = time.monotonic()
 
     def on_train_begin(
@@ -86,6 +118,7 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
             return
         kept = [line for line in read_log(self.out) if line["step"] <= state.global_step]
         self._started = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
+        self.tokens = kept[-1].get("tokens", 0) if kept else 0
         self.out.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(line) + "\n" for line in kept)
         (self.out / LOG).write_text(text, encoding="utf-8")
@@ -117,9 +150,9 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
             return
         line = {"step": state.global_step, "steps": state.max_steps}
-        line |= {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+        line |= {name: logs[name] for name in FIELDS if name in logs}
         line["seconds"] = round(time.monotonic() - self._started, 1)
-        self.last_loss = float(logs["loss"])
+        self.last_loss, self.tokens = float(logs["loss"]), int(logs.get("tokens", 0))
         with (self.out / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.show is not None:

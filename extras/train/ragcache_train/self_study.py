@@ -125,7 +125,7 @@ class DrawnConversations:
 
     def __init__(self, rows: Sequence[EncodedRow], num_tokens: int) -> None:
         self.rows, self.num_tokens = (
-            [row._replace(asks=[_learned(ask) for ask in row.asks]) for row in rows],
+            [row._replace(asks=[ask.learned for ask in row.asks]) for row in rows],
             num_tokens,
         )
 
@@ -137,12 +137,6 @@ class DrawnConversations:
         student = lay_out(row._replace(prefix=(), chunks=()), None, False)
         student.positions = [position + self.num_tokens for position in student.positions]
         return Pair(student, lay_out(row, None, False))
-
-
-def _learned(ask: Ask) -> Ask:
-    """Question and answer as one, of which every token but the first is to be learned."""
-    whole = [*ask.suffix, *ask.answer]
-    return Ask(whole[:1], whole[1:])
 
 
 def save_cartridge(model: CartridgeModel, begun: CartridgeKV, dtype: torch.dtype, out: Path) -> None:

@@ -6,6 +6,9 @@
     reposition   prefix, chunks, then the question (Block-Attention)
     standard     the same ids as reposition, read as one text: every token sees all before it
 
+Passages that are read behind the prefix, or a primer behind it, stand at the positions of their encoding, right behind
+these; `shifts` says how far they are moved for the rest of the prompt. A primer is read once a row.
+
 Several questions stand one after another; each starts at the position behind the context.
 
 As many rows run together as fit, shuffled anew each epoch; all of it depends on the seed alone.
@@ -24,7 +27,7 @@ import torch
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Segment
 from ragcache.fusion.layout import lay_out as lay_out_parts
-from ragcache.kv.anchor_tokens import OPEN
+from ragcache.kv.anchor_tokens import DROPPED, OPEN, SHARED
 from ragcache.kv.block_key import Recipe
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
@@ -38,6 +41,12 @@ class Ask(NamedTuple):
     suffix: Sequence[int]
     answer: Sequence[int]
 
+    @property
+    def learned(self) -> Ask:
+        """Question and answer as one answer, of which every token but the first is to be learned."""
+        whole = [*self.suffix, *self.answer]
+        return Ask(whole[:1], whole[1:])
+
 
 class EncodedRow(NamedTuple):
     """One line of the data as ids.
@@ -47,6 +56,7 @@ class EncodedRow(NamedTuple):
     apart:   whether its chunks are always, sometimes (None) or never encoded separately
     shuffle: whether its chunks may change places
     linked:  whether link tokens and the like stand beside its chunks; False: only what blocks hold
+    primer:  ids that each chunk is read behind, after the prefix, where the recipe is "primer"
     """
 
     kind: str
@@ -57,19 +67,32 @@ class EncodedRow(NamedTuple):
     apart: bool | None
     shuffle: bool
     linked: bool = True
+    primer: tuple[int, ...] = ()
 
 
 @dataclass
 class Sample:
-    """One sequence; all lists have its length. A label is the id that follows, or -100 where nothing is learned."""
+    """One sequence; all lists have its length. A label is the id that follows, or -100 where nothing is learned.
+
+    shifts: how far each token is moved for tokens outside passages
+    """
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
+    shifts: list[int] = field(default_factory=list)
 
-    def add(self, ids: Sequence[int], start: int, segments: Sequence[int], labels: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        ids: Sequence[int],
+        start: int,
+        segments: Sequence[int],
+        labels: Sequence[int] | None = None,
+        shift: int = 0,
+    ) -> None:
         """Append tokens at positions from `start` on."""
+        self.shifts += [shift] * len(ids)
         self.ids += ids
         self.positions += range(start, start + len(ids))
         self.segments += segments
@@ -87,12 +110,26 @@ def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Seq
     """
     context = _context(row, spec if apart else None, order)
     sample = Sample()
-    for piece in context.pieces:
-        sample.add(piece.ids, piece.start, _segments(piece, spec if context.separate else None))
+    pieces = list(context.pieces)
+    behind = None
+    if spec is not None and context.separate and spec.recipe != "isolated" and row.chunks:
+        behind = _add_head(sample, pieces, row.primer)
+    for piece in pieces:
+        shift = 0 if behind is None or piece.passage is None else piece.start - behind
+        segments = _segments(piece, spec if context.separate else None)
+        sample.add(piece.ids, piece.start - shift, segments, shift=shift)
     for number, ask in enumerate(row.asks, start=1):
         labels = [IGNORED] * (len(ask.suffix) - 1) + list(ask.answer)
         sample.add([*ask.suffix, *ask.answer[:-1]], context.end, [-number] * len(labels), labels)
     return sample
+
+
+def _add_head(sample: Sample, pieces: list[Segment], primer: Sequence[int]) -> int:
+    """Move the text before all passages into the sample, a primer behind it. Return the passages' first position."""
+    head = pieces.pop(0).ids if pieces[0].passage is None else ()
+    sample.add(head, 0, [SHARED] * len(head))
+    sample.add(primer, len(head), [DROPPED] * len(primer))
+    return len(sample.ids)
 
 
 def _segments(piece: Segment, spec: TrainedTokens | None) -> list[int]:
@@ -116,7 +153,8 @@ def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] |
             f"a row has {len(chunks)} passages and there are link tokens for {spec.link_slots}; "
             f"train with at least {len(chunks)} link slots"
         )
-    return lay_out_parts(parts, Recipe(markers=added.markers, anchors=added.anchors), added)
+    recipe = Recipe(spec.recipe, markers=added.markers, anchors=added.anchors, primer=row.primer)
+    return lay_out_parts(parts, recipe, added)
 
 
 def _added(row: EncodedRow, spec: TrainedTokens) -> AddedTokens:
@@ -130,10 +168,34 @@ def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> i
 
 
 def context_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
-    """Tokens before the questions."""
+    """Tokens before the questions, a primer's among them."""
     chunks = [len(chunk) for chunk in row.chunks]
-    added = _added(row, spec).num_tokens(chunks) if apart and spec is not None else 0
+    added = len(row.primer) + _added(row, spec).num_tokens(chunks) if apart and chunks and spec is not None else 0
     return len(row.prefix) + sum(chunks) + added
+
+
+SHORTEST = 0.25
+"""Share of a passage that is left at least where `vary` cuts it."""
+
+
+def vary(row: EncodedRow, seed: int, most: int | None) -> EncodedRow:
+    """Draw the number, order and length of the row's passages, and the order of its questions.
+
+    Every other passage is cut and keeps its last token, a line's end.
+
+    Args:
+        row: is returned as it is if its passages may not change places.
+        most: passages that are kept at most; None returns the row as it is.
+    """
+    if most is None or not row.shuffle or not row.chunks:
+        return row
+    rng = random.Random(seed)
+    count = rng.randint(1, min(most, len(row.chunks)))
+    chunks = []
+    for chunk in rng.sample(list(row.chunks), count):
+        length = len(chunk) if rng.random() < 0.5 else max(1, round(len(chunk) * rng.uniform(SHORTEST, 1)))
+        chunks.append([*chunk[: length - 1], chunk[-1]])
+    return row._replace(chunks=chunks, asks=rng.sample(list(row.asks), len(row.asks)))
 
 
 POOL_BATCHES = 50  # batches' worth of shuffled rows, which are packed together
@@ -154,6 +216,7 @@ class BatchOptions:
     rows:           of a batch at most; None: as many as fit
     separate_share: of the rows that may be encoded either way, those encoded separately
     mixture:        share of each kind of row in an epoch; None: as the data has them
+    most:           passages of a row at most, where rows vary from epoch to epoch (`vary`); None: they do not
 
     Raises ConfigError for numbers out of range.
     """
@@ -162,6 +225,7 @@ class BatchOptions:
     rows: int | None = None
     separate_share: float = 0.5
     mixture: Mapping[str, float] | None = None
+    most: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or (self.rows is not None and self.rows < 1):
@@ -214,11 +278,12 @@ class BatchPlan:
         rng = random.Random(f"{self.seed}/{number}")
         draws = [self._draw(row, rng) for row in self._members(rng)]
         rng.shuffle(draws)
-        mean = sum(self._length(draw) for draw in draws) / len(draws)
+        lengths = {draw: self._length(draw) for draw in draws}
+        mean = sum(lengths.values()) / len(draws)
         pool = max(1, round(POOL_BATCHES * self.options.tokens / mean))
         batches = []
         for start in range(0, len(draws), pool):
-            batches += self._pack(draws[start : start + pool])
+            batches += self._pack(draws[start : start + pool], lengths)
         rng.shuffle(batches)
         return batches
 
@@ -240,14 +305,16 @@ class BatchPlan:
         )
 
     def _length(self, draw: Draw) -> int:
+        if self.options.most is not None:
+            return layout_tokens(vary(self.rows[draw.row], draw.seed, self.options.most), self.spec, draw.apart)
         return self._lengths[draw.row][draw.apart]
 
-    def _pack(self, draws: Sequence[Draw]) -> list[list[Draw]]:
+    def _pack(self, draws: Sequence[Draw], lengths: Mapping[Draw, int]) -> list[list[Draw]]:
         """First fit, the longest first: batches are full but for the last ones."""
         batches: list[list[Draw]] = []
         room: list[int] = []  # of the batches, in tokens
-        for draw in sorted(draws, key=self._length, reverse=True):
-            length = self._length(draw)
+        for draw in sorted(draws, key=lengths.__getitem__, reverse=True):
+            length = lengths[draw]
             place = next((place for place, left in enumerate(room) if left >= length), len(room))
             if place == len(room):
                 batches.append([])
@@ -272,14 +339,17 @@ def _by_kind(rows: Sequence[EncodedRow], mixture: Mapping[str, float] | None) ->
 class DrawnRows:
     """A data set for torch's DataLoader: from a Draw to its Sample."""
 
-    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens | None, shuffle: bool) -> None:
-        self.rows, self.spec, self.shuffle = rows, spec, shuffle
+    def __init__(
+        self, rows: Sequence[EncodedRow], spec: TrainedTokens | None, shuffle: bool, most: int | None = None
+    ) -> None:
+        self.rows, self.spec, self.shuffle, self.most = rows, spec, shuffle, most
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, draw: Draw) -> Sample:
-        return lay_out(self.rows[draw.row], self.spec, draw.apart, self._order(draw))
+        row = vary(self.rows[draw.row], draw.seed, self.most)
+        return lay_out(row, self.spec, draw.apart, self._order(draw) if self.most is None else None)
 
     def _order(self, draw: Draw) -> list[int] | None:
         row = self.rows[draw.row]
@@ -297,10 +367,12 @@ class Pair(NamedTuple):
 
 
 class DrawnPairs:
-    """The same data set for training on frozen weights: from a Draw to its Pair."""
+    """The same data set for training by a teacher: from a Draw to its Pair."""
 
-    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool) -> None:
-        self._student, self._teacher = DrawnRows(rows, spec, shuffle), DrawnRows(rows, None, shuffle)
+    def __init__(
+        self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None
+    ) -> None:
+        self._student, self._teacher = DrawnRows(rows, spec, shuffle, most), DrawnRows(rows, None, shuffle, most)
 
     def __len__(self) -> int:
         return len(self._student)
@@ -316,6 +388,7 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
     segments, rows: [length]; see `Visibility`
     labels:         [num_labels], the ids to be learned, in order; places: [num_labels], of the tokens they follow
     lengths:        of the rows, as numbers: nothing has to be read back from a device to know shapes
+    shifts:         [length], absent where no token is moved
 
     `shift_labels` is `labels` again: by that name transformers' Trainer knows that they are shifted already.
     multiple: the length is a multiple of it; a row of its own fills it up
@@ -325,9 +398,9 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
         filler = Sample()
         filler.add([0] * more, 0, [OPEN] * more)
         samples, lengths = [*samples, filler], [*lengths, more]
-    ids, positions, segments, following = (
+    ids, positions, segments, following, shifts = (
         torch.tensor(list(chain.from_iterable(lists)))
-        for lists in zip(*((s.ids, s.positions, s.segments, s.labels) for s in samples), strict=True)
+        for lists in zip(*((s.ids, s.positions, s.segments, s.labels, s.shifts) for s in samples), strict=True)
     )
     places = (following != IGNORED).nonzero()[:, 0]
     labels = following[places]
@@ -340,6 +413,7 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
         "places": places,
         "labels": labels,
         "shift_labels": labels,
+        **({"shifts": shifts} if shifts.any() else {}),
     }
 
 

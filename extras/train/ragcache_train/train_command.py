@@ -33,6 +33,9 @@ class ReuseOptions:
             "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet, a cartridge, or ordinary training.",
         ),
     ] = "link"
+    recipe: Annotated[
+        Literal["isolated", "prefix", "primer"], option("--recipe", "What passages are read apart behind.")
+    ] = "isolated"
     link_tokens: Annotated[int, option("--link-tokens", "K: link tokens after each passage.")] = 5
     link_slots: Annotated[int, option("--link-slots", "Passages that have link tokens of their own.")] = 16
     anchor_tokens: Annotated[
@@ -69,10 +72,33 @@ class FrozenOptions:
         typer.Option("--database", envvar="RAGCACHE_TRAIN_DATABASE", help="SQLAlchemy URL of that store's documents."),
     ] = None
     rows: Annotated[int, option("--rows", "Rows drawn from the store, or chunks of the corpus.")] = 200
-    passages: Annotated[int, option("--passages", "Neighbouring passages of such a row.")] = 8
+    passages: Annotated[int, option("--passages", "Passages of such a row; with distill, of any row at most.")] = 8
     corpus: Annotated[Path | None, option("--corpus", "Text that a cartridge stands for: a file in UTF-8.")] = None
     cartridge_tokens: Annotated[int, option("--cartridge-tokens", "p: tokens of the cartridge.")] = 256
     study_tokens: Annotated[int, option("--study-tokens", "Tokens of each chunk of the corpus.")] = 512
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """Learning from a teacher that reads all passages as one text."""
+
+    objective: Annotated[
+        Literal["labels", "distill"],
+        option("--objective", "Learn the answers, or a frozen teacher's full attention on all behind the passages."),
+    ] = "labels"
+    teacher: Annotated[
+        str | None, option("--teacher", "Of distill: model to learn from; the one to start from if not given.")
+    ] = None
+    hidden_weight: Annotated[
+        float, option("--hidden-weight", "Of distill: weight of the relative error of hidden states.")
+    ] = 0.5
+    link_rate: Annotated[
+        float | None, option("--link-rate", "Of distill: learning rate of added tokens; ten times the other if not given.")
+    ] = None
+    evaluate: Annotated[
+        Path | None, option("--evaluate", "Of distill: held-out rows in --data's form, for evaluation.jsonl in --out.")
+    ] = None
+    evaluate_every: Annotated[int, option("--evaluate-every", "Steps between evaluations.")] = 100
 
 
 @dataclass(frozen=True)
@@ -144,6 +170,7 @@ class RunOptions:
 @command
 def train(
     reuse: ReuseOptions,
+    distill: DistillOptions,
     frozen: FrozenOptions,
     mixture: MixtureOptions,
     schedule: ScheduleOptions,
@@ -162,7 +189,8 @@ def train(
         raise ConfigError(f"training needs {error.name}; install ragcache-kv[train]") from error
     report_warnings()
     hide_bars_in_pipes()
-    given: dict[str, Any] = {**vars(reuse), **vars(frozen), **vars(mixture), **vars(schedule), **vars(run)}
+    groups = (reuse, distill, frozen, mixture, schedule, run)
+    given: dict[str, Any] = {name: value for group in groups for name, value in vars(group).items()}
     given["data"] = tuple(reuse.data or ())
     given["mixture"] = _mixture(given.pop("mix"))
     given["shuffle_passages"] = not given.pop("keep_order")

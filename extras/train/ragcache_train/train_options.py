@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragcache.errors import ConfigError, check_least
+from ragcache.errors import ConfigError, check_choice, check_least
+from ragcache.kv.block_key import RECIPE_NAMES
 from ragcache.models.load import DTYPES
 from ragcache_train.cartridge import corpus_digest
 from ragcache_train.row_encoder import EncodingOptions
@@ -18,7 +19,10 @@ from ragcache_train.train_batches import BatchOptions
 PRECISIONS = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
+OBJECTIVES = ("labels", "distill")
+DISTILL_RATE = 1e-4  # all weights; the teacher's distribution says more of a token than its label does
 FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
+DISTILL_BETA2 = 0.98
 FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
 PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens in front of a passage and behind it, on frozen weights
 CARTRIDGE = "cartridge"
@@ -37,6 +41,13 @@ class TrainOptions:
                      standard encoding)
     corpus:          file of text that a cartridge stands for: the model asks itself about `rows` chunks of it, of
                      `study_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
+    objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as one text,
+                     along every token behind them, and the relative error of hidden states there
+    recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
+    teacher:         of "distill": a model of the same family and vocabulary; None: the model to start from, as it is
+    hidden_weight:   of "distill": weight of the hidden states' error
+    link_rate:       of "distill": learning rate of the added tokens' embeddings; None: ten times that of the weights
+    evaluate:        of "distill": file of held-out rows with answers, read every `evaluate_every` steps
     freeze:          leave the weights as they are and train the embeddings of the added ids alone, by the divergence
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
     header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
@@ -44,7 +55,8 @@ class TrainOptions:
     anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
                      block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
     text_sees_anchors: AnLLM's mask: a passage's text sees the anchors before its own segment, too
-    store:           draw `rows` rows of `passages` neighbouring passages from this store, on frozen weights
+    store:           draw `rows` rows of `passages` neighbouring passages from this store, without labels. By
+                     "distill" other rows, too, have a random number of passages, so many at most
     database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
                      password
     link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
@@ -77,6 +89,13 @@ class TrainOptions:
     corpus: str | Path | None = None
     cartridge_tokens: int = 256
     study_tokens: int = 512
+    objective: str = "labels"
+    recipe: str = "isolated"
+    teacher: str | Path | None = None
+    hidden_weight: float = 0.5
+    link_rate: float | None = None
+    evaluate: str | Path | None = None
+    evaluate_every: int = 100
     freeze: bool = False
     header_tokens: int | None = None
     trailer_tokens: int | None = None
@@ -129,6 +148,7 @@ class TrainOptions:
         self._check_anchors()
         self._check_cartridge()
         self._check_frozen()
+        self._check_distill()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
         if not self.epochs > 0:
             raise ConfigError(f"epochs is {self.epochs}; it must be more than 0")
@@ -149,7 +169,7 @@ class TrainOptions:
             raise ConfigError(f"warmup is {self.warmup}; it is a share of the steps and must lie in 0..1")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
-        counts = ("accumulate", "save_every", "keep_checkpoints", "log_every", "rows", "passages")
+        counts = ("accumulate", "evaluate_every", "save_every", "keep_checkpoints", "log_every", "rows", "passages")
         for name in (*counts, "segment_tokens", "study_tokens"):
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
@@ -175,10 +195,31 @@ class TrainOptions:
             raise ConfigError("a cartridge is trained on its corpus alone, without data, store or added tokens")
         check_least("cartridge_tokens", self.cartridge_tokens, 2)
 
+    def _check_distill(self) -> None:
+        check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("recipe", self.recipe, RECIPE_NAMES)
+        if self.reuse in ("none", CARTRIDGE) and (self.distills or self.recipe != "isolated"):
+            raise ConfigError(
+                f"reuse is {self.reuse!r}, which reads no passages apart; leave objective and recipe out, or give "
+                "reuse='link'"
+            )
+        if self.distills and self.is_frozen:
+            raise ConfigError("objective='distill' trains weights and freeze, or reuse='packet', none; leave one out")
+        given = {"teacher": self.teacher, "link_rate": self.link_rate, "evaluate": self.evaluate}
+        for name, value in given.items():
+            if value is not None and not self.distills:
+                raise ConfigError(f"{name} goes with objective='distill'; add it, or leave {name} out")
+        if self.hidden_weight < 0:
+            raise ConfigError(f"hidden_weight is {self.hidden_weight}; it must be at least 0")
+        if self.link_rate is not None and not self.link_rate > 0:
+            raise ConfigError(f"link_rate is {self.link_rate}; it must be more than 0")
+
     def _check_frozen(self) -> None:
         if not self.is_frozen:
-            if self.header_tokens is not None or self.trailer_tokens is not None or self.store is not None:
-                raise ConfigError("header_tokens, trailer_tokens and store go with frozen weights; add freeze")
+            if self.header_tokens is not None or self.trailer_tokens is not None:
+                raise ConfigError("header_tokens and trailer_tokens go with frozen weights; add freeze")
+            if self.store is not None and not self.distills:
+                raise ConfigError("store goes with frozen weights or objective='distill'; add freeze")
             return
         if self.database is not None and self.store is None:
             raise ConfigError("database is that of a store; add store")
@@ -199,6 +240,10 @@ class TrainOptions:
         return self.freeze or self.reuse in ("packet", CARTRIDGE)
 
     @property
+    def distills(self) -> bool:
+        return self.objective == "distill"
+
+    @property
     def makes_lora_adapter(self) -> bool:
         return self.lora_rank > 0 and not self.merge
 
@@ -213,7 +258,12 @@ class TrainOptions:
 
     def batches(self) -> BatchOptions:
         share = 1.0 if self.is_frozen else self.separate_share
-        return BatchOptions(self.batch_tokens, self.batch_size, share, self.mixture)
+        return BatchOptions(self.batch_tokens, self.batch_size, share, self.mixture, self.most)
+
+    @property
+    def most(self) -> int | None:
+        """Passages of a row at most, where their number is drawn anew in each epoch."""
+        return self.passages if self.distills and self.shuffle_passages else None
 
     def encoding(self, max_positions: int) -> EncodingOptions:
         """max_positions: tokens that the model takes."""
@@ -221,7 +271,8 @@ class TrainOptions:
         if self.max_tokens is not None and wanted > max_positions:
             raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
         form = self.system, self.question_format, self.segment_tokens
-        return EncodingOptions(*form, min(wanted, max_positions), halves=self.anchor_tokens > 0)
+        blocks = self.passages if self.distills else 0
+        return EncodingOptions(*form, min(wanted, max_positions), self.anchor_tokens > 0, blocks)
 
     def runs_bfloat16(self, device: str) -> bool:
         """Whether the passes are in bfloat16."""
@@ -242,7 +293,13 @@ class TrainOptions:
     @property
     def rate(self) -> float:
         own = FROZEN_RATE if self.is_frozen else LEARNING_RATES[self.lora_rank > 0]
+        own = DISTILL_RATE if self.distills and not self.lora_rank else own
         return own if self.learning_rate is None else self.learning_rate
+
+    @property
+    def rate_of_links(self) -> float:
+        """Learning rate of the added tokens' embeddings, where it is their own."""
+        return 10 * self.rate if self.link_rate is None else self.link_rate
 
     def rate_share(self, done: float) -> float:
         """The learning rate as a share of its peak, when that share of the run is done: as transformers' schedules."""
@@ -255,7 +312,7 @@ class TrainOptions:
     @property
     def beta2(self) -> float:
         """Decay of Adam's mean of squared gradients."""
-        return FROZEN_BETA2 if self.is_frozen else 0.999
+        return FROZEN_BETA2 if self.is_frozen else DISTILL_BETA2 if self.distills else 0.999
 
     def to_json(self) -> dict[str, Any]:
         """Options as JSON, for the file beside the checkpoints."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers import AutoConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ragcache.errors import ConfigError
@@ -30,6 +31,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import DTYPES, base_of, checkpoint_digest, load_lm
 from ragcache.models.machine import find_device
 from ragcache.models.trained_tokens import TrainedTokens
+from ragcache_train.distill import Distillation, Evaluation, check_teacher, train_layers
 from ragcache_train.frozen import divergence_loss, freeze, keep_passages, save_frozen
 from ragcache_train.lora import add_lora, known_warnings_ignored, merge_lora, save_lora
 from ragcache_train.masked_pass import BLOCK, NAME, answer_loss, register
@@ -94,7 +96,8 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(*args, model=way.model, train_dataset=way.rows, callbacks=[log], **kwargs)
         self._way, self._plan, self._multiple, self._options, self._log = way, plan, multiple, options, log
-        self.tokens_seen = 0
+        self.tokens_seen = self._student_tokens = 0
+        self._logged: float | None = None  # when the last line was
         self._compiles = options.compiles(str(self.args.device))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -118,6 +121,29 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         self.lr_scheduler: LRScheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, share)
         return self.lr_scheduler
 
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Give the parameters in `Way.apart` a learning rate of their own."""
+        if self.optimizer is not None:
+            return self.optimizer
+        optimizer: Optimizer = super().create_optimizer(model)
+        chosen = {id(parameter) for parameter in self._way.apart}
+        found = [one for group in optimizer.param_groups for one in group["params"] if id(one) in chosen]
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) not in chosen]
+        if found:
+            optimizer.add_param_group({"params": found, "lr": self._options.rate_of_links, "weight_decay": 0.0})
+        return optimizer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the tokens that ran since the run began, their number a second, and what the loss measured."""
+        if "loss" in logs:
+            now, before = time.monotonic(), self._logged or 0.0
+            logs["tokens"] = self._log.tokens + self._student_tokens
+            logs["tokens_per_s"] = round(self._student_tokens / (now - before), 1)
+            self._logged, self._student_tokens = now, 0
+            logs |= {name: round(value, 6) for name, value in self._way.measured().items()}
+        super().log(logs, start_time)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: that goes over all parameters at every step."""
         return 0
@@ -129,6 +155,8 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        self._logged = self._logged or time.monotonic()
+        self._student_tokens += inputs["input_ids"].numel()
         self.tokens_seen += sum(batch["input_ids"].numel() for batch in (inputs, inputs.get("teacher")) if batch)
         inner = self.accelerator.unwrap_model(model)
         if self._compiles:
@@ -155,6 +183,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     device = str(find_device(options.device))
     lm, earlier = _load(options, device)
     encoded, spec, unfit = _encode(options, lm, rows)
+    held_out = _held_out(options, lm) if options.evaluate is not None else []
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
     if options.reuse == CARTRIDGE:
@@ -165,6 +194,8 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
         way = on_weights(lm, spec, encoded, options, out, earlier)
     log = ProgressLog(out, show, None if options.minutes is None else 60 * options.minutes)
     trainer = _trainer(options, way, encoded, spec, log, device)
+    if isinstance(way.loss, Distillation) and held_out:
+        trainer.add_callback(Evaluation(way.loss, spec, held_out, options.evaluate_every, log))
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
     if trainer.is_world_process_zero():
         write_options(options, out)
@@ -209,7 +240,7 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
         drawn = store_rows(options.store, **form, database=options.database)
     if drawn and not options.data:
         return drawn, []
-    rows, bad = read_rows(options.data, unlabelled=options.is_frozen)
+    rows, bad = read_rows(options.data, unlabelled=options.is_frozen or options.distills)
     return [*rows, *drawn], bad
 
 
@@ -224,7 +255,7 @@ def _encode(
         asking.instructions = tuple(SEEDS.values())
         size = {"rows": options.rows, "study_tokens": options.study_tokens}
         rows = study_rows(lm, options.corpus, **size, seed=options.seed)
-    if options.is_frozen:
+    if options.is_frozen or options.distills:
         filled = asking.fill(rows)
     stored = *options.packet, options.anchor_tokens, options.anchor_segment, options.text_sees_anchors
     spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *stored)
@@ -232,8 +263,21 @@ def _encode(
     if options.is_frozen:
         encoded, idle = keep_passages(encoded)
         unfit += idle
+    elif options.distills:
+        keep_passages(encoded)  # raises where there is no row to learn from; the others keep the model as it is
+        encoded = [row._replace(asks=[ask.learned for ask in row.asks]) for row in encoded]
     _check_slots(encoded, spec)
-    return encoded, spec, unfit
+    primer = lm.recipe(options.recipe).primer_ids
+    encoded = [row._replace(primer=primer) for row in encoded] if primer else encoded
+    return encoded, None if spec is None else replace(spec, recipe=options.recipe), unfit
+
+
+def _held_out(options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
+    """Return the rows to evaluate on, whole and in their order. Raises ConfigError where none has passages."""
+    rows, bad = read_rows((str(options.evaluate),))
+    encoded, _ = encode_rows(RowEncoder(lm.tokenizer, options.encoding(lm.max_positions)), [*rows, *bad])
+    primer = lm.recipe(options.recipe).primer_ids
+    return [row._replace(primer=primer) for row in keep_passages(encoded)[0]]
 
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple[list[EncodedRow], list[BadLine]]:
@@ -320,6 +364,8 @@ class Way(NamedTuple):
     collate: a batch of them as tensors
     loss:    of the model, the model without what accelerate wraps around it, a batch, and the number of labels
     save:    writes the result
+    apart:   parameters with a learning rate of their own, `TrainOptions.rate_of_links`
+    measured: figures of the steps since it was last called, for the log
     """
 
     model: nn.Module
@@ -328,6 +374,8 @@ class Way(NamedTuple):
     collate: Callable[..., dict[str, Any]]
     loss: Callable[..., Tensor]
     save: Callable[[], None]
+    apart: Sequence[nn.Parameter] = ()
+    measured: Callable[[], dict[str, float]] = dict
 
 
 def on_weights(
@@ -343,6 +391,8 @@ def on_weights(
     earlier: the adapter that LoRA goes on from; its base is `lm`
     """
     base, dtype = _base(lm), _saved_dtype(options)
+    teacher = _teacher(lm, options, earlier) if options.distills else None
+    apart: list[nn.Parameter] = []
     prepare_model(lm.model, spec, options.seed)
     if earlier is not None and spec is not None:
         take_rows(lm.model, spec, earlier)
@@ -352,12 +402,39 @@ def on_weights(
         set_seed(options.seed)  # of the matrices that start random
         mixed = options.runs_bfloat16(str(lm.device))
         model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha, earlier, mixed)
-    else:
+    elif teacher is None:
         model.requires_grad_(True)
+    else:
+        apart = train_layers(lm.model, spec)
     save = partial(_save, lm, model, dtype, out)
     if options.makes_lora_adapter:
         save = partial(save_lora, lm, model, base, spec, dtype, out)
-    return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, answer_loss, save)
+    if teacher is None or spec is None:
+        loss = partial(answer_loss, rope=lm.rope)
+        return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, loss, save)
+    if options.lora_rank:
+        apart = [one for name, one in model.named_parameters() if "trainable_tokens_delta" in name]
+    distill = Distillation(teacher, lm.rope, options.hidden_weight, options.runs_bfloat16(str(lm.device)))
+    pairs = DrawnPairs(rows, spec, options.shuffle_passages, options.most)
+    return Way(model, lm.model, pairs, collate_pairs, distill, save, apart, distill.take)
+
+
+def _teacher(lm: LanguageModel, options: TrainOptions, earlier: Adapter | None) -> PreTrainedModel:
+    """Load the teacher: the model that the options name, or the one to start from a second time.
+
+    Raises ConfigError for a teacher that cannot be learned from, and for a model to start from that was trained for
+    reuse and so is not itself any more where none is named.
+    """
+    if options.teacher is None and earlier is None and lm.reuse is not None:
+        raise ConfigError(
+            f"{lm.name} was trained for reuse already, and distillation learns from a model that was not; name the "
+            "model that it was made from as teacher"
+        )
+    name = lm.name if options.teacher is None else options.teacher
+    teacher = load_lm(name, dtype=options.weights_dtype(str(lm.device)), device=str(lm.device), packed=False)
+    check_teacher(teacher, lm, options.hidden_weight)
+    teacher.model.set_attn_implementation(NAME)
+    return teacher.model
 
 
 def on_frozen_weights(
@@ -378,7 +455,8 @@ def on_frozen_weights(
     lm.model.train(options.checkpointing)  # transformers recomputes activations in training mode alone
     model = freeze(lm, spec, rows[0].prefix, options.seed, earlier)
     save = partial(save_frozen, model, lm, _base(lm), spec, out)
-    return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, divergence_loss, save)
+    loss = partial(divergence_loss, rope=lm.rope)
+    return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, loss, save)
 
 
 def on_cartridge(lm: LanguageModel, rows: Sequence[EncodedRow], options: TrainOptions, out: Path) -> Way:

@@ -1,0 +1,200 @@
+"""Distillation: a student that reads passages apart learns from a frozen teacher that reads them as one text.
+
+The loss is KL(teacher || student) over every token after the passages, questions and answers alike, plus the relative
+error of the hidden states of these tokens, averaged over layers (block distillation, arXiv 2605.15913). With one
+passage, no added tokens and the recipe "prefix" both read alike, and the loss of an untrained student is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ragcache.errors import ConfigError
+from ragcache.kv.rope import Rope
+from ragcache.models.language_model import LanguageModel
+from ragcache.models.trained_tokens import TrainedTokens
+from ragcache_train.masked_pass import answer_logits, answer_states
+from ragcache_train.run_files import ProgressLog
+from ragcache_train.train_batches import EncodedRow, collate, lay_out
+
+LEAST = 1e-6
+"""Squared length that a teacher's hidden state has at least, so that the relative error stays finite."""
+EVALUATIONS = "evaluation.jsonl"
+
+
+def check_teacher(teacher: LanguageModel, student: LanguageModel, hidden_weight: float) -> None:
+    """Check that a teacher's logits, and hidden states if these are compared, can be learned by the student.
+
+    Raises ConfigError for another family, vocabulary, number of layers or width.
+    """
+    ours, theirs = (one.config.get_text_config(decoder=True) for one in (student, teacher))
+    way = f"choose the model that {student.name} was made from, or leave the teacher out"
+    if ours.model_type != theirs.model_type:
+        raise ConfigError(
+            f"the teacher {teacher.name} is of family {theirs.model_type!r} and {student.name} of {ours.model_type!r}; "
+            + way
+        )
+    known = student.tokenizer.get_vocab()
+    strange = next((name for name, id in teacher.tokenizer.get_vocab().items() if known.get(name) != id), None)
+    if strange is not None:
+        raise ConfigError(
+            f"the teacher {teacher.name} has another vocabulary than {student.name} ({strange!r} differs); {way}"
+        )
+    shapes = [(one.num_hidden_layers, one.hidden_size) for one in (theirs, ours)]
+    if hidden_weight and shapes[0] != shapes[1]:
+        raise ConfigError(
+            f"the teacher {teacher.name} has {shapes[0][0]} layers of width {shapes[0][1]} and {student.name} has "
+            f"{shapes[1][0]} of {shapes[1][1]}, so their hidden states cannot be compared; set hidden_weight=0, or {way}"
+        )
+
+
+class Distillation:
+    """The loss of a batch that `collate_pairs` made. It counts what it measures until `take`.
+
+    Args:
+        teacher: the frozen model.
+        rope: the student's, for passages that are read behind a prefix.
+        hidden_weight: weight of the hidden states' error.
+        mixed: whether passes run in bfloat16.
+    """
+
+    def __init__(self, teacher: PreTrainedModel, rope: Rope, hidden_weight: float, mixed: bool) -> None:
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.rope, self.hidden_weight, self.mixed = rope, hidden_weight, mixed
+        self._sums: list[Tensor] = []
+
+    def __call__(
+        self, model: nn.Module, inner: nn.Module, batch: dict[str, Any], num_labels: Tensor | int | None = None
+    ) -> Tensor:
+        kl, hidden = self.errors(model, inner, batch)
+        total = kl.sum() + self.hidden_weight * hidden.sum()
+        self._sums.append(torch.stack([kl.sum(), hidden.sum(), torch.full_like(kl.sum(), len(kl))]).detach())
+        return total / (len(kl) if num_labels is None else num_labels)
+
+    def errors(self, model: nn.Module, inner: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return KL(teacher || student) and the relative error of hidden states, float32 [num_labels] each."""
+        needed = self.hidden_weight > 0
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.mixed):
+            with torch.no_grad():
+                truth, aims = answer_states(self.teacher, self.teacher, batch["teacher"], hidden=needed)
+            logits, states = answer_states(model, inner, batch, self.rope, hidden=needed)
+        kl = divergence(truth, logits)
+        if not needed:
+            return kl, torch.zeros_like(kl)
+        pairs = zip(states, aims, strict=True)
+        apart = [(own - aim).square().sum(-1) / aim.square().sum(-1).clamp_min(LEAST) for own, aim in pairs]
+        return kl, torch.stack(apart).mean(0)
+
+    def take(self) -> dict[str, float]:
+        """Return KL and hidden error a token since the last call."""
+        if not self._sums:
+            return {}
+        kl, hidden, count = torch.stack(self._sums).sum(0).tolist()
+        self._sums.clear()
+        return {"kl": kl / count, "hidden": hidden / count}
+
+
+def divergence(truth: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(truth || logits) of each token over the ids that both know: added ids are never predicted."""
+    known = min(truth.shape[-1], logits.shape[-1])
+    aim, own = (one[:, :known].log_softmax(-1) for one in (truth, logits))
+    return F.kl_div(own, aim, log_target=True, reduction="none").sum(-1)
+
+
+def train_layers(model: PreTrainedModel, spec: TrainedTokens | None) -> list[nn.Parameter]:
+    """Let all weights be trained but the words' embeddings and the head, which student and teacher share.
+
+    Of the embedding the added tokens' rows are trained: it is returned then, since it has a rate of its own.
+    """
+    model.requires_grad_(True)
+    embedding = model.get_input_embeddings().weight
+    model.get_output_embeddings().weight.requires_grad_(False)
+    added = sorted(spec.added_ids) if spec is not None else []
+    embedding.requires_grad_(bool(added))
+    if not added:
+        return []
+    trained = torch.zeros(len(embedding), 1, device=embedding.device, dtype=embedding.dtype)
+    trained[added] = 1
+    embedding.register_hook(lambda gradient: gradient * trained)
+    return [embedding]
+
+
+class Evaluation(TrainerCallback):  # type: ignore[misc]
+    """Reads held-out rows every so many steps, at the start and at the end, and writes `evaluation.jsonl`.
+
+    A line has step, tokens, the mean and median over rows of the KL along answers to the teacher's full prefill
+    (`kl`, `kl_median`), along questions (`kl_questions`), along answers when the student reads all as one text
+    (`kl_together`), and seconds.
+    """
+
+    def __init__(
+        self, distill: Distillation, spec: TrainedTokens | None, rows: Sequence[EncodedRow], every: int, log: ProgressLog
+    ) -> None:
+        self.distill, self.spec, self.rows, self.every, self.log = distill, spec, rows, every, log
+        self._written = -1
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        path = self.log.out / EVALUATIONS
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        if state.is_world_process_zero:
+            path.write_text("".join(kept), encoding="utf-8")
+        self._written = json.loads(kept[-1])["step"] if kept else -1
+        if not kept:
+            self._write(state, kwargs["model"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self._write(state, kwargs["model"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._write(state, kwargs["model"])
+
+    def _write(self, state: TrainerState, model: nn.Module) -> None:
+        if not state.is_world_process_zero or self._written == state.global_step:
+            return
+        self._written, started, training = state.global_step, time.monotonic(), model.training
+        model.eval()
+        found = self.measure(model)
+        model.train(training)
+        line = {"step": state.global_step, "tokens": self.log.tokens, **found}
+        line["seconds"] = round(time.monotonic() - started, 1)
+        with (self.log.out / EVALUATIONS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """Return the figures of a line."""
+        answers, questions, together = [], [], []
+        for row in self.rows:
+            learned = row._replace(asks=[ask.learned for ask in row.asks])
+            is_answer = torch.tensor(
+                [part for ask in row.asks for part in [False] * (len(ask.suffix) - 1) + [True] * len(ask.answer)]
+            )
+            apart, whole = (collate([lay_out(learned, self.spec, one)]) for one in (True, False))
+            device = next(model.parameters()).device
+            batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in b.items()} for b in (apart, whole)]
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.distill.mixed):
+                truth = answer_logits(self.distill.teacher, self.distill.teacher, batches[1])
+                found = [answer_logits(model, model, batch, self.distill.rope) for batch in batches]
+            own, all_read = (divergence(truth, logits).cpu() for logits in found)
+            answers.append(own[is_answer].mean().item())
+            questions.append(own[~is_answer].mean().item())
+            together.append(all_read[is_answer].mean().item())
+        figures = {"kl": answers, "kl_questions": questions, "kl_together": together}
+        means = {name: round(statistics.fmean(held), 5) for name, held in figures.items()}
+        return means | {"kl_median": round(statistics.median(answers), 5), "rows": len(self.rows)}
