@@ -555,7 +555,8 @@ class IngestRun:
 
     def _commit_handles(self, one: PendingDocument) -> None:
         with self.report.seconds.timed("commit_s"):
-            self.to.documents.set_handles({chunk.id: key for chunk, key in zip(one.stored, one.keys, strict=True)})
+            stored = self.to.documents.chunks_of(one.document.id)  # ids may have changed: see `free_chunk_ids`
+            self.to.documents.set_handles({chunk.id: key for chunk, key in zip(stored, one.keys, strict=True)})
         self._tell_unchanged(one.document.id)
         self._say("commit", 1, one.document.id)
 

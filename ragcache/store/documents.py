@@ -6,17 +6,15 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, exists, func, insert, literal, select, update
-from sqlalchemy.exc import IntegrityError
 
 from ragcache.errors import (
-    DuplicateDocumentError,
     EmbedderMismatchError,
     ModelMismatchError,
     NoSuchDocumentError,
@@ -127,19 +125,16 @@ class DocumentStore:
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
         """Store a document in place of one with the same id; returns its chunks' vector ids, in order.
 
-        Raises IngestError (text), MetadataError, DuplicateDocumentError (a chunk id that is taken), ConfigError or
+        A chunk id that is taken gets a suffix; see `free_chunk_ids`.
+
+        Raises IngestError (text), MetadataError, DuplicateDocumentError (two chunks with one id), ConfigError or
         EmbedderMismatchError (embeddings), CancelledError (within `limits.limited`), StoreBusyError, StoreFullError,
         StoreReadOnlyError; then nothing changed.
         """
         check_document(document, new_chunks)
-        try:
-            with self.database.write() as connection:
-                advance(connection, "generation")
-                return self._replace(connection, document, new_chunks, time.time())
-        except IntegrityError as error:
-            raise DuplicateDocumentError(
-                f"document {document.id!r}: one of its chunk ids belongs to another document ({error.orig})"
-            ) from error
+        with self.database.write() as connection:
+            advance(connection, "generation")
+            return self._replace(connection, document, new_chunks, time.time())
 
     def move_document(
         self,
@@ -151,22 +146,16 @@ class DocumentStore:
     ) -> list[int]:
         """Give a stored document another id and version, and its chunks, in order, these ids and, if it is given, this
         metadata; text, embeddings and handles stay. A document that has the new id is replaced: returns its chunks'
-        vector ids.
+        vector ids. A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
-        Raises NoSuchDocumentError, MetadataError, DuplicateDocumentError (a chunk id that is taken); then nothing
-        changed.
+        Raises NoSuchDocumentError, MetadataError; then nothing changed.
         """
         check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file or ""), [])
         for one in metadata:
             check_metadata(f"document {new_id!r}", one)
-        try:
-            with self.database.write() as connection:
-                advance(connection, "generation")
-                return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids, metadata)
-        except IntegrityError as error:
-            raise DuplicateDocumentError(
-                f"document {new_id!r}: one of its chunk ids belongs to another document ({error.orig})"
-            ) from error
+        with self.database.write() as connection:
+            advance(connection, "generation")
+            return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids, metadata)
 
     def delete_documents(self, ids: Iterable[str]) -> list[str]:
         """Delete documents with their chunks; returns the ids that were there, in the order given."""
@@ -416,14 +405,15 @@ class DocumentStore:
         discard_chunks(connection, [document.id])
         if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
+        names = free_chunk_ids(connection, document.id, [new.id for new in new_chunks])
         last = advance(connection, "vector_id", len(new_chunks))
         ids = list(range(last - len(new_chunks) + 1, last + 1))
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
-            pairs = enumerate(zip(new_chunks, ids, strict=True))
-            while some := list(islice(pairs, ROWS)):  # a long document has many: not all of them twice in memory
+            named = enumerate(zip(new_chunks, names, ids, strict=True))
+            while some := list(islice(named, ROWS)):  # a long document has many: not all of them twice in memory
                 LIMIT.get().check()
-                new_rows = [rows.chunk_values(document, new, n, id, now) for n, (new, id) in some]
+                new_rows = [rows.chunk_values(document, new, n, id, now) | {"id": name} for n, (new, name, id) in some]
                 connection.execute(insert(chunks), new_rows)
         rescue(connection)
         return ids
@@ -452,8 +442,9 @@ class DocumentStore:
         connection.execute(delete(documents).where(taken))
         connection.execute(insert(documents), {**old, **new})
         if chunk_ids:
+            names = free_chunk_ids(connection, new["id"], chunk_ids)
             moved = update(chunks).where(*at).values(id=bindparam("name"), document_id=new["id"])
-            connection.execute(moved, [{"at": ordinal, "name": name} for ordinal, name in enumerate(chunk_ids)])
+            connection.execute(moved, [{"at": ordinal, "name": name} for ordinal, name in enumerate(names)])
         connection.execute(delete(documents).where(documents.c.id == id))
         rescue(connection)
         return gone
@@ -461,6 +452,39 @@ class DocumentStore:
 
 def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
     return (values[start : start + _IN_LIMIT] for start in range(0, len(values), _IN_LIMIT))
+
+
+# Ids of documents and of chunks: callers name both alike, so a chunk never has the id of another document. A document's
+# id is the caller's; a chunk's is made of it, and gives way.
+
+
+def free_chunk_ids(connection: Connection, document_id: str, wanted: Sequence[str]) -> list[str]:
+    """Return `wanted`, ids for chunks of a document that is stored, with a suffix on each that another document or any
+    chunk has. Another document's chunk with the id `document_id` gets such a suffix itself; all else of it stays."""
+    same = chunks.c.id == document_id
+    owner = connection.scalar(select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
+    if owner is not None:
+        connection.execute(update(chunks).where(same).values(id=_free(connection, owner, [document_id])[document_id]))
+    found = _free(connection, document_id, wanted)
+    return [found[id] for id in wanted]
+
+
+def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> dict[str, str]:
+    """Return the first of x, x##1, x##2, ... that is free, for each x in `wanted`."""
+    found: dict[str, str] = {}
+    left = {id: id for id in wanted}
+    for number in count(1):
+        taken: set[str] = set()
+        for part in _parts(list(left.values())):
+            others = select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
+            taken.update(connection.scalars(select(chunks.c.id).where(chunks.c.id.in_(part)).union(others)))
+        if number > 1:  # another of these chunks may want what stands free
+            taken.update(set(wanted) & set(left.values()))
+        found |= {id: name for id, name in left.items() if name not in taken}
+        left = {id: f"{id}##{number}" for id, name in left.items() if name in taken}
+        if not left:
+            break
+    return found
 
 
 # Properties of a store: bound at first use, and held to from then on.

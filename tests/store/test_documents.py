@@ -313,14 +313,36 @@ def test_what_a_database_cannot_hold_is_refused(store):
     assert store.counts() == Counts(0, 0, 0)
 
 
-def test_chunk_ids_are_unique_in_the_store(store):
-    put(store, "a", "h")
+def test_two_chunks_of_one_id_are_refused(store):
     generation = store.generation()
     with pytest.raises(DuplicateDocumentError, match="two chunks with the id 'c'"):
         store.replace_document(NewDocument("b"), [new_chunk("c"), new_chunk("c")])
-    with pytest.raises(DuplicateDocumentError, match="belongs to another document"):
-        store.replace_document(NewDocument("b"), [new_chunk("b.0", "x"), new_chunk("a.0", "y")])
-    assert (store.document("b"), store.handles(), store.generation()) == (None, {"h"}, generation)
+    assert (store.document("b"), store.handles(), store.generation()) == (None, set(), generation)
+
+
+def test_a_taken_chunk_id_gets_a_suffix(store):
+    def named(id: str) -> list[tuple[str, str]]:
+        return [(chunk.id, chunk.text) for chunk in store.chunks_of(id)]
+
+    put(store, "a", "h0", "h1")
+    store.replace_document(NewDocument("b"), [new_chunk("a.0", text="x"), new_chunk("a.0##1", text="y")])
+    assert named("b") == [("a.0##2", "x"), ("a.0##1", "y")]
+    # A document is called what its caller says: a chunk of that name gives way, and keeps all else.
+    [before] = store.chunks(["a.1"])
+    store.replace_document(NewDocument("a.1"), [new_chunk("a.1", "h2", text="whole")])
+    assert named("a.1") == [("a.1", "whole")]
+    assert named("a") == [("a.0", "text of a.0"), ("a.1##1", "text of a.1")]
+    [after] = store.chunks(["a.1##1"])
+    assert (after.handle, after.vector_id, after.text) == (before.handle, before.vector_id, before.text)
+    put(store, "a", "h0", "h1")
+    assert [id for id, _ in named("a")] == ["a.0", "a.1##1"], "stable when the document is replaced"
+    # The other way round, and by a move.
+    put(store, "c", "h3")
+    store.move_document("c", "a.0", StoredVersion("", "", ""), ["a.1"])
+    assert named("a.0") == [("a.1##2", "text of c.0")]
+    assert [id for id, _ in named("a")] == ["a.0##3", "a.1##1"]
+    assert store.delete_documents(["a.1"]) == ["a.1"]
+    assert [len(named(id)) for id in ("a", "a.0", "a.1", "b")] == [2, 1, 0, 2]
 
 
 def test_a_failure_in_the_middle_changes_nothing(store, monkeypatch):

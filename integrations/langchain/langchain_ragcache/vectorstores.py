@@ -134,7 +134,7 @@ class RagCacheVectorStore(VectorStore):
             return [document.id for document in self.kb.documents()]
         wanted = set(ids)
         for chunk in self.kb.chunks(ids):
-            if chunk.document_id not in wanted:
+            if chunk.document_id not in wanted and self.kb.document(chunk.id) is None:
                 raise NoSuchDocumentError(
                     f"{chunk.id} is a passage of the document {chunk.document_id!r}; delete that document"
                 )

@@ -166,6 +166,22 @@ def test_a_passage_of_a_larger_document_is_not_deleted_alone(store, tmp_path):
     assert store.similarity_search("Sentence 3") == []
 
 
+def test_a_passage_added_again_leaves_its_document_alone(store):
+    text = "\n\n".join(f"## Part {n}\n\n" + f"Sentence {n} of the file. " * 60 for n in range(3))
+    store.kb.ingest(rc.Document("manual", text))
+    before = [chunk.text for chunk in store.kb.chunks_of("manual")]
+    [page] = store.get_by_ids(["manual#1"])
+    page.metadata["reviewed"] = True
+    assert store.add_documents([page]) == ["manual#1"]
+    assert store.get_by_ids(["manual#1"])[0].metadata["reviewed"] is True
+    assert [chunk.text for chunk in store.kb.chunks_of("manual")] == before
+    store.delete(["manual#1"])
+    assert store.get_by_ids(["manual#1"]) == []
+    assert [chunk.text for chunk in store.kb.chunks_of("manual")] == before
+    with pytest.raises(NoSuchDocumentError, match="'manual'"):
+        store.delete(["manual#1##1"])
+
+
 def test_a_passage_of_a_pdf_says_its_page_as_langchains_loader_does(store):
     places = [Place(0, {"page": 0, "page_label": "i"}), Place(14, {"page": 1, "page_label": "ii"})]
     store.kb.ingest(rc.Document("berths", "Berths cost.\n\nTwelve crowns.", places=places))
