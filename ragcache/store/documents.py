@@ -24,7 +24,7 @@ from ragcache.models.deadline import LIMIT
 from ragcache.store import records as rows
 from ragcache.store import text_search
 from ragcache.store.database import Database
-from ragcache.store.filters import OWN_FIELDS, Filter, compile_filter, field_names, fields_of
+from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
 from ragcache.store.json_values import check_metadata
 from ragcache.store.records import (
     Chunk,
@@ -372,7 +372,12 @@ class DocumentStore:
         return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
 
     def _passing(self, where: Filter) -> Any:
-        own = {"source": documents.c.source, "document_id": documents.c.id}
+        own: Own = {
+            "source": lambda passes: passes(documents.c.source),
+            "title": lambda passes: passes(documents.c.title),
+            "document_id": lambda passes: passes(documents.c.id),
+            "chunk_id": lambda passes: exists().where(chunks.c.document_id == documents.c.id, passes(chunks.c.id)),
+        }
         return compile_filter(where, documents.c.metadata, self.database.dialect, own)
 
     def _chunks_by(self, column: Column[Any], wanted: Sequence[Any]) -> list[Chunk]:

@@ -11,8 +11,8 @@ differ, 1 and 1.0 do not. An absent field equals nothing, is neither greater nor
 None equals null. Strings are ordered by code point. $ne, $nin and $not are the exact opposites of $eq, $in
 and the filter itself: they hold where the field is absent. Both databases give the same answers.
 
-`source` and `document_id` name the document's own source and id beside metadata fields of these names: it passes if its
-metadata field or its own does. They are never absent.
+`source`, `title`, `document_id` and `chunk_id` name the document's own source, title and id and the passage's own id,
+beside metadata fields of these names: it passes if its metadata field or its own does. An empty title is absent.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Filter = Mapping[str, Any]
 Condition = ColumnElement[bool]
 Scalar = str | int | float | bool | None
 Compare = Callable[[Any, Any], Any]
-# Columns that a filter names like metadata fields.
-Own = Mapping[str, ColumnElement[Any]]
-OWN_FIELDS = ("source", "document_id")
+# Text columns that a filter names like metadata fields: each puts its column, or columns, to a condition.
+Own = Mapping[str, Callable[[Callable[[ColumnElement[Any]], Condition]], Condition]]
+OWN_FIELDS = ("source", "title", "document_id", "chunk_id")
 
 _ORDER: dict[str, Compare] = {"$gt": operator.gt, "$gte": operator.ge, "$lt": operator.lt, "$lte": operator.le}
 _OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$contains", "$glob")
@@ -148,7 +148,7 @@ _TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _Postgr
 
 
 def compile_filter(where: Filter, column: ColumnElement[Any], dialect: str, own: Own) -> Condition:
-    """The SQL condition under which the JSON object in `column`, with the text columns of `own` (OWN_FIELDS) beside it,
+    """The SQL condition under which the JSON object in `column`, with `own` (OWN_FIELDS) beside it,
     passes the filter; never NULL. Raises FilterError."""
     return _Compiler(_TERMS[dialect](column), own).filter(where, 0)
 
@@ -162,11 +162,14 @@ def field_names(column: Column[Any], dialect: str) -> Any:
 
 
 def fields_of(where: Filter) -> set[str]:
-    """The metadata fields that a valid filter names."""
+    """Return the metadata fields that a valid filter names, without alternatives to fields that begin with _: those are
+    a framework's own, which names them whether any passage has them or not."""
     found: set[str] = set()
     for name, value in where.items():
         if name in ("$and", "$or"):
-            found.update(*(fields_of(part) for part in value))
+            parts = [fields_of(part) for part in value]
+            if name == "$and" or not any(all(field.startswith("_") for field in part) for part in parts):
+                found.update(*parts)
         elif name == "$not":
             found |= fields_of(value)
         else:
@@ -236,12 +239,12 @@ class _Compiler:
     def _exists(self, field: str, operand: object) -> Condition:
         if not isinstance(operand, bool):
             raise FilterError(f"{field!r}: $exists takes true or false, not {operand!r}")
-        present = true() if field in self._own else self._terms.present(field)
+        present = self._or_own(field, self._terms.present(field), lambda own: own != "")
         return present if operand else not_(present)
 
     def _or_own(self, field: str, condition: Condition, own: Callable[[ColumnElement[Any]], Any]) -> Condition:
         """Whether the field passes, or the column that is named like it does."""
-        return or_(condition, own(self._own[field])) if field in self._own else condition
+        return or_(condition, self._own[field](own)) if field in self._own else condition
 
     def _among(self, field: str, values: Sequence[Scalar]) -> Condition:
         texts = [value for value in values if isinstance(value, str)]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import RowMapping, Select, func, select
+from sqlalchemy import RowMapping, Select, exists, func, select
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
-from ragcache.store.filters import Filter, compile_filter
+from ragcache.store.filters import Filter, Own, compile_filter
 from ragcache.store.json_values import check_metadata, text_problem
 from ragcache.store.places import place_text
 from ragcache.store.schema import chunks, documents
@@ -195,8 +195,13 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
     query = select(chunks.c.vector_id)
     if not where:
         return query
-    source = select(documents.c.source).where(documents.c.id == chunks.c.document_id).scalar_subquery()
-    own = {"source": source, "document_id": chunks.c.document_id}
+    document = documents.c.id == chunks.c.document_id
+    own: Own = {
+        "source": lambda passes: exists().where(document, passes(documents.c.source)),
+        "title": lambda passes: exists().where(document, passes(documents.c.title)),
+        "document_id": lambda passes: passes(chunks.c.document_id),
+        "chunk_id": lambda passes: passes(chunks.c.id),
+    }
     return query.where(compile_filter(where, chunks.c.metadata, dialect, own))
 
 

@@ -192,11 +192,11 @@ def test_the_fields_that_no_metadata_has_are_named(store):
     assert store.unknown_fields(where) == (["d", "nested"], ["a", "b'", "c"])
 
 
-def test_a_documents_own_source_and_id_are_fields_beside_its_metadata(store):
+def test_own_columns_are_fields_beside_metadata(store):
     documents = [
-        NewDocument("/srv/a.md", source="/srv/a.md"),
+        NewDocument("/srv/a.md", source="/srv/a.md", title="Ferries"),
         NewDocument("/srv/b.md", source="/srv/b.md", metadata={"source": "https://example.org/b"}),
-        NewDocument("x", source="a.md", metadata={"document_id": 7, "source": ["a", "b"]}),
+        NewDocument("x", source="a.md", metadata={"document_id": 7, "source": ["a", "b"], "title": "Own"}),
     ]
     ids = {one.id: store.replace_document(one, [chunk(f"{one.id}#0")])[0] for one in documents}
     for where, passing in [
@@ -208,9 +208,12 @@ def test_a_documents_own_source_and_id_are_fields_beside_its_metadata(store):
         ({"source": {"$contains": "a"}}, "x"),
         ({"document_id": "x"}, "x"), ({"document_id": 7}, "x"), ({"document_id": {"$exists": False}}, ""),
         ({"document_id": {"$glob": "*.md"}}, "ab"), ({"$not": {"document_id": {"$glob": "*.md"}}}, "x"),
+        ({"title": "Ferries"}, "a"), ({"title": {"$in": ["Ferries", "Own"]}}, "ax"), ({"title": {"$ne": "Own"}}, "ab"),
+        ({"title": {"$exists": True}}, "ax"), ({"chunk_id": "x#0"}, "x"), ({"chunk_id": {"$ne": "x#0"}}, "ab"),
     ]:  # fmt: skip
         expected = {id for id in ids if id.removeprefix("/srv/")[0] in passing}
         assert {document.id for document in store.documents(where)} == expected, where
         assert store.vector_ids(where) == {ids[id] for id in expected}, where
         assert store.count(where) == len(expected)
-    assert store.unknown_fields({"source": "a", "document_id": "b", "c": 1})[0] == ["c"]
+    assert store.unknown_fields({"source": "a", "document_id": "b", "chunk_id": "b#0", "c": 1})[0] == ["c"]
+    assert store.unknown_fields({"$or": [{"c": 1}, {"_framework": 2}]})[0] == []

@@ -3,8 +3,14 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llama_index.core.schema import TextNode
-from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+)
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 import ragcache as rc
@@ -113,3 +119,74 @@ def test_operators_over_several_members_want_a_list(operator):
     one = MetadataFilter(key="tags", value="a", operator=FilterOperator(operator))
     with pytest.raises(FilterError, match=rf"'tags': '{operator}' takes a list"):
         to_filter(MetadataFilters(filters=[one]))
+
+
+# Names of LlamaIndex
+
+
+@pytest.fixture(scope="module")
+def mixed(lm, tmp_path_factory):
+    """Nodes of two documents, one node called as the other document, and a document ingested without LlamaIndex."""
+    path = tmp_path_factory.mktemp("names") / "kb"
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+        store = RagCacheVectorStore(kb, kv="lazy")
+        sources = {"petra-1": "petra", "petra-2": "petra", "petra": "rosa"}
+        for id, source in sources.items():
+            related = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=source)}
+            store.add([TextNode(id_=id, text=f"Text {id}.", relationships=related, metadata={"town": "Arno"})])
+        kb.ingest(rc.Document("plain", "Text of its own.", {"id": "R-7", "doc_id": "D-7"}, title="Plain"))
+        yield store
+
+
+NAMES = [
+    *(
+        (key, operator, value, passing)
+        for key in ("document_id", "doc_id", "ref_doc_id")
+        for operator, value, passing in [
+            ("==", "petra", {"petra-1", "petra-2"}),
+            ("!=", "petra", {"petra", "plain#0"}),
+            ("==", "rosa", {"petra"}),
+            ("in", ["rosa", "plain"], {"petra", "plain#0"}),
+            ("nin", ["rosa", "plain"], {"petra-1", "petra-2"}),
+            ("==", "nobody", set()),
+        ]
+    ),
+    *(
+        (key, operator, value, passing)
+        for key in ("node_id", "id_", "id")
+        for operator, value, passing in [
+            ("==", "petra", {"petra"}),
+            ("!=", "petra", {"petra-1", "petra-2", "plain#0"}),
+            ("in", ["petra-1", "plain#0"], {"petra-1", "plain#0"}),
+            ("==", "nobody", set()),
+        ]
+    ),
+    ("id", "==", "R-7", {"plain#0"}),
+    ("doc_id", "==", "D-7", {"plain#0"}),
+    ("title", "==", "Plain", {"plain#0"}),
+    ("source", "==", "plain", {"plain#0"}),
+]
+
+
+@pytest.mark.parametrize(("key", "operator", "value", "passing"), NAMES)
+def test_names_of_documents_and_nodes_are_llamaindexs(mixed, key, operator, value, passing):
+    one = MetadataFilter(key=key, value=value, operator=FilterOperator(operator))
+    filters = MetadataFilters(filters=[one])
+    query = VectorStoreQuery(query_str="Text", similarity_top_k=9, filters=filters)
+    assert set(mixed.query(query).ids) == passing
+    assert {node.node_id for node in mixed.get_nodes(filters=filters)} == passing
+
+
+def test_a_query_by_ids_finds_every_passage(mixed):
+    def found(**ids: list[str]) -> set[str]:
+        return set(mixed.query(VectorStoreQuery(query_str="Text", similarity_top_k=9, **ids)).ids)
+
+    assert found(doc_ids=["petra", "plain"]) == {"petra-1", "petra-2", "plain#0"}
+    assert found(node_ids=["petra", "plain#0"]) == {"petra", "plain#0"}
+    assert found(doc_ids=["petra"], node_ids=["petra"]) == set()
+
+
+def test_nodes_are_deleted_by_their_documents_name(mixed):
+    mixed.add([TextNode(id_="gone", text="Soon gone.")])
+    mixed.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value="gone")]))
+    assert mixed.get_nodes(["gone", "petra"])[0].node_id == "petra"

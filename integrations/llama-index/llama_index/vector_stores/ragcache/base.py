@@ -22,8 +22,8 @@ from llama_index.core.vector_stores.types import (
 import ragcache as rc
 from llama_index.vector_stores.ragcache.adding import check_dimension, raise_failure, to_documents
 from llama_index.vector_stores.ragcache.events import tell_of_search
-from llama_index.vector_stores.ragcache.filters import Filter, all_of, to_filter
-from llama_index.vector_stores.ragcache.nodes import ID_FIELD, REF_FIELD, is_node, to_node, to_scored_node
+from llama_index.vector_stores.ragcache.filters import Filter, all_of, of_ids, to_filter
+from llama_index.vector_stores.ragcache.nodes import REF_FIELD, is_node, to_node, to_scored_node
 from ragcache.errors import ConfigError
 
 DEFAULT_MMR = 0.5
@@ -156,7 +156,6 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         """The nearest nodes by inner product, with their handles; modes "default", "mmr",
         "hybrid" and "text_search" (the query needs a query_str for the last two).
 
-        doc_ids and node_ids choose among nodes that were stored by `add`.
         kwargs: mmr_threshold (1: nearness alone, 0: variety alone), mmr_prefetch_factor or mmr_prefetch_k
 
         Raises ConfigError (another mode), FilterError, EmbedderMismatchError.
@@ -202,8 +201,8 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
 
 def _wanted(query: VectorStoreQuery) -> Filter | None:
-    documents = {REF_FIELD: {"$in": query.doc_ids}} if query.doc_ids else None
-    nodes = {ID_FIELD: {"$in": query.node_ids}} if query.node_ids else None
+    documents = of_ids("document_id", {"$in": query.doc_ids}) if query.doc_ids else None
+    nodes = {"chunk_id": {"$in": query.node_ids}} if query.node_ids else None
     return all_of(to_filter(query.filters), documents, nodes)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
+from llama_index.vector_stores.ragcache.nodes import ID_FIELD, REF_FIELD
 from ragcache.errors import FilterError
 
 Filter = Mapping[str, Any]
@@ -22,6 +23,10 @@ _OPERATORS = {
     FilterOperator.NIN: "$nin",
     FilterOperator.CONTAINS: "$contains",
 }
+_OPPOSITES = {FilterOperator.NE: FilterOperator.EQ, FilterOperator.NIN: FilterOperator.IN}
+# What LlamaIndex calls a node's document and a node, in the metadata that it gives to vector stores and on its nodes.
+_DOCUMENT_KEYS = ("document_id", "doc_id", "ref_doc_id")
+_NODE_KEYS = ("node_id", "id_", "id")
 _OF_MEMBERS = {FilterOperator.ANY: "$or", FilterOperator.ALL: "$and"}
 
 
@@ -63,7 +68,23 @@ def _condition(one: MetadataFilter) -> Filter:
             f"filter on {one.key!r}: operator {one.operator.value!r} is not supported, since stored texts are "
             f"compared whole; use one of {known}"
         )
-    return {one.key: {_OPERATORS[one.operator]: one.value}}
+    if one.key not in (*_DOCUMENT_KEYS, *_NODE_KEYS) or one.operator == FilterOperator.CONTAINS:
+        return {one.key: {_OPERATORS[one.operator]: one.value}}
+    if one.operator in _OPPOSITES:
+        return {"$not": _condition(one.model_copy(update={"operator": _OPPOSITES[one.operator]}))}
+    return of_ids(one.key, {_OPERATORS[one.operator]: one.value})
+
+
+def of_ids(key: str, condition: Filter) -> Filter:
+    """Return the filter on what `key` names in LlamaIndex, or on a metadata field of this name.
+
+    A node is a document of the store, so the store's `document_id` is the node's; that of a passage that was ingested
+    without LlamaIndex is its document's.
+    """
+    own = {"$and": [{"document_id": condition}, {"$not": {ID_FIELD: condition}}]}
+    if key in _NODE_KEYS:
+        return {"$or": [{"chunk_id": condition}, {ID_FIELD: condition}, {key: condition}]}
+    return {"$or": [own, {REF_FIELD: condition}, *([] if key == "document_id" else [{key: condition}])]}
 
 
 def _of_members(one: MetadataFilter) -> Filter:
