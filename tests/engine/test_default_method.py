@@ -151,7 +151,10 @@ def test_a_verdict_over_other_blocks_does_not_stand(kb, open_kb, caplog):
     answer = ask(open_kb(method=None))
     assert answer.method == WIDE
     assert answer.method_reason.startswith("The model was neither trained for reuse nor checked")
-    assert any("read behind 1 others and a primer of 0 tokens each" in said and "ragcache check" in said for said in warnings_of(caplog))
+    assert any(
+        "read behind 1 others and a primer of 0 tokens each" in said and "ragcache check" in said
+        for said in warnings_of(caplog)
+    )
 
 
 # Trained

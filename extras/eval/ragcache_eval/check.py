@@ -143,7 +143,9 @@ class Check:
         lm = self.runner.lm
         limits = asdict(self.thresholds)
         behind = self.neighbours, self.primer
-        return Checked(Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged), *behind), rows)
+        return Checked(
+            Verdict(lm.fingerprint, lm.name, self.source, full.questions, limits, tuple(judged), *behind), rows
+        )
 
     def _fits(self, case: Case) -> bool:
         return self.runner.fits(case.prompt(self.runner.lm.tokenizer, self.runner.form))

@@ -111,7 +111,9 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     with opened(tmp_path / "kb") as found:
         cases, primer = made_from(found, questions=4, passages=3, lm=tiny), primer_of(found)
     assert primer == tiny.recipe(Recipe("primer", primer="Soil is old.")).primer_ids != ()
-    check = Check(runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer)
+    check = Check(
+        runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer
+    )
     scores = [score for score in check.scores() if score.case == cases[0].id]
     reader = PromptReader(tiny, cases[0].prompt(tiny.tokenizer, runner.form), 1)
     own = rc.fuse(tiny, reader.prompt, "reposition", recipe=Recipe("primer", primer=primer))
@@ -130,8 +132,9 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     save_verdict(tmp_path / "kb", replace(verdict, primer=()))
     with rc.RagCache.open(tmp_path / "kb", **options) as kb:
         assert kb.ask("Where do dogs bark?").method == "cacheblend(ratio=0.3)"
-    assert f"a primer of 0 tokens each, and the store's are read behind 0 others and a primer of {len(primer)} tokens" in (
-        caplog.records[0].getMessage()
+    assert (
+        f"a primer of 0 tokens each, and the store's are read behind 0 others and a primer of {len(primer)} tokens"
+        in (caplog.records[0].getMessage())
     )
 
 
@@ -174,7 +177,10 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
     save_verdict(tmp_path / "kb", replace(verdict, neighbours=0))
     with rc.RagCache.open(tmp_path / "kb", method="auto", **options) as kb:
         assert kb.ask("Where did the cat sit?").method == "epic"
-    assert f"read behind 0 others and a primer of 0 tokens each, and the store's are read behind {count}" in caplog.records[0].getMessage()
+    assert (
+        f"read behind 0 others and a primer of 0 tokens each, and the store's are read behind {count}"
+        in caplog.records[0].getMessage()
+    )
 
 
 def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, tiny):
