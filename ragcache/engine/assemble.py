@@ -47,7 +47,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
 from ragcache.prompt import CLOCK, PromptFormat, Shown, prompt_format, template_text
-from ragcache.retrieval.embedder import Embedder, Reranker, load_embedder, load_reranker
+from ragcache.retrieval.embedder import Embedder, Reranker, fits_window, load_embedder, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.documents import DocumentStore
@@ -440,7 +440,7 @@ def _check_a_chunk(documents: DocumentStore, embedder: Embedder) -> None:
     if first is None or chunk is None or document is None or "headings" in document.metadata:  # not told from a chunk's
         return
     text = as_cut(chunk, chunk.token_ids, document.metadata).embedded_text(chunk.title)
-    if _differ(np.asarray(embedder.embed([text])[0], np.float32), first.vectors[0]):
+    if fits_window(embedder, text) and _differ(np.asarray(embedder.embed([text])[0], np.float32), first.vectors[0]):
         raise _mismatch(documents, embedder, f"the passage {chunk.id!r}")
 
 

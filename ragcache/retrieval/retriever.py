@@ -15,7 +15,7 @@ import numpy as np
 from ragcache import plugins
 from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
 from ragcache.plugins import Registry
-from ragcache.retrieval.embedder import Embedder, Reranker
+from ragcache.retrieval.embedder import Embedder, Reranker, embed_question
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
@@ -130,7 +130,7 @@ class Retriever:
         _check_options(query, k, search, mmr_lambda, fetch_k, rerank)
         reranker = self._reranker(rerank, mmr_lambda) if isinstance(query, str) else None
         count = k if reranker is None and mmr_lambda is None else fetch_k or FETCH_FACTOR * k
-        question, vector = (query, self.embedder.embed_query(query)) if isinstance(query, str) else ("", query)
+        question, vector = (query, embed_question(self.embedder, query)) if isinstance(query, str) else ("", query)
         seen = self.documents if documents is None else documents
         rank = partial(self._rank, seen, question, vector, search, filter, count)
         found, chunks = self._search(seen, rank, min(k, FORESEEN), on_candidates)

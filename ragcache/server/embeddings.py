@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ragcache.errors import ConfigError, blaming
 from ragcache.models.deadline import LIMIT
-from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
+from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder, embed_passages
 from ragcache.server.body import JSON, read_json, request_body
 from ragcache.server.chat_types import TokenId
 from ragcache.server.http_errors import ApiError, errors
@@ -64,7 +64,7 @@ class EmbeddingRequest(RequestModel):
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="Fewer than the embedder's own number, where it was trained for that"
     )
-    truncate: bool = Field(False, description="Read the beginning of a text that is too long, instead of refusing it")
+    truncate: bool = Field(False, description="Embed a text that is too long in windows, instead of refusing it")
     user: Text | None = None
 
     @property
@@ -132,13 +132,13 @@ def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
 
 
 def _vectors(service: Service, asked: EmbeddingRequest) -> tuple[Vectors, int]:
-    """See `embed`. Raises ApiError (400) for a text that the embedder would not read to its end, CancelledError by
+    """See `embed`. Raises ApiError (400) for a text that is longer than the embedder reads at once, CancelledError by
     `LIMIT`.
     """
     embedder = service.kb.embedder
     texts = [one if isinstance(one, str) else _text(embedder, one) for one in asked.inputs]
     tokens = [count for batch in _batches(texts) for count in _counted(service, batch, asked.truncate)]
-    vectors = np.concatenate([embedder.embed(batch) for batch in _batches(texts)])
+    vectors = np.concatenate([embed_passages(embedder, batch) for batch in _batches(texts)])
     return _cut(vectors, asked.dimensions), sum(tokens)
 
 
@@ -179,7 +179,7 @@ def _counted(service: Service, texts: Sequence[str], truncate: bool) -> list[int
                 "context_length_exceeded",
                 "input",
             )
-    return [min(count, embedder.max_tokens) for count in counts]
+    return counts
 
 
 def _answer(asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:

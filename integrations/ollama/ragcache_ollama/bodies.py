@@ -257,7 +257,7 @@ class GenerateRequest(AnswerRequest):
 
 
 class EmbedRequest(RequestModel):
-    """truncate: whether the beginning of a text that is too long is read; else it is refused"""
+    """truncate: whether a text that is too long is embedded in windows; else it is refused"""
 
     model: Name
     input: Annotated[

@@ -11,6 +11,7 @@ from llama_index.core.schema import BaseNode, MetadataMode
 import ragcache as rc
 from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 from ragcache.errors import EmbedderMismatchError
+from ragcache.retrieval.embedder import fits_window
 
 log = logging.getLogger(__name__)
 # Share of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
@@ -39,7 +40,8 @@ def raise_failure(report: rc.IngestReport) -> None:
 
 
 def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
-    """Refuse embeddings that another model made: by their length, and the first one by what it says.
+    """Refuse embeddings that another model made: by their length, and the first one whose text the store's embedder
+    reads at once by its values.
 
     The store embeds every passage itself; nodes need no embedding. Raises EmbedderMismatchError.
     """
@@ -48,11 +50,14 @@ def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
         check_dimension(kb, node.embedding or [], f"the embedding of node {node.node_id}")
     if not given:
         return
-    own = kb.embedder.embed([embedded_text(given[0])])[0]
-    distance = float(np.linalg.norm(np.asarray(given[0].embedding, np.float32) - own))
+    first = next((node for node in given if fits_window(kb.embedder, embedded_text(node))), None)
+    if first is None:
+        return
+    own = kb.embedder.embed([embedded_text(first)])[0]
+    distance = float(np.linalg.norm(np.asarray(first.embedding, np.float32) - own))
     if distance > TOLERANCE * float(np.linalg.norm(own)):
         raise EmbedderMismatchError(
-            f"the embedding of node {given[0].node_id} was made by another model than the store's, "
+            f"the embedding of node {first.node_id} was made by another model than the store's, "
             f"{kb.embedder.name!r}, or from another text; use embed_model=RagCacheEmbedding(kb)"
         )
 
