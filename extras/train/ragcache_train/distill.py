@@ -24,7 +24,6 @@ from ragcache.kv.rope import Rope
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.masked_pass import answer_logits, answer_states
-from ragcache_train.run_files import ProgressLog
 from ragcache_train.train_batches import EncodedRow, collate, lay_out
 
 LEAST = 1e-6
@@ -138,15 +137,20 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, distill: Distillation, spec: TrainedTokens | None, rows: Sequence[EncodedRow], every: int, log: ProgressLog
+        self,
+        distill: Distillation,
+        spec: TrainedTokens | None,
+        rows: Sequence[EncodedRow],
+        every: int,
+        out: Path,
     ) -> None:
-        self.distill, self.spec, self.rows, self.every, self.log = distill, spec, rows, every, log
+        self.distill, self.spec, self.rows, self.every, self.out = distill, spec, rows, every, out
         self._written = -1
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        path = self.log.out / EVALUATIONS
+        path = self.out / EVALUATIONS
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
         if state.is_world_process_zero:
@@ -171,9 +175,9 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
         model.eval()
         found = self.measure(model)
         model.train(training)
-        line = {"step": state.global_step, "tokens": self.log.tokens, **found}
+        line = {"step": state.global_step, "tokens": state.num_input_tokens_seen, **found}
         line["seconds"] = round(time.monotonic() - started, 1)
-        with (self.log.out / EVALUATIONS).open("a", encoding="utf-8") as file:
+        with (self.out / EVALUATIONS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     @torch.no_grad()

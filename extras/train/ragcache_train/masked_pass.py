@@ -184,7 +184,6 @@ class Visibility:
 
         return mask_mod
 
-
     def moved(self, key: Tensor, layer: int) -> Tensor:
         """Return a layer's rotated keys as queries outside passages see them.
 

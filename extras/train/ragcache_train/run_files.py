@@ -96,8 +96,8 @@ FIELDS = ("loss", "kl", "hidden", "learning_rate", "grad_norm", "tokens", "token
 
 
 class ProgressLog(TrainerCallback):  # type: ignore[misc]
-    """Writes `training_log.jsonl`: step, steps, FIELDS, seconds. `last_loss` and `tokens` are the last line's. Ends the
-    run when its time is over.
+    """Writes `training_log.jsonl`: step, steps, FIELDS, seconds. `last_loss` is the last line's. Ends the run when its
+    time is over.
 
     limit_s: None for none
 
@@ -108,7 +108,6 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         self.out, self.show, self.limit_s = out, show, limit_s
         self.elapsed_s = 0.0  # when the last step ended; the next one's rate is of then
         self.last_loss: float | None = None
-        self.tokens = 0
         self._started = time.monotonic()
 
     def on_train_begin(
@@ -118,7 +117,6 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
             return
         kept = [line for line in read_log(self.out) if line["step"] <= state.global_step]
         self._started = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
-        self.tokens = kept[-1].get("tokens", 0) if kept else 0
         self.out.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(line) + "\n" for line in kept)
         (self.out / LOG).write_text(text, encoding="utf-8")
@@ -152,7 +150,7 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         line = {"step": state.global_step, "steps": state.max_steps}
         line |= {name: logs[name] for name in FIELDS if name in logs}
         line["seconds"] = round(time.monotonic() - self._started, 1)
-        self.last_loss, self.tokens = float(logs["loss"]), int(logs.get("tokens", 0))
+        self.last_loss = float(logs["loss"])
         with (self.out / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.show is not None:

@@ -179,7 +179,7 @@ SHORTEST = 0.25
 
 
 def vary(row: EncodedRow, seed: int, most: int | None) -> EncodedRow:
-    """Draw the number, order and length of the row's passages, and the order of its questions.
+    """Draw the number (from two on), order and length of the row's passages, and the order of its questions.
 
     Every other passage is cut and keeps its last token, a line's end.
 
@@ -190,7 +190,8 @@ def vary(row: EncodedRow, seed: int, most: int | None) -> EncodedRow:
     if most is None or not row.shuffle or not row.chunks:
         return row
     rng = random.Random(seed)
-    count = rng.randint(1, min(most, len(row.chunks)))
+    most = min(most, len(row.chunks))
+    count = rng.randint(min(2, most), most)
     chunks = []
     for chunk in rng.sample(list(row.chunks), count):
         length = len(chunk) if rng.random() < 0.5 else max(1, round(len(chunk) * rng.uniform(SHORTEST, 1)))
@@ -369,9 +370,7 @@ class Pair(NamedTuple):
 class DrawnPairs:
     """The same data set for training by a teacher: from a Draw to its Pair."""
 
-    def __init__(
-        self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], spec: TrainedTokens, shuffle: bool, most: int | None = None) -> None:
         self._student, self._teacher = DrawnRows(rows, spec, shuffle, most), DrawnRows(rows, None, shuffle, most)
 
     def __len__(self) -> int:

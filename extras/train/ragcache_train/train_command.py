@@ -93,7 +93,8 @@ class DistillOptions:
         float, option("--hidden-weight", "Of distill: weight of the relative error of hidden states.")
     ] = 0.5
     link_rate: Annotated[
-        float | None, option("--link-rate", "Of distill: learning rate of added tokens; ten times the other if not given.")
+        float | None,
+        option("--link-rate", "Of distill: learning rate of added tokens; ten times the other if not given."),
     ] = None
     evaluate: Annotated[
         Path | None, option("--evaluate", "Of distill: held-out rows in --data's form, for evaluation.jsonl in --out.")

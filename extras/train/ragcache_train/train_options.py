@@ -263,7 +263,11 @@ class TrainOptions:
     @property
     def most(self) -> int | None:
         """Passages of a row at most, where their number is drawn anew in each epoch."""
-        return self.passages if self.distills and self.shuffle_passages else None
+        return self._passages if self.distills and self.shuffle_passages else None
+
+    @property
+    def _passages(self) -> int:
+        return min(self.passages, self.link_slots) if self.link_tokens else self.passages
 
     def encoding(self, max_positions: int) -> EncodingOptions:
         """max_positions: tokens that the model takes."""
@@ -271,7 +275,7 @@ class TrainOptions:
         if self.max_tokens is not None and wanted > max_positions:
             raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
         form = self.system, self.question_format, self.segment_tokens
-        blocks = self.passages if self.distills else 0
+        blocks = self._passages if self.distills else 0
         return EncodingOptions(*form, min(wanted, max_positions), self.anchor_tokens > 0, blocks)
 
     def runs_bfloat16(self, device: str) -> bool:

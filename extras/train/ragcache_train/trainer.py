@@ -96,7 +96,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(*args, model=way.model, train_dataset=way.rows, callbacks=[log], **kwargs)
         self._way, self._plan, self._multiple, self._options, self._log = way, plan, multiple, options, log
-        self.tokens_seen = self._student_tokens = 0
+        self.tokens_seen = self._logged_tokens = 0
         self._logged: float | None = None  # when the last line was
         self._compiles = options.compiles(str(self.args.device))
 
@@ -138,9 +138,9 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         """Add the tokens that ran since the run began, their number a second, and what the loss measured."""
         if "loss" in logs:
             now, before = time.monotonic(), self._logged or 0.0
-            logs["tokens"] = self._log.tokens + self._student_tokens
-            logs["tokens_per_s"] = round(self._student_tokens / (now - before), 1)
-            self._logged, self._student_tokens = now, 0
+            logs["tokens"] = tokens = self.state.num_input_tokens_seen
+            logs["tokens_per_s"] = round((tokens - self._logged_tokens) / (now - before), 1)
+            self._logged, self._logged_tokens = now, tokens
             logs |= {name: round(value, 6) for name, value in self._way.measured().items()}
         super().log(logs, start_time)
 
@@ -155,8 +155,9 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        self._logged = self._logged or time.monotonic()
-        self._student_tokens += inputs["input_ids"].numel()
+        if self._logged is None:
+            self._logged, self._logged_tokens = time.monotonic(), self.state.num_input_tokens_seen
+        self.state.num_input_tokens_seen += inputs["input_ids"].numel()
         self.tokens_seen += sum(batch["input_ids"].numel() for batch in (inputs, inputs.get("teacher")) if batch)
         inner = self.accelerator.unwrap_model(model)
         if self._compiles:
@@ -195,7 +196,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     log = ProgressLog(out, show, None if options.minutes is None else 60 * options.minutes)
     trainer = _trainer(options, way, encoded, spec, log, device)
     if isinstance(way.loss, Distillation) and held_out:
-        trainer.add_callback(Evaluation(way.loss, spec, held_out, options.evaluate_every, log))
+        trainer.add_callback(Evaluation(way.loss, spec, held_out, options.evaluate_every, out))
     trainer.accelerator.wait_for_everyone()  # all have looked whether `out` is free
     if trainer.is_world_process_zero():
         write_options(options, out)
@@ -266,7 +267,7 @@ def _encode(
     elif options.distills:
         keep_passages(encoded)  # raises where there is no row to learn from; the others keep the model as it is
         encoded = [row._replace(asks=[ask.learned for ask in row.asks]) for row in encoded]
-    _check_slots(encoded, spec)
+    _check_slots([row for row in encoded if options.most is None or not row.shuffle], spec)
     primer = lm.recipe(options.recipe).primer_ids
     encoded = [row._replace(primer=primer) for row in encoded] if primer else encoded
     return encoded, None if spec is None else replace(spec, recipe=options.recipe), unfit
@@ -291,7 +292,7 @@ def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple
 
 
 def _check_slots(rows: Sequence[EncodedRow], spec: TrainedTokens | None) -> None:
-    if spec is None or not spec.link_tokens:
+    if spec is None or not spec.link_tokens or not rows:
         return
     longest = max(rows, key=lambda row: len(row.chunks))
     if len(longest.chunks) > spec.link_slots:
@@ -433,6 +434,7 @@ def _teacher(lm: LanguageModel, options: TrainOptions, earlier: Adapter | None) 
     name = lm.name if options.teacher is None else options.teacher
     teacher = load_lm(name, dtype=options.weights_dtype(str(lm.device)), device=str(lm.device), packed=False)
     check_teacher(teacher, lm, options.hidden_weight)
+    register()
     teacher.model.set_attn_implementation(NAME)
     return teacher.model
 

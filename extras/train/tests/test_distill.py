@@ -89,12 +89,17 @@ def oracle_states(model, tokens, count):
     return out.logits[0, -count:-1], [state[0, -count:-1] for state in out.hidden_states[1:]]
 
 
-@pytest.mark.parametrize(("family", "recipe", "spec"), [
-    (family, recipe, spec)
-    for (family, recipe), spec in [
-        (pair, spec) for pair in covering(["llama", "gemma3", "phi3", "qwen3"], RECIPES) for spec in ("link", "none")
-    ]
-])
+@pytest.mark.parametrize(
+    ("family", "recipe", "spec"),
+    [
+        (family, recipe, spec)
+        for (family, recipe), spec in [
+            (pair, spec)
+            for pair in covering(["llama", "gemma3", "phi3", "qwen3"], RECIPES)
+            for spec in ("link", "none")
+        ]
+    ],
+)
 def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_path):
     directory = save_tiny(family, str(tmp_path))
     spec = replace(LINKS if spec == "link" else TrainedTokens("reposition"), recipe=recipe)
@@ -123,7 +128,9 @@ def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_pa
     assert float(loss.detach()) > 1e-4, "reading apart is another thing"
     for (name, ours), theirs in zip(student.model.named_parameters(), plain.parameters(), strict=True):
         scale = float(theirs.grad.abs().max())
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-4 * scale + 1e-6, rtol=1e-3, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, atol=2e-4 * scale + 1e-6, rtol=1e-3, msg=lambda m, n=name: n + m
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -155,3 +162,170 @@ def test_one_passage_behind_its_prefix_has_no_loss(tmp_path):
         found = distill.take()
         assert (found["kl"] < 1e-6 and found["hidden"] < 1e-8) is (recipe == "prefix"), (recipe, found)
     assert distill.take() == {}
+
+
+PASSAGES = ["Ann lives in Oslo by the sea.", "Bob has a red boat there.", "The club meets on Monday."]
+LINES = [
+    {
+        "type": "qa",
+        "passages": PASSAGES,
+        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
+    },
+    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
+    {"type": "text", "text": "Just some words that go on and on. " * 5},
+    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def options(base, tmp_path):
+    made = run_options(base, tmp_path, LINES, learning_rate=3e-3, objective="distill", recipe="prefix", warmup=0.1)
+    return replace(made, separate_share=0.8, segment_tokens=20)
+
+
+def log_of(out, name="training_log.jsonl"):
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def test_distillation_learns_and_is_evaluated(options, base, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(LINES[0]) + "\n", encoding="utf-8")
+    report = train(replace(options, steps=60, evaluate=held, evaluate_every=20, link_tokens=1))
+    lines = log_of(report.out)
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    first, last = ([line["kl"] for line in part] for part in (lines[:10], lines[-10:]))
+    assert sum(last) < 0.6 * sum(first)
+    assert all(line["hidden"] > 0 and line["tokens_per_s"] > 0 for line in lines)
+    assert all(line["loss"] == pytest.approx(line["kl"] + 0.5 * line["hidden"], abs=2e-4) for line in lines)
+    found = log_of(report.out, "evaluation.jsonl")
+    assert [line["step"] for line in found] == [0, 20, 40, 60]
+    assert [line["tokens"] for line in found] == [0, *(lines[step - 1]["tokens"] for step in (20, 40, 60))]
+    assert found[-1]["kl"] < 0.6 * found[0]["kl"]
+    assert found[0]["kl_together"] < 1e-6 < found[-1]["kl_together"]
+    lm = rc.load_lm(report.out)
+    assert (lm.reuse.method, lm.reuse.recipe, lm.reuse.link_tokens) == ("link", "prefix", 1)
+    start, end = (load_file(path / "model.safetensors") for path in (base, report.out))
+    words = "model.embed_tokens.weight"
+    assert torch.equal(end[words][: len(start[words])], start[words]), "words and head stay the teacher's"
+    assert not torch.equal(end["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_links_have_their_own_rate(options, tmp_path):
+    ends = [
+        load_file(train(replace(options, steps=2, link_rate=rate, out=tmp_path / str(rate))).out / "model.safetensors")
+        for rate in (1e-9, 1e-2)
+    ]
+    lm = rc.load_lm(tmp_path / "0.01")
+    ids, words = lm.reuse.link_ids(0), "model.embed_tokens.weight"
+    assert (ends[1][words][ids] - ends[0][words][ids]).abs().max() > 5e-3
+
+
+@pytest.mark.parametrize("changes", [{"link_tokens": 0, "recipe": "isolated"}, {"lora_rank": 2}], ids=["weights", "lora"])
+def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(LINES[1]) + "\n", encoding="utf-8")
+    options = replace(options, steps=7, save_every=2, keep_checkpoints=3, evaluate=held, evaluate_every=3, **changes)
+    whole = train(options)
+    stopped = replace(options, out=tmp_path / "stopped")
+
+    def stop(line):
+        if line["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(stopped, show=stop)
+    report = train(replace(stopped, resume=True))
+    name = "adapter_model.safetensors" if "lora_rank" in changes else "model.safetensors"
+    before, after = (load_file(one.out / name) for one in (whole, report))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    for file in ("training_log.jsonl", "evaluation.jsonl"):
+        lines = [
+            [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_s")} for line in log_of(one.out, file)]
+            for one in (whole, report)
+        ]
+        assert lines[0] == lines[1]
+    lm = rc.load_lm(report.out)
+    assert lm.reuse.recipe == options.recipe
+
+
+def test_half_written_checkpoints_are_passed_over(options, tmp_path, caplog):
+    whole = train(replace(options, steps=6, save_every=2, keep_checkpoints=3, link_tokens=0))
+    before = load_file(whole.out / "model.safetensors")
+    last, middle, first = (whole.out / "checkpoints" / f"checkpoint-{step}" for step in (6, 4, 2))
+    (last / "trainer_state.json").unlink()
+    weights = middle / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    resumed = replace(options, steps=6, save_every=2, keep_checkpoints=3, link_tokens=0, resume=True)
+    train(resumed)
+    assert "checkpoint-6 is not whole" in caplog.text
+    assert "checkpoint-4 is not whole" in caplog.text
+    after = load_file(whole.out / "model.safetensors")
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    for path in (whole.out / "checkpoints").iterdir():
+        (path / "optimizer.pt").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match="delete that directory to start anew"):
+        train(resumed)
+    assert first.name == "checkpoint-2"
+
+
+def test_rows_vary_in_number_order_and_length():
+    row = ROW._replace(chunks=[list(range(start, start + 20)) for start in (100, 200, 300, 400)], asks=ASKS)
+    drawn = [vary(row, seed, 3) for seed in range(60)]
+    assert {len(one.chunks) for one in drawn} == {2, 3}
+    assert len({tuple(chunk[0] for chunk in one.chunks) for one in drawn}) > 10
+    for chunk in (chunk for one in drawn for chunk in one.chunks):
+        whole = next(own for own in row.chunks if own[0] == chunk[0]) if len(chunk) > 1 else chunk
+        assert chunk == [*whole[: len(chunk) - 1], whole[-1]]
+    lengths = [len(chunk) for one in drawn for chunk in one.chunks]
+    assert min(lengths) >= 5
+    assert 0.3 < lengths.count(20) / len(lengths) < 0.7
+    assert vary(row, 1, 3) == vary(row, 1, 3)
+    assert vary(row._replace(shuffle=False), 1, 3) == row._replace(shuffle=False)
+
+
+def test_unusable_input_is_refused_by_name(options, base, tmp_path):
+    def refused(match, **changes):
+        with pytest.raises(ConfigError, match=match):
+            train(replace(options, steps=1, **changes))
+
+    for family, match in (("qwen3", "of family 'qwen3' and .* of 'llama'"), ("llama", "another vocabulary")):
+        other = save_tiny(family, str(tmp_path / family))
+        rc.load_lm(base).tokenizer.save_pretrained(other)
+        if family == "llama":
+            held = json.loads((tmp_path / family / "tokenizer.json").read_text())
+            held["model"]["vocab"] = {k: v for k, v in held["model"]["vocab"].items() if v < 200}
+            (tmp_path / family / "tokenizer.json").write_text(json.dumps(held))
+        refused(match, teacher=other)
+    refused("freeze", freeze=True)
+    refused("reuse is 'none'", reuse="none")
+    refused("teacher goes with objective='distill'", objective="labels", teacher=base)
+    refused("hidden_weight is -1", hidden_weight=-1.0)
+    refused("link_rate is 0", link_rate=0.0)
+    refused("recipe 'alone' is unknown", recipe="alone")
+    only = tmp_path / "only.jsonl"
+    only.write_text(json.dumps(LINES[3]) + "\n", encoding="utf-8")
+    refused("no passages to read apart", data=(only,))
+    only.write_text(json.dumps(LINES[0]) + "\n", encoding="utf-8")
+    refused("no line of the data fits.*longest sequence is 30", data=(only,), max_tokens=30)
+    first = train(replace(options, steps=1, link_tokens=1)).out
+    for changes, match in (
+        ({"recipe": "primer"}, "recipe='prefix' and now"),
+        ({"link_tokens": 2}, "link_tokens=1 and"),
+    ):
+        refused(match, **{"link_tokens": 1, "resume": True, **changes})
+    refused("was trained for reuse already.*as teacher", model=first, link_tokens=1, out=tmp_path / "on")
+    report = train(replace(options, steps=1, model=first, link_tokens=1, teacher=base, out=tmp_path / "on"))
+    assert log_of(report.out)[0]["kl"] > 0
+
+
+def test_rows_without_questions_get_the_models_own(options, tmp_path):
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text(json.dumps({"type": "qa", "passages": PASSAGES}) + "\n", encoding="utf-8")
+    report = train(replace(options, steps=1, data=(bare,)))
+    assert (report.rows, (report.out / "own_answers.jsonl").exists()) == (1, True)
