@@ -53,7 +53,8 @@ def check_teacher(teacher: LanguageModel, student: LanguageModel, hidden_weight:
     if hidden_weight and shapes[0] != shapes[1]:
         raise ConfigError(
             f"the teacher {teacher.name} has {shapes[0][0]} layers of width {shapes[0][1]} and {student.name} has "
-            f"{shapes[1][0]} of {shapes[1][1]}, so their hidden states cannot be compared; set hidden_weight=0, or {way}"
+            f"{shapes[1][0]} of {shapes[1][1]}, so their hidden states cannot be compared; set hidden_weight=0, "
+            f"or {way}"
         )
 
 

@@ -25,7 +25,7 @@ from ragcache_train.cartridge import SUFFIX, CartridgeKV, corpus_digest
 from ragcache_train.frozen import FrozenBase
 from ragcache_train.own_answers import INSTRUCTION
 from ragcache_train.row_encoder import passage_text
-from ragcache_train.train_batches import Ask, Draw, EncodedRow, Pair, lay_out
+from ragcache_train.train_batches import Draw, EncodedRow, Pair, lay_out
 from ragcache_train.train_rows import MAX_LINE_BYTES, DataRow
 
 SEEDS = {

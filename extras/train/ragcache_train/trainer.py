@@ -123,8 +123,9 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Give the parameters in `Way.apart` a learning rate of their own."""
-        if self.optimizer is not None:
-            return self.optimizer
+        made: Optimizer | None = self.optimizer
+        if made is not None:
+            return made
         optimizer: Optimizer = super().create_optimizer(model)
         chosen = {id(parameter) for parameter in self._way.apart}
         found = [one for group in optimizer.param_groups for one in group["params"] if id(one) in chosen]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from families import masks_of, oracle_model, random_prompt, save_tiny
 from run_options import run_options
 from safetensors.torch import load_file
 from tiny_model import save_tiny_llama
+from torch.nn.attention.flex_attention import flex_attention
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.distill import Distillation
-from ragcache_train.masked_pass import NAME, answer_logits, register
+from ragcache_train.masked_pass import BLOCK, NAME, Visibility, answer_logits, register
 from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out, vary
 from ragcache_train.trainer import train
 
@@ -117,7 +119,7 @@ def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_pa
     for ask in ASKS:
         whole = [*ask.suffix, *ask.answer]
         with torch.no_grad():
-            together = [(id, at, None, False) for at, id in enumerate([*PREFIX, *sum(CHUNKS, []), *whole])]
+            together = [(id, at, None, False) for at, id in enumerate([*PREFIX, *chain(*CHUNKS), *whole])]
             truth, aims = oracle_states(plain, together, len(whole))
         logits, states = oracle_states(plain, written_out(recipe, spec, whole), len(whole))
         kl = (truth.softmax(-1) * (truth.log_softmax(-1) - logits.log_softmax(-1))).sum()
@@ -149,6 +151,22 @@ def test_training_reads_as_the_engine_does(method, recipe, tmp_path):
     with torch.no_grad():
         ours = answer_logits(student.model, student.model, batch, student.rope)[0]
     torch.testing.assert_close(ours, engine, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("recipe", ["prefix", "primer"])
+def test_flex_attention_moves_passages_as_dense_attention_does(recipe, tmp_path, monkeypatch):
+    def uncompiled(module, query, key, value, mask, scaling, softcap, s_aux):
+        return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+    student = loaded(save_tiny("gemma3", str(tmp_path)))
+    monkeypatch.setattr("ragcache_train.masked_pass.flex_attention_forward", uncompiled)
+    batch = collate([lay_out(row_for(recipe), replace(LINKS, recipe=recipe), True)], multiple=BLOCK)
+    with torch.no_grad():
+        dense = answer_logits(student.model, student.model, batch, student.rope)
+        monkeypatch.setattr(Visibility, "for_attention", lambda self, window, dtype: self.blocks(window))
+        flex = answer_logits(student.model, student.model, batch, student.rope)
+    torch.testing.assert_close(flex, dense, atol=2e-4, rtol=2e-4)
 
 
 def test_one_passage_behind_its_prefix_has_no_loss(tmp_path):
@@ -225,7 +243,7 @@ def test_links_have_their_own_rate(options, tmp_path):
     assert (ends[1][words][ids] - ends[0][words][ids]).abs().max() > 5e-3
 
 
-@pytest.mark.parametrize("changes", [{"link_tokens": 0, "recipe": "isolated"}, {"lora_rank": 2}], ids=["weights", "lora"])
+@pytest.mark.parametrize("changes", [{"link_tokens": 0, "recipe": "isolated"}, {"lora_rank": 2}], ids=["all", "lora"])
 def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(LINES[1]) + "\n", encoding="utf-8")

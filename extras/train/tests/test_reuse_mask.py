@@ -57,7 +57,7 @@ def drawn():
 
 def visibility_of(layouts, multiple: int = 1) -> Visibility:
     batch = collate(layouts, multiple)
-    return Visibility(batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"])
+    return Visibility.of(batch, None)
 
 
 def whole(visibility: Visibility, window: int | None) -> torch.Tensor:
@@ -86,11 +86,16 @@ def long_rows(seed: int) -> list[Sample]:
     """Rows of all kinds whose passages go over several blocks, or share one."""
     rng, layouts = random.Random(seed), []
     specs = (LINK, ANCHORED, COMPOSITE, TrainedTokens("reposition"))
+    behind = (replace(LINK, recipe="prefix"), replace(ANCHORED, recipe="primer"), TrainedTokens("reposition", "primer"))
     for _ in range(4):
         chunks = [[5] * rng.choice((3, 40, 130, 400)) for _ in range(rng.randint(0, 3))]
         asks = [Ask([7] * rng.choice((1, 30, 300)), [8, 3]) for _ in range(rng.randint(1, 2))]
         row = EncodedRow("qa", "", [1] * rng.choice((0, 5, 300)), chunks, asks, None, True)
         layouts.append(lay_out(row, rng.choice(specs), rng.random() < 0.8))
+        if chunks and rng.random() < 0.5:
+            spec = rng.choice(behind)
+            primer = (9,) * rng.choice((20, 200)) if spec.recipe == "primer" else ()
+            layouts.append(lay_out(row._replace(primer=primer), spec, True))
     return layouts
 
 
