@@ -218,7 +218,8 @@ def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
 
 def primer_of(store: StoreParts) -> tuple[int, ...]:
     """Return the ids of the primer that the store's passages are read behind."""
-    return tuple(store.documents.properties().get(PRIMER) or ())
+    bound = store.documents.properties().get(PRIMER)
+    return tuple(bound) if isinstance(bound, list) else ()
 
 
 def neighbours_of(store: StoreParts) -> NeighbourChoice:
