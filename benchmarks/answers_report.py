@@ -88,9 +88,12 @@ def label(key: str) -> str:
     if key == NO_PASSAGES:
         return key
     before, _, recipe = key.rpartition("@")
+    recipe, _, primer = recipe.partition("^")
+    recipe, _, neighbours = recipe.partition("<")
+    behind = {"recipe": recipe, "primer": primer, "neighbours": neighbours}
     name, brace, options = before.partition("{")
     parts = [f"{one}={_text(value)}" for one, value in json.loads(brace + options).items()] if brace else []
-    return ":".join([name, *parts, *([f"recipe={recipe}"] if recipe else [])])
+    return ":".join([name, *parts, *(f"{one}={value}" for one, value in behind.items() if value)])
 
 
 def _text(value: Any) -> str:

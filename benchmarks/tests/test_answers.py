@@ -319,7 +319,12 @@ def test_methods_are_called_as_the_command_line_writes_them():
     for name in rc.METHODS:
         recipes = {spec.recipe or spec.method().recipes[0] for spec in specs if spec.name == name and not spec.options}
         assert recipes == set(rc.METHODS[name]().recipes if name != "full" else recipes)
-    for spec in [*specs, *parse_methods(["prophet:layers=[2,4]:ratio=0.15", "x=epic:last_tokens=3"])]:
+    for spec in [
+        *specs,
+        *parse_methods(
+            ["prophet:layers=[2,4]:ratio=0.15", "x=epic:last_tokens=3", "a3:recipe=primer:primer=64:neighbours=2"]
+        ),
+    ]:
         (again,) = parse_methods([label(spec.key)])[-1:]
         assert again.key == spec.key
 

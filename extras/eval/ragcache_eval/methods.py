@@ -85,7 +85,7 @@ class MethodSpec:
         less = "" if self.evict is None else f"/{self.evict}"
         less += "" if self.kept == 1 else f"*{self.kept:g}"
         less += f"<{self.neighbours}" if self.neighbours else ""
-        less += f"<{self.primer if isinstance(self.primer, str) else 'store'}" if self.primer else ""
+        less += f"^{self.primer if isinstance(self.primer, str) else 'store'}" if self.primer else ""
         return f"{self.name}{json.dumps(options, sort_keys=True) if options else ''}@{self.recipe or ''}{less}"
 
     @property
