@@ -165,7 +165,7 @@ def test_ask_in_words_names_its_sources(store):
     assert "first token after" in result.stdout
     assert "read by reposition: " in result.stdout
     own = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
-    assert re.search(r"read by full: \S", own.stdout)
+    assert re.search(r"read by cacheblend\(ratio=0\.3\): \S", own.stdout)
 
 
 def test_a_source_is_printed_with_its_place():

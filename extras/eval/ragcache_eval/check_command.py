@@ -48,8 +48,8 @@ class QuestionOptions:
         dtype = bound.get("model_dtype")
         return str(bound.get("model_name", "mini")), None if dtype is None else str(dtype)
 
-    def read_behind(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many passages the store's are read behind, and the ids of its primer."""
+    def company(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many neighbours the store's passages are read behind, and the ids of its primer."""
         if self.store is None:
             return 0, ()
         from ragcache_eval.check import neighbours_of, opened, primer_of
@@ -127,7 +127,7 @@ def check(
     lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
     source, cases = asked.cases(runner, models.device)
-    near, primer = asked.read_behind()
+    near, primer = asked.company()
     if profile_layers:
         if len(cases) < 2:
             raise ConfigError(f"--profile-layers needs 2 questions, one to judge on, and there are {len(cases)}")

@@ -219,7 +219,7 @@ class TrainOptions:
             if self.header_tokens is not None or self.trailer_tokens is not None:
                 raise ConfigError("header_tokens and trailer_tokens go with frozen weights; add freeze")
             if self.store is not None and not self.distills:
-                raise ConfigError("store goes with frozen weights or objective='distill'; add freeze")
+                raise ConfigError("store must go with objective='distill', or go with frozen weights; add freeze")
             return
         if self.database is not None and self.store is None:
             raise ConfigError("database is that of a store; add store")

@@ -11,7 +11,6 @@ from llama_index.core.schema import BaseNode, MetadataMode
 import ragcache as rc
 from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 from ragcache.errors import EmbedderMismatchError
-from ragcache.retrieval.embedder import fits_window
 
 log = logging.getLogger(__name__)
 # Share of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
@@ -50,7 +49,7 @@ def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
         check_dimension(kb, node.embedding or [], f"the embedding of node {node.node_id}")
     if not given:
         return
-    first = next((node for node in given if fits_window(kb.embedder, embedded_text(node))), None)
+    first = next((node for node in given if _is_read_at_once(kb.embedder, embedded_text(node))), None)
     if first is None:
         return
     own = kb.embedder.embed([embedded_text(first)])[0]
@@ -60,6 +59,10 @@ def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
             f"the embedding of node {first.node_id} was made by another model than the store's, "
             f"{kb.embedder.name!r}, or from another text; use embed_model=RagCacheEmbedding(kb)"
         )
+
+
+def _is_read_at_once(embedder: rc.Embedder, text: str) -> bool:
+    return not isinstance(embedder, rc.BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens
 
 
 def check_dimension(kb: rc.RagCache, vector: Sequence[float], what: str) -> None:
