@@ -230,7 +230,8 @@ class Conversation:
             places.append(place)
             return f"{MARK}turn-{len(places) - 1}\ue000"
 
-        texts = {rank: self._marked(rank, form, mark) for rank, _ in self.read}
+        slots = {rank for rank, turn in self.read if turn.has_slot}.union(self.standing)
+        texts = {rank: self._marked(rank, form, mark, has_slot=rank in slots) for rank, _ in self.read}
         marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
         shown = self._shown.as_text(self._tokenizer)
         pieces = conversation_pieces(self._tokenizer, self._messages(texts, system), marks, shown)
@@ -239,12 +240,14 @@ class Conversation:
             found += [place, piece]
         return found
 
-    def _marked(self, rank: int, form: PromptFormat | None, mark: Callable[[Slot | Said], str]) -> str:
+    def _marked(
+        self, rank: int, form: PromptFormat | None, mark: Callable[[Slot | Said], str], *, has_slot: bool
+    ) -> str:
         turn, tokenizer = self.turns[rank], self._tokenizer
         goes_on = self.continues and rank == len(self.turns) - 1
         if turn.is_answer and turn.text and not goes_on:  # beside calls some templates leave it out
             return mark(Said(rank))
-        if not turn.has_slot and rank not in self.standing:
+        if not has_slot:
             return as_text(tokenizer, turn.text)
         if form is not None:
             return mark(Slot(rank)) + form.asked(as_text(tokenizer, turn.text.strip()))

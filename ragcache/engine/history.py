@@ -139,11 +139,11 @@ class ConversationContext:
         for turn, hits in sorted(given.items()):  # every passage in the first turn that states it, where it was read
             once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
             seen |= {tuple(hit.chunk.token_ids) for hit in hits}
-        parts, stays = list[tuple[int, ...] | tuple[Hit, ...]](), 0
+        parts, stays, standing = list[tuple[int, ...] | tuple[Hit, ...]](), 0, set(self._conversation.standing)
         for piece in self._without_double_space(pieces[:last]):
             if part := self._part(piece, once):
                 parts.append(part)
-            if isinstance(piece, Slot) and piece.turn in self._conversation.standing:
+            if isinstance(piece, Slot) and piece.turn in standing:
                 stays = len(parts)
         behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, given) if isinstance(id, int)]
         return History(tuple(parts), stays=stays), behind

@@ -8,6 +8,7 @@ from plain_oracle import greedy, greedy_ids, plain_transformers
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.engine.conversation import Conversation
 from ragcache.engine.output import OutputProcessor
 from ragcache.errors import ConfigError, ContextTooLongError, NoSuchDocumentError, PromptError
 
@@ -532,3 +533,21 @@ def test_a_control_token_that_was_sampled_is_no_part_of_the_next_prompt(kb):
     quoted = OutputProcessor(f"It says {tokenizer.eos_token}.", made, is_cut=True).said(kb.lm)
     assert eos not in quoted
     assert tokenizer.decode(quoted) == f"It says {tokenizer.eos_token}."
+
+
+def test_kept_turns_are_looked_through_as_often_however_many_there_are(kb, monkeypatch):
+    """Each turn looked through all others: 10,000 of them took half a minute."""
+    looks, standing = [0], Conversation.standing.fget
+
+    def counted(conversation):
+        looks[0] += 1
+        return standing(conversation)
+
+    monkeypatch.setattr(Conversation, "standing", property(counted))
+    counts = []
+    for number in (20, 40):
+        looks[0] = 0
+        turns = [one for _ in range(number) for one in (user("Well?"), said("Yes."))]
+        kb.chat([*turns, user("Where do dogs bark?")], k=1, context="keep", sampling=rc.Sampling(max_tokens=1))
+        counts.append(looks[0])
+    assert 0 < counts[1] == counts[0]
