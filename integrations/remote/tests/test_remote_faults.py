@@ -24,7 +24,7 @@ from ragcache.errors import (
     StoreUnreachableError,
 )
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import RETRY_AFTER_S, Blobs, Connection, open_blobs
+from ragcache.store.remote import RETRY_AFTER_S, WRITE_AFTER_S, Blobs, Connection, open_blobs
 from ragcache.store.tiers import RemoteTier
 from ragcache_remote import object_store
 
@@ -270,12 +270,14 @@ def test_after_a_failure_nobody_waits_for_some_seconds(caplog: pytest.LogCapture
     remote.works = True
     assert tier.get(KEY) is None
     assert remote.asked == 2
-    now[0] += RETRY_AFTER_S
+    now[0] += WRITE_AFTER_S
+    assert tier.get(KEY) is None
+    assert remote.asked == 2, "a read makes do without"
     tier.put(KEY, make_block(1))
-    assert remote.asked > 2
+    assert remote.asked > 2, "a write would fail, and asks"
     asked = remote.asked
     tier.get(KEY)
-    assert remote.asked == asked + 1
+    assert remote.asked == asked + 1, "what came back is read at once"
 
 
 def test_a_store_opens_while_its_remote_is_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

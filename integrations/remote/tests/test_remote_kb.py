@@ -146,7 +146,7 @@ def test_a_remote_that_fails_costs_no_answer(
     with pytest.raises(StoreUnreachableError):
         second.delete("hat")
     monkeypatch.undo()
-    second.store.kv._durable.shared._connection._broken_until = 0.0
+    second.store.kv._durable.shared._connection._failed_at = float("-inf")
     report = second.doctor()
     assert (report.damaged, report.missing, report.orphans) == ([], [], [])
     assert len(remote_blocks(url)) == 1

@@ -88,14 +88,15 @@ class Blobs(ABC):
 
 
 log = logging.getLogger(__name__)
-RETRY_AFTER_S = 10.0
+RETRY_AFTER_S, WRITE_AFTER_S = 10.0, 1.0
 MARKER = "ragcache.json"
 FORMAT_VERSION = 1
 
 
 @dataclass(eq=False, repr=False)
 class Connection:
-    """Lets calls through, unless one has failed a moment ago: nobody waits for a dead service twice.
+    """Lets calls through, unless one has failed a moment ago: nobody waits for a dead service twice. A read makes do
+    without the remote for RETRY_AFTER_S; a write, which would fail, asks again after WRITE_AFTER_S.
 
     owner:     id of the store's database. A remote belongs to one database, as what no document there refers to is
                deleted; the first store to open it leaves the id in a marker
@@ -112,16 +113,16 @@ class Connection:
         self.where = self.blobs.where
         self._lock = threading.Lock()
         self._is_ours = False
-        self._broken_until = float("-inf")
+        self._failed_at = float("-inf")
 
     @contextmanager
-    def use(self) -> Iterator[Blobs]:
-        """The remote, for one call.
+    def use(self, *, to_write: bool = False) -> Iterator[Blobs]:
+        """Lend the remote for one call.
 
         Raises StoreUnreachableError at once for some seconds after a call has; ConfigError when the remote belongs to
         another store; SchemaVersionError.
         """
-        wait_s = self._broken_until - self.clock()
+        wait_s = self._failed_at + (WRITE_AFTER_S if to_write else RETRY_AFTER_S) - self.clock()
         if wait_s > 0:
             raise StoreUnreachableError(
                 f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s", wait_s
@@ -130,8 +131,9 @@ class Connection:
             self._check_owner()
             yield self.blobs
         except StoreUnreachableError:
-            self._broken_until = self.clock() + RETRY_AFTER_S
+            self._failed_at = self.clock()
             raise
+        self._failed_at = float("-inf")
 
     def check(self) -> None:
         """Ask once, so that what has to be mended is said at the start. One that does not answer is only warned of.

@@ -122,7 +122,7 @@ class RemoteTier(DurableTier):
     def _writing(self) -> AbstractContextManager[Blobs]:
         if self._connection.read_only:
             raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
-        return self._connection.use()
+        return self._connection.use(to_write=True)
 
     def _look(self, names: Iterable[str]) -> dict[str, Blob]:
         return self._read(lambda blobs: blobs.look(names), {})
