@@ -317,7 +317,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, chang
     report = train(replace(stopped, resume=True), show=gone_on.append)
     assert [line["step"] for line in gone_on] == [3, 4]
     assert torch.equal(rows_of(whole.out), rows_of(report.out))
-    logs = [[{**line, "seconds": 0} for line in log_of(one.out)] for one in (whole, report)]
+    logs = [[{**line, "seconds": 0, "tokens_per_s": 0} for line in log_of(one.out)] for one in (whole, report)]
     assert logs[0] == logs[1]
 
 
