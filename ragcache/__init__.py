@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ragcache.models.sampler import Sampling
     from ragcache.models.tool_calls import ToolCall
     from ragcache.prompt import Prompt, prompt_format
-    from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, load_embedder
+    from ragcache.retrieval.embedder import Embedder, fits_window, load_embedder
     from ragcache.retrieval.retriever import Hit
     from ragcache.store.records import Chunk
 
@@ -46,7 +46,6 @@ __all__ = [
     "AddedTokens",
     "Answer",
     "Attachment",
-    "BoundedEmbedder",
     "Chunk",
     "ChunkerConfig",
     "Document",
@@ -90,6 +89,7 @@ __all__ = [
     "Usage",
     "attach",
     "encode",
+    "fits_window",
     "fuse",
     "load_embedder",
     "load_lm",
@@ -127,7 +127,7 @@ _NAMES = {
     "models.sampler": "Sampling",
     "models.tool_calls": "ToolCall",
     "prompt": "Prompt prompt_format",
-    "retrieval.embedder": "BoundedEmbedder Embedder load_embedder",
+    "retrieval.embedder": "Embedder fits_window load_embedder",
     "retrieval.retriever": "Hit",
     "store.records": "Chunk",
 }

@@ -46,6 +46,7 @@ from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.load import checkpoint_digest, load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
+from ragcache.models.primer import bound_primer
 from ragcache.prompt import CLOCK, PromptFormat, Shown, prompt_format, template_text
 from ragcache.retrieval.embedder import Embedder, Reranker, fits_window, load_embedder, load_reranker
 from ragcache.retrieval.retriever import Retriever
@@ -200,8 +201,8 @@ def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe
     A primer is remembered as ids, so that its file may change or go. Raises StoreMismatchError where another recipe is
     asked for than the store's primer.
     """
-    bound = documents.properties().get(PRIMER)
-    made = Recipe(PRIMER, primer=tuple(bound)) if isinstance(bound, list) else None
+    bound = bound_primer(documents.properties())
+    made = Recipe(PRIMER, primer=bound) if bound else None
     if recipe is None:
         return made
     asked = card.recipe(recipe)

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from ragcache.engine.store_config import StoreParts
 from ragcache.errors import StoreUnreachableError
 from ragcache.files import atomic_write, write_all
-from ragcache.kv.block_key import PRIMER
+from ragcache.models.primer import bound_primer
 from ragcache.store.counters import KVStats
 from ragcache.store.foreign import ForeignUsage
 from ragcache.store.schema import chunks_with
@@ -67,7 +67,7 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
         model=None if "model_name" not in bound else str(bound["model_name"]),
         embedder=None if "embedder" not in bound else str(bound["embedder"]),
         schema_version=int(str(bound["schema_version"])),
-        primer_tokens=len(primer) if isinstance(primer := bound.get(PRIMER), list) else 0,
+        primer_tokens=len(bound_primer(bound)),
         pinned=stats.pinned,
         unwritten_bytes=stats.unwritten_bytes,
         foreign=store.kv.foreign_usage(),

@@ -7,10 +7,12 @@ computed once a store and dropped. It says nothing that a question could ask for
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError
+from ragcache.kv.block_key import PRIMER
 from ragcache.prompt import encode_text
 
 if TYPE_CHECKING:
@@ -72,6 +74,12 @@ def read_primer(named: str) -> str | tuple[int, ...]:
             f"--primer {named!r} is none of {', '.join(PRIMERS)} and no text file ({error}); name one of the two"
         ) from error
     return text if text.strip() else ()
+
+
+def bound_primer(properties: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the ids of the primer that a store with these properties was made with; none without a primer."""
+    bound = properties.get(PRIMER)
+    return tuple(bound) if isinstance(bound, list) else ()
 
 
 def visible(ids: tuple[int, ...], config: PreTrainedConfig) -> tuple[int, ...]:

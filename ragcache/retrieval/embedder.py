@@ -384,28 +384,25 @@ def _mean(vectors: Vectors, windows: Sequence[Window]) -> Vectors:
 
 def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
     """Return `embedder.embed(texts)`, in windows where the embedder says how much it reads at once."""
-    if isinstance(embedder, SentenceEmbedder) or not isinstance(embedder, BoundedEmbedder):
-        return embedder.embed(texts)
-    return pool_windows(
-        texts, embedder.max_tokens, embedder.count_tokens, lambda some: embedder.embed([one.text for one in some])
-    )
+    return _pooled(embedder, texts, embedder.embed)
 
 
 def embed_question(embedder: Embedder, text: str) -> Vectors:
     """Return `embedder.embed_query(text)`; see `embed_passages`."""
+    vectors = _pooled(embedder, [text], lambda some: np.stack([embedder.embed_query(one) for one in some]))
+    vector: Vectors = vectors[0]
+    return vector
+
+
+def _pooled(embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[str]], Vectors]) -> Vectors:
     if isinstance(embedder, SentenceEmbedder) or not isinstance(embedder, BoundedEmbedder):
-        return embedder.embed_query(text)
-    vectors = pool_windows(
-        [text],
-        embedder.max_tokens,
-        embedder.count_tokens,
-        lambda some: np.stack([embedder.embed_query(one.text) for one in some]),
-    )
-    return np.asarray(vectors[0], np.float32)
+        return embed(texts)
+    limit, count = embedder.max_tokens, embedder.count_tokens
+    return pool_windows(texts, limit, count, lambda windows: embed([window.text for window in windows]))
 
 
 def fits_window(embedder: Embedder, text: str) -> bool:
-    """Whether the embedder reads the text at once: elsewhere the vector of a longer one is that of its beginning."""
+    """Return whether the embedder reads the text at once, and not in windows."""
     return not isinstance(embedder, BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens
 
 

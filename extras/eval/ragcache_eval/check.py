@@ -216,12 +216,6 @@ def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
     return [str(lm.tokenizer.decode(ids)) for ids in found]
 
 
-def primer_of(store: StoreParts) -> tuple[int, ...]:
-    """Return the ids of the primer that the store's passages are read behind."""
-    bound = store.documents.properties().get(PRIMER)
-    return tuple(bound) if isinstance(bound, list) else ()
-
-
 def neighbours_of(store: StoreParts) -> NeighbourChoice:
     """What the store's passages are read behind."""
     return NeighbourChoice.of(store.documents.properties().get(NEIGHBOURS))

@@ -52,10 +52,11 @@ class QuestionOptions:
         """Return how many neighbours the store's passages are read behind, and the ids of its primer."""
         if self.store is None:
             return 0, ()
-        from ragcache_eval.check import neighbours_of, opened, primer_of
+        from ragcache.models.primer import bound_primer
+        from ragcache_eval.check import neighbours_of, opened
 
         with opened(self.store, self.database) as found:
-            return neighbours_of(found).number, primer_of(found)
+            return neighbours_of(found).number, bound_primer(found.documents.properties())
 
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
         """The questions, after a description of them in words."""

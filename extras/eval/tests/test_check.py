@@ -15,10 +15,11 @@ from ragcache.fusion import METHODS
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.reposition import Reposition
 from ragcache.kv.block_key import Recipe
+from ragcache.models.primer import bound_primer
 from ragcache.prompt import prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.case import Case, CasePassage
-from ragcache_eval.check import Check, Thresholds, asked_of, made_from, neighbours_of, opened, primer_of
+from ragcache_eval.check import Check, Thresholds, asked_of, made_from, neighbours_of, opened
 from ragcache_eval.methods import MethodSpec, all_methods
 from ragcache_eval.metrics import Estimate
 from ragcache_eval.reading import PromptReader
@@ -109,7 +110,7 @@ def test_a_store_with_a_primer_is_judged_behind_it(runner, tmp_path, tiny, caplo
     with rc.RagCache.open(tmp_path / "kb", recipe=Recipe("primer", primer="Soil is old."), **options) as kb:
         kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
     with opened(tmp_path / "kb") as found:
-        cases, primer = made_from(found, questions=4, passages=3, lm=tiny), primer_of(found)
+        cases, primer = made_from(found, questions=4, passages=3, lm=tiny), bound_primer(found.documents.properties())
     assert primer == tiny.recipe(Recipe("primer", primer="Soil is old.")).primer_ids != ()
     check = Check(
         runner, "tests", cases, [MethodSpec(name, name) for name in ("full", "reposition")], LIMITS, 0, primer

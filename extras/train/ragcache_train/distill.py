@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ragcache.errors import ConfigError
 from ragcache.kv.rope import Rope
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.masked_pass import answer_logits, answer_states
+from ragcache_train.masked_pass import answer_logits, answer_states, divergence
 from ragcache_train.train_batches import EncodedRow, collate, lay_out
 
 LEAST = 1e-6
@@ -102,13 +101,6 @@ class Distillation:
         kl, hidden, count = torch.stack(self._sums).sum(0).tolist()
         self._sums.clear()
         return {"kl": kl / count, "hidden": hidden / count}
-
-
-def divergence(truth: Tensor, logits: Tensor) -> Tensor:
-    """Return KL(truth || logits) of each token over the ids that both know: added ids are never predicted."""
-    known = min(truth.shape[-1], logits.shape[-1])
-    aim, own = (one[:, :known].log_softmax(-1) for one in (truth, logits))
-    return F.kl_div(own, aim, log_target=True, reduction="none").sum(-1)
 
 
 def train_layers(model: PreTrainedModel, spec: TrainedTokens | None) -> list[nn.Parameter]:

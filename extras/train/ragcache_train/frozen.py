@@ -23,7 +23,7 @@ from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text
-from ragcache_train.masked_pass import answer_logits
+from ragcache_train.masked_pass import answer_logits, divergence
 from ragcache_train.train_batches import EncodedRow
 from ragcache_train.train_rows import BadLine
 
@@ -157,9 +157,8 @@ def divergence_loss(
     rope:  see `answer_loss`
     """
     with torch.no_grad():
-        teacher = answer_logits(inner.base, inner.base, batch["teacher"]).log_softmax(-1)
-    student = answer_logits(model, inner, batch, rope).log_softmax(-1)
-    total = F.kl_div(student, teacher, log_target=True, reduction="sum")
+        teacher = answer_logits(inner.base, inner.base, batch["teacher"])
+    total = divergence(teacher, answer_logits(model, inner, batch, rope)).sum()
     return total / (len(teacher) if num_labels is None else num_labels)
 
 

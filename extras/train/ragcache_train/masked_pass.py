@@ -291,6 +291,13 @@ def answer_loss(
     return total / (len(labels) if num_labels is None else num_labels)
 
 
+def divergence(truth: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(truth || logits) of each token over the ids that both know: added ids are never predicted."""
+    known = min(truth.shape[-1], logits.shape[-1])
+    aim, own = (one[:, :known].log_softmax(-1) for one in (truth, logits))
+    return F.kl_div(own, aim, log_target=True, reduction="none").sum(-1)
+
+
 def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None) -> Tensor:
     """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
     return answer_states(model, inner, batch, rope, hidden=False)[0]

@@ -269,8 +269,7 @@ def _encode(
         keep_passages(encoded)  # raises where there is no row to learn from; the others keep the model as it is
         encoded = [row._replace(asks=[ask.learned for ask in row.asks]) for row in encoded]
     _check_slots([row for row in encoded if options.most is None or not row.shuffle], spec)
-    primer = lm.recipe(options.recipe).primer_ids
-    encoded = [row._replace(primer=primer) for row in encoded] if primer else encoded
+    encoded = _with_primer(encoded, options, lm)
     return encoded, None if spec is None else replace(spec, recipe=options.recipe), unfit
 
 
@@ -278,8 +277,13 @@ def _held_out(options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
     """Return the rows to evaluate on, whole and in their order. Raises ConfigError where none has passages."""
     rows, bad = read_rows((str(options.evaluate),))
     encoded, _ = encode_rows(RowEncoder(lm.tokenizer, options.encoding(lm.max_positions)), [*rows, *bad])
+    return _with_primer(keep_passages(encoded)[0], options, lm)
+
+
+def _with_primer(rows: Sequence[EncodedRow], options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
+    """Return the rows with the ids of the primer that the recipe reads passages behind."""
     primer = lm.recipe(options.recipe).primer_ids
-    return [row._replace(primer=primer) for row in keep_passages(encoded)[0]]
+    return [row._replace(primer=primer) for row in rows]
 
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple[list[EncodedRow], list[BadLine]]:

@@ -17,7 +17,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 import ragcache as rc
-from llama_index.vector_stores.ragcache.nodes import HANDLE_KEY, handle_of
+from llama_index.vector_stores.ragcache.nodes import bare, handle_of
 from ragcache.errors import PromptError
 
 Segment = rc.Passage | rc.Hit | NodeWithScore | BaseNode | Mapping[str, Any] | str
@@ -89,8 +89,7 @@ def as_passage(segment: Segment, metadata_mode: MetadataMode = MetadataMode.NONE
 
 def _of_node(node: BaseNode, score: float | None, metadata_mode: MetadataMode) -> rc.Passage:
     text = node.get_content(metadata_mode=metadata_mode)
-    metadata = {key: value for key, value in node.metadata.items() if key != HANDLE_KEY}
-    return rc.Passage(text, node.node_id, handle_of(node), score, metadata)
+    return rc.Passage(text, node.node_id, handle_of(node), score, bare(node).metadata)
 
 
 def _text(part: Part) -> str:

@@ -49,7 +49,7 @@ def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
         check_dimension(kb, node.embedding or [], f"the embedding of node {node.node_id}")
     if not given:
         return
-    first = next((node for node in given if _is_read_at_once(kb.embedder, embedded_text(node))), None)
+    first = next((node for node in given if rc.fits_window(kb.embedder, embedded_text(node))), None)
     if first is None:
         return
     own = kb.embedder.embed([embedded_text(first)])[0]
@@ -59,10 +59,6 @@ def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
             f"the embedding of node {first.node_id} was made by another model than the store's, "
             f"{kb.embedder.name!r}, or from another text; use embed_model=RagCacheEmbedding(kb)"
         )
-
-
-def _is_read_at_once(embedder: rc.Embedder, text: str) -> bool:
-    return not isinstance(embedder, rc.BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens
 
 
 def check_dimension(kb: rc.RagCache, vector: Sequence[float], what: str) -> None:
