@@ -69,10 +69,11 @@ class Attachment:
 
 
 class Hook(NamedTuple):
-    """What follows a method: after(object, result, arguments by name) gives the result in its place; None: nothing.
+    """A function that runs after a method: after(object, result, arguments by name) returns the result to use. None
+    leaves the result as it is.
 
     before: adds arguments that `after` is given besides: of what is gone by then
-    clean:  returns what the method is given in place of each argument: without ragcache's own marks
+    clean:  returns each argument as the method receives it, without ragcache's own marks
     """
 
     after: Callable[[Any, Any, Arguments], Any] | None

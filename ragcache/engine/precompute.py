@@ -42,9 +42,9 @@ class PrecomputeReport:
     known:     passages whose KV was there
     failed:    passages that the model cannot read, and why
     forgotten: handles whose KV was removed, since nothing names it any more
-    kv_bytes:  that the KV of these passages takes on disk, of the budget_bytes of `StoreConfig.foreign_cache`
-    evicted:   passages whose KV did not fit, or was evicted for that of others; evicted_bytes: what it would take
-    warning:   which setting to raise, where KV that is wanted did not fit; "": none
+    kv_bytes:  size of these passages' KV on disk; budget_bytes: its limit (`StoreConfig.foreign_cache`)
+    evicted:   passages whose KV did not fit or was evicted for other KV; evicted_bytes: its size
+    warning:   the setting to raise if KV did not fit; "" if all of it did
     """
 
     handles: list[str | None] = field(default_factory=list)
@@ -62,7 +62,7 @@ class PrecomputeReport:
 
     @property
     def kv_text(self) -> str:
-        """kv_bytes and the budget in words."""
+        """Return kv_bytes and the budget in words."""
         return f"their KV takes {bytes_text(self.kv_bytes)} of {bytes_text(self.budget_bytes)} (--foreign-cache)"
 
 
@@ -213,7 +213,7 @@ class Precompute:
             report.forgotten += gone
 
     def _weigh(self, report: PrecomputeReport, *, warns: bool) -> None:
-        """Report what the KV takes, and what was evicted. warns: whether something was, of these passages or others"""
+        """Report the size of the KV and the evictions. warns: whether any KV was evicted meanwhile"""
         for key in report.forgotten:
             self._sizes.pop(key, None)
         there = self._blocks.lookup(self._sizes)

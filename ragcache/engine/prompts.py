@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 class Prompts:
     """Builds the prompts of one store's questions. Thread-safe.
 
-    names:  of the store's blocks
-    format: with the store's own system prompt, `system`, and date; stored KV is behind its prefix
-    shown:  what the chat template was given for it
-    dated:  whether every prompt states its date, and not the time at which it is asked
+    names:  keys of the store's blocks
+    format: the format with the store's own system prompt (`system`) and date; stored KV was computed after its prefix
+    shown:  the chat template's variables for `format`
+    dated:  whether every prompt states the store's date instead of the current one
     _known: how many of a prompt's first tokens the engine has read before, where it can tell
     """
 
@@ -246,8 +246,11 @@ class Prompts:
             earlier = fewer
 
     def settled(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> RequestOptions:
-        """Return `reading`, by `full` where its method gives way: without passages, where the method cannot read the
-        text between them, and where the choice is open and `full` runs no more tokens. Raises what `prompt` raises."""
+        """Return `reading`, with `full` as its method if that method gives way.
+
+        It gives way if there are no passages, if the method cannot read the text between them, or if the choice is
+        open and `full` runs no more tokens. Raises what `prompt` raises.
+        """
         choice = reading.choice
         if not choice.gives_way:
             return reading
@@ -259,7 +262,7 @@ class Prompts:
             return reading
         exact = reading.exactly(choice.why)
         prompt, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
-        # Both start from the KV of the prompt's beginning, which is computed once a store.
+        # The prefix is counted for neither: its KV is computed once for the whole store.
         full = prompt.num_tokens - max(len(prompt.prefix_ids), self._known(exact.method, prompt.ids))
         prompt, _ = self.prompt(ends, hits, reading)
         layout = reading.method.layout(self.lm, prompt.parts, self.names.recipe)

@@ -40,7 +40,7 @@ READABLE = "reposition, cacheblend or epic"
 
 
 def by_default(method: FusionMethod) -> str:
-    """Return the reason for a question that the default of an untrained model reads."""
+    """Return the reason given with answers that an untrained model's default method reads."""
     return (
         f"The model was neither trained for reuse nor checked over this store, so its default reads: "
         f"{method_label(method)}, which {method.summary}. {CHECK} to see which faster method is safe."
@@ -108,7 +108,7 @@ class Verdict:
     source, questions: what was asked, and how many
     thresholds: that a method had to stay inside
     neighbours: passages that each one was read behind, as the store has it
-    primer:    ids of the primer that each one was read behind, likewise
+    primer:    ids of the store's primer, after which each passage was encoded
     """
 
     fingerprint: str
@@ -187,7 +187,7 @@ class StoredBlocks:
 
     @property
     def primer_ids(self) -> tuple[int, ...]:
-        """Ids of the primer that the blocks are read behind."""
+        """Return the ids of the primer that the blocks are encoded after."""
         return self.recipe.primer_ids if isinstance(self.recipe, Recipe) else ()
 
 
@@ -225,7 +225,12 @@ class Choice:
         return replace(self, method=get_method(FULL), why=why, gives_way=False)
 
     def settled(self, full: int, reuse: int) -> Choice:
-        """Return the choice for an open question of which `full` and the method would run so many tokens."""
+        """Choose between the method and `full` for one question, where the choice is open.
+
+        Args:
+            full: tokens of the prompt that `full` would run.
+            reuse: tokens of the prompt that the method would run.
+        """
         return self.exactly(FULL_RUNS_NO_MORE) if full <= reuse else replace(self, gives_way=False)
 
 

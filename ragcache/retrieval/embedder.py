@@ -168,8 +168,8 @@ class SentenceEmbedder:
         return _lengths(self._tokenizer, texts)
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        """Vectors of `texts`, float32 [len(texts), dimension], in their order; see `pool_windows` for those that are
-        longer than max_tokens.
+        """Return vectors of `texts`, float32 [len(texts), dimension], in their order. Texts of more than max_tokens are
+        embedded in windows; see `pool_windows`.
 
         Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1, and
         CancelledError and TimedOutError within `limits.limited`, between batches.
@@ -327,7 +327,7 @@ def _lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]:
     return found
 
 
-# Texts that are longer than a model reads: in windows, none of their words left out.
+# Texts longer than a model's window are cut into windows that together hold all of their words.
 
 
 class Window(NamedTuple):
@@ -355,8 +355,11 @@ def windows_of(text: str, length: int, room: int, count: Count) -> list[Window]:
 def pool_windows(
     texts: Sequence[str], room: int, count: Count, embed: Callable[[Sequence[Window]], Vectors]
 ) -> Vectors:
-    """Return a vector for each text: of a text of more than `room` tokens the mean of its windows' vectors, weighted by
-    their lengths, and of length 1 where theirs are."""
+    """Return a vector for each text, float32 [len(texts), dimension].
+
+    A text of more than `room` tokens gets the mean of its windows' vectors, weighted by their lengths, and normalised
+    if they are normalised.
+    """
     cut = [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
     vectors = embed([window for windows in cut for window in windows])
     long = sum(len(windows) > 1 for windows in cut)
@@ -482,7 +485,7 @@ class CrossEncoderReranker:
         self._tokenizer = _tokenizer(self._model)
 
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Scores of the texts: of one that does not fit beside the question, the best of its windows'.
+        """Return the texts' scores. A text that does not fit beside the question gets its best window's score.
 
         Raises ContextTooLongError for a question that leaves no room for texts, CancelledError and TimedOutError within
         `limits.limited`, between batches.

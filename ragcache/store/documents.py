@@ -464,8 +464,11 @@ def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def free_chunk_ids(connection: Connection, document_id: str, wanted: Sequence[str]) -> list[str]:
-    """Return `wanted`, ids for chunks of a document that is stored, with a suffix on each that another document or any
-    chunk has. Another document's chunk with the id `document_id` gets such a suffix itself; all else of it stays."""
+    """Return the ids `wanted` for chunks of a stored document, with a suffix on each that is taken.
+
+    An id is taken if another document or any chunk has it. A chunk of another document whose id is `document_id` is
+    renamed in the same way; its text, vector id and handle stay.
+    """
     same = chunks.c.id == document_id
     owner = connection.scalar(select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
     if owner is not None:

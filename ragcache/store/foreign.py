@@ -24,8 +24,8 @@ _TOKEN = np.dtype("<i4")
 PREFIX = "prefix:"
 """Begins the owners of prompts' prefixes, followed by the generation of the documents that they may quote, and ":"."""
 NOBODY = "\1"
-"""The collection of passages that came without an id or a collection. Its names say what the passages are, by their
-handles, and keep no KV: they go when it goes."""
+"""The collection of passages that came without an id or a collection. Their names are their handles. A name here
+does not keep KV: it is deleted when the KV is."""
 # Passages after which those whose block was evicted are taken off the list.
 _PURGE_EVERY = 1024
 _TABLES = """
@@ -60,7 +60,7 @@ class Name(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A passage whose block is kept. owner: whose prompts it is found in: of one model, recipe and tenant"""
+    """A passage whose block is stored. owner: the model, recipe and tenant in whose prompts it is searched for"""
 
     handle: str
     owner: str
@@ -69,7 +69,7 @@ class Listed(NamedTuple):
 
 
 class FoundPassage(NamedTuple):
-    """A listed passage whose block is there. name: what the user calls it; None where nobody said"""
+    """A listed passage whose block is stored. name: the user's name of it; None if it has none"""
 
     token_ids: list[int]
     name: Name | None
@@ -77,12 +77,12 @@ class FoundPassage(NamedTuple):
 
 @dataclass(frozen=True)
 class ForeignUsage:
-    """The cache of passages from elsewhere, which holds the KV of prompts as well.
+    """Usage of the cache that holds the KV of foreign passages and of prompts.
 
-    passages, bytes: whose KV is kept, and what it takes on disk
-    prompt_bytes:    of the KV of prompts
-    budget_bytes:    for both; `StoreConfig.foreign_cache`
-    evicted, evicted_bytes: passages whose KV is not there any more: it did not fit, or was evicted
+    passages, bytes: number of passages whose KV is stored, and its size on disk
+    prompt_bytes:    size of the prompts' KV on disk
+    budget_bytes:    limit for both (`StoreConfig.foreign_cache`)
+    evicted, evicted_bytes: listed passages whose KV did not fit or was evicted, and its size
     """
 
     passages: int

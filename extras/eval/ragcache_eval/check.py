@@ -94,7 +94,12 @@ class Check:
         neighbours: int = 0,
         primer: Sequence[int] = (),
     ) -> None:
-        """Take the passages as a store has them: each read behind so many `neighbours` and these ids of a primer."""
+        """Prepare the check of `specs` over blocks as the store encodes them.
+
+        Args:
+            neighbours: neighbours that each passage is encoded after.
+            primer: ids of the primer that each passage is encoded after; none without a primer.
+        """
         self.runner = Runner(runner.lm, runner.form, replace(runner.settings, reference="full"))
         evicting = next((spec for spec in specs if spec.evict is not None), None)
         if evicting is not None:
@@ -189,8 +194,10 @@ def opened(path: Path, database: str | None = None) -> closing[StoreParts]:
 
 
 def made_from(store: StoreParts, *, questions: int, passages: int, lm: ModelCard, seed: int = 0) -> list[Case]:
-    """Sentence completions over the store's chunks, or the passages of a store that holds KV alone; see
-    `completion_cases`. Raises ConfigError where there are neither."""
+    """Return sentence completions over the store's chunks, or over its passages if it has no documents.
+
+    See `completion_cases`. Raises ConfigError for a store without chunks and passages.
+    """
     documents = store.documents
     chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id)]
     texts = [chunk.text for chunk in chunks] or foreign_texts(store, lm)
@@ -199,8 +206,10 @@ def made_from(store: StoreParts, *, questions: int, passages: int, lm: ModelCard
 
 
 def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
-    """Return the texts of the passages that no document of the store has, from their tokens. Raises ConfigError where
-    there are none, or they are tokens of another model."""
+    """Decode the passages that belong to no document of the store.
+
+    Raises ConfigError if there are no such passages, or if their tokens belong to another model.
+    """
     found = store.kv.passages.contents() if store.kv.passages is not None else []
     if not found:
         raise ConfigError(
@@ -240,8 +249,8 @@ def asked_of(
     embedder: str | None = None,
     limit: int | None = None,
 ) -> list[Case]:
-    """Questions of a file, each over the passages that the store's retriever finds, best first; in a store that holds
-    KV alone, over those nearest by their words.
+    """Return the questions of a file, each with the passages that the store's retriever finds, best first. In a store
+    without documents the passages are ranked by BM25.
 
     Lines that bring passages of their own keep them. Raises ConfigError, EmbedderError.
     """

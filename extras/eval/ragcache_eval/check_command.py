@@ -49,7 +49,7 @@ class QuestionOptions:
         return str(bound.get("model_name", "mini")), None if dtype is None else str(dtype)
 
     def company(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many neighbours the store's passages are read behind, and the ids of its primer."""
+        """Return the number of neighbours and the ids of the primer that the store's passages are encoded after."""
         if self.store is None:
             return 0, ()
         from ragcache.models.primer import bound_primer

@@ -16,9 +16,9 @@ The number is the token's segment:
     < 0            its question
     SHARED         the prefix, where passages are read behind it; DROPPED: the primer behind it
 
-A passage read behind a prefix or a primer stands at other positions for its own tokens than for the rest of the prompt,
-as a block does that was encoded and then placed. The model rotates its keys for the former; `training_attention` turns
-them on for queries outside it.
+A passage that is encoded after a prefix or a primer has two sets of positions, as a block does that is encoded and then
+placed: one for its own queries, one for queries outside it. The model rotates its keys for the first;
+`training_attention` rotates them on for the second.
 
 `sees` is the whole rule. The dense masks of a CPU and FlexAttention's block mask of a GPU are both made from it. Rows
 of a batch stand one behind another in one sequence and do not see each other: a CPU attends to each alone, a GPU

@@ -95,8 +95,9 @@ FORMAT_VERSION = 1
 
 @dataclass(eq=False, repr=False)
 class Connection:
-    """Lets calls through, unless one has failed a moment ago: nobody waits for a dead service twice. A read makes do
-    without the remote for RETRY_AFTER_S; a write, which would fail, asks again after WRITE_AFTER_S.
+    """Access to the remote that refuses calls for a while after a failure, so that a dead service is not waited for
+    again. Reads, which can do without the remote, are refused for RETRY_AFTER_S; writes, which cannot, for
+    WRITE_AFTER_S.
 
     owner:     id of the store's database. A remote belongs to one database, as what no document there refers to is
                deleted; the first store to open it leaves the id in a marker
