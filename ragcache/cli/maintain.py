@@ -72,7 +72,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("schema version", found.schema_version),
         *_rate_rows(rates),
     ]
-    print_rows(rows, 16)
+    print_rows(rows, 18)
 
 
 def _foreign_rows(found: ForeignUsage | None) -> list[tuple[str, str]]:
