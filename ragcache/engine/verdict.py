@@ -19,6 +19,8 @@ from ragcache.models.card import ModelCard
 
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
+KL = "kl_answer"
+"""The figure of a check: KL(full prefill || method) along full prefill's answer, nats a token."""
 # Why a prompt was read as it was, which answers say: what ran, why, and what to do next. Clients of a server see them,
 # so that the store is DIR in them.
 CHECK = "Run `ragcache check --store DIR`"
@@ -80,6 +82,7 @@ class MethodVerdict:
     safe:    whether it stayed inside every threshold; reason: which one it did not, or why it could not run
     computed_share: tokens run for a question / tokens of its prompt, mean over layers: what "cheapest" goes by
     figures: what was measured, by name
+    primer:  the shipped primer that its blocks were encoded after, where the store has none; "" otherwise
     """
 
     name: str
@@ -89,6 +92,7 @@ class MethodVerdict:
     reason: str = ""
     computed_share: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    primer: str = ""
 
     def method(self) -> FusionMethod:
         return get_method(self.name, **self.options)
@@ -128,19 +132,36 @@ class Verdict:
         recipe: only methods that were checked under this one
         reads:  only methods of which this is true
         """
-        safe = [m for m in self.methods if m.safe and m.name != FULL and recipe in (None, m.recipe)]
+        safe = [m for m in self._over_the_store() if m.safe and m.name != FULL and recipe in (None, m.recipe)]
         return min((m for m in safe if reads(m.method())), key=_cost, default=None)
 
     def of(self, method: FusionMethod) -> MethodVerdict | None:
         """The verdict on this method with these options."""
-        return next((found for found in self.methods if found.is_about(method)), None)
+        return next((found for found in self._over_the_store() if found.is_about(method)), None)
+
+    @property
+    def best_primer(self) -> tuple[MethodVerdict, MethodVerdict] | None:
+        """Return `reposition` over the store's blocks, and over blocks behind the shipped primer with the lowest KL.
+
+        None where the check did not try primers, or none has a lower KL than the store's blocks.
+        """
+        own = self.of(get_method("reposition"))
+        tried = [found for found in self.methods if found.primer and KL in found.figures]
+        best = min(tried, key=lambda found: found.figures[KL], default=None)
+        if own is None or best is None or best.figures[KL] >= own.figures.get(KL, float("inf")):
+            return None
+        return own, best
+
+    def _over_the_store(self) -> list[MethodVerdict]:
+        """Return the findings about blocks as the store has them."""
+        return [found for found in self.methods if not found.primer]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def _cost(found: MethodVerdict) -> tuple[float, float]:
-    return round(found.computed_share or 0.0, 2), found.figures.get("kl_answer", 0.0)
+    return round(found.computed_share or 0.0, 2), found.figures.get(KL, 0.0)
 
 
 def save_verdict(root: Path, verdict: Verdict) -> Path:

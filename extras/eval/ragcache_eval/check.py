@@ -19,6 +19,7 @@ from ragcache.fusion.fuse import block_recipe
 from ragcache.ingest.text_blocks import split_sentences
 from ragcache.kv.block_key import PRIMER
 from ragcache.models.card import ModelCard
+from ragcache.models.primer import DEFAULT_PRIMER
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk
 from ragcache_eval.case import Case, CasePassage
@@ -123,7 +124,7 @@ class Check:
         method = spec.method()
         if not method.reuses_blocks:
             return spec
-        if self.primer and spec.recipe is None and PRIMER in method.recipes:
+        if self.primer and spec.recipe in (None, PRIMER) and not spec.primer and PRIMER in method.recipes:
             spec = replace(spec, recipe=PRIMER, primer=self.primer)
         return replace(spec, neighbours=self.neighbours)
 
@@ -169,9 +170,11 @@ class Check:
 
     def _judge(self, spec: MethodSpec, row: Row | None, full: Row) -> MethodVerdict:
         options = dict(spec.options)
+        primer = "" if spec.recipe != PRIMER or isinstance(spec.primer, tuple) else spec.primer or DEFAULT_PRIMER
         if row is None or not row.questions:
             reason = self.refused.get(spec.key) or f"no question was measured: {row.skipped_because if row else ''}"
-            return MethodVerdict(spec.name, options, spec.recipe or "", safe=False, reason=f"cannot run: {reason}")
+            reason = f"cannot run: {reason}"
+            return MethodVerdict(spec.name, options, spec.recipe or "", safe=False, reason=reason, primer=primer)
         broken = self.thresholds.broken_by(row, full)
         figures: dict[str, Any] = {name: row.quality[name].mean for name in MEASURED if name in row.quality}
         return MethodVerdict(
@@ -182,6 +185,7 @@ class Check:
             reason=broken,
             computed_share=row.costs["computed_share"],
             figures={**figures, "kept_share": row.costs["kept_share"], "ttft_s": row.costs["ttft_s"]},
+            primer=primer,
         )
 
 

@@ -120,15 +120,15 @@ def check(
     """
     from ragcache.engine.verdict import save_verdict
     from ragcache_eval.check import Check, Thresholds
-    from ragcache_eval.methods import all_methods, parse_methods
+    from ragcache_eval.methods import all_methods, parse_methods, shipped_primers
     from ragcache_eval.runner import Runner, RunSettings
 
     limits = Thresholds(**vars(thresholds))
-    specs = parse_methods(methods) if methods else all_methods()
     lm = models.load(*asked.stored_model())
     runner = Runner(lm, models.prompt_format(lm), RunSettings(max_tokens, on_overflow="skip"))
     source, cases = asked.cases(runner, models.device)
     near, primer = asked.company()
+    specs = parse_methods(methods) if methods else [*all_methods(), *(() if primer else shipped_primers())]
     if profile_layers:
         if len(cases) < 2:
             raise ConfigError(f"--profile-layers needs 2 questions, one to judge on, and there are {len(cases)}")
@@ -168,13 +168,16 @@ def _profiled(
 
 
 def _print_verdict(verdict: Verdict, written: Path | None) -> None:
+    from ragcache.engine.verdict import KL
+
     say(f"{verdict.model}: {verdict.questions} questions ({verdict.source}), compared with full prefill")
     names = ("top1_answer", "kl_answer", "same_answer", "accuracy")
     rows = []
     for found in verdict.methods:
         figures = [f"{found.figures[name]:.3f}" if name in found.figures else "-" for name in names]
         share = "-" if found.computed_share is None else f"{found.computed_share:.3f}"
-        given = ":".join(f"{name}={value}" for name, value in found.options.items())
+        options = {**found.options, **({"primer": found.primer} if found.primer else {})}
+        given = ":".join(f"{name}={value}" for name, value in options.items())
         label = f"{found.name}:{given}" if given else found.name
         rows.append((label, "safe" if found.safe else "NOT SAFE", *figures, share, found.reason))
     print_table(
@@ -182,5 +185,12 @@ def _print_verdict(verdict: Verdict, written: Path | None) -> None:
     )
     best = verdict.best()
     say(f"auto takes: {best.name if best else 'full prefill, since no method is safe'}")
+    if verdict.best_primer is not None:
+        own, behind = verdict.best_primer
+        say(
+            "nearest to full prefill with nothing computed at the question: passages behind the primer of "
+            f"{behind.primer} tokens, KL {behind.figures[KL]:.3f} instead of {own.figures[KL]:.3f}; encode them so by "
+            f"`ragcache reencode NEW --store OLD --recipe primer --primer {behind.primer}`"
+        )
     if written is not None:
         say(f"kept in {written}")

@@ -16,6 +16,7 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import PRIMER, Recipe
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.primer import PRIMERS
 from ragcache.prompt import Prompt
 from ragcache_eval.settings import split_settings
 
@@ -122,6 +123,11 @@ def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
     if len({spec.key for spec in specs}) < len(specs):
         raise ConfigError("one method is asked for twice with the same options; leave one out")
     return sorted(specs, key=lambda spec: not spec.is_reference)
+
+
+def shipped_primers() -> list[MethodSpec]:
+    """Return `reposition` over blocks behind each primer that ships."""
+    return [MethodSpec.parse(f"reposition:recipe={PRIMER}:primer={name}") for name in PRIMERS]
 
 
 def all_methods() -> list[MethodSpec]:

@@ -20,7 +20,8 @@ from ragcache.prompt import prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.check import Check, Thresholds, asked_of, made_from, neighbours_of, opened
-from ragcache_eval.methods import MethodSpec, all_methods
+from ragcache_eval.check_command import _print_verdict
+from ragcache_eval.methods import MethodSpec, all_methods, shipped_primers
 from ragcache_eval.metrics import Estimate
 from ragcache_eval.reading import PromptReader
 from ragcache_eval.report import Row
@@ -96,6 +97,36 @@ def test_a_broken_method_fails_and_auto_does_not_take_it(extra, runner, store, t
         assert not caplog.records
         kb.ask("Where do dogs bark?", method="broken")
     assert "'broken' failed the check" in caplog.records[-1].getMessage()
+
+
+def test_shipped_primers_are_tried_and_stay_out_of_the_choice(runner, store, tiny, capsys):
+    with opened(store) as found:
+        cases = made_from(found, questions=3, passages=3, lm=tiny)
+    specs = [*(MethodSpec(name, name) for name in ("full", "reposition")), *shipped_primers()]
+    check = Check(runner, "tests", cases, specs, Thresholds(0, 99, 0, 1))
+    list(check.scores())
+    verdict = check.finish().verdict
+    alone, *behind = verdict.methods
+    assert [one.primer for one in behind] == ["64", "128", "256"]
+    assert "give one of half of them" in behind.pop().reason  # this tokenizer makes it longer than half of the context
+    for found in behind:
+        far = []
+        for case in cases:
+            reader = PromptReader(tiny, case.prompt(tiny.tokenizer, runner.form), 1)
+            own = rc.fuse(tiny, reader.prompt, "reposition", recipe=Recipe("primer", primer=found.primer))
+            full = rc.fuse(tiny, reader.prompt, "full")
+            logits = own.next_logits.log_softmax(-1), full.next_logits.log_softmax(-1)
+            far.append(float(torch.nn.functional.kl_div(*logits, log_target=True, reduction="sum")))
+        assert found.figures["kl_first"] == pytest.approx(sum(far) / len(far), rel=1e-3)
+    nearest = min((alone, *behind), key=lambda one: one.figures["kl_answer"])
+    assert verdict.best_primer == (None if nearest is alone else (alone, nearest))
+    assert verdict.best() is alone  # safe by these limits, and the others are about blocks that the store does not have
+    at = [replace(one, figures={**one.figures, "kl_answer": kl}) for one, kl in ((alone, 0.4), (behind[0], 0.1))]
+    _print_verdict(replace(verdict, methods=at), None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reposition:primer=64" in said
+    assert "the primer of 64 tokens, KL 0.100 instead of 0.400" in said
+    assert "reencode NEW --store OLD --recipe primer --primer 64" in said
 
 
 PARTS = [
