@@ -44,6 +44,13 @@ class StoreOptions(StoreConfig):
 
     store: Annotated[Path, option("--store", "Directory of the store.")] = Path("kb")
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no store is there yet."""
+        from ragcache.store.directory import StoreLayout
+
+        return self.database is None and not StoreLayout(self.store).exists()
+
 
 @dataclass(frozen=True)
 class ModelOptions:

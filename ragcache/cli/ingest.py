@@ -143,6 +143,8 @@ def ingest(
     and the others go on; the exit status is 1 then. After an interruption, run it again: it goes on from there.
     """
     cluster = ray_config(ray, ray_actors)
+    if cluster is not None and store.is_new and store.neighbours is None:
+        store = replace(store, neighbours=0)  # they are known when all documents are stored
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))

@@ -59,6 +59,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("model", found.model),
         ("embedder", found.embedder),
         *((("primer", f"{found.primer_tokens} tokens"),) if found.primer_tokens else ()),
+        *((("neighbours", f"{found.neighbours} by {found.neighbours_from}"),) if found.neighbours else ()),
         ("documents", found.documents),
         ("passages", f"{found.chunks} of {found.tokens:,} tokens, {found.pending} without KV yet"),
         ("blocks", found.blocks),

@@ -24,6 +24,7 @@ from ragcache.engine.options import AnswerDefaults
 from ragcache.errors import ConfigError
 from ragcache.server.settings import ServerSettings
 
+log = logging.getLogger(__name__)
 EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -87,6 +88,8 @@ def run_server(
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
     hide_bars_in_pipes()
+    if len(settings.api_keys) > 1 and store.is_new and store.neighbours_from is None:
+        store = replace(store, neighbours_from="document")  # no key's documents change what others' answers rest on
     with (
         listen(address.host, address.port) as bound,
         open_with_models(store, models, reading=reading, create=True) as kb,
@@ -94,6 +97,13 @@ def run_server(
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
 
+        found = kb.info()
+        if len(settings.api_keys) > 1 and found.neighbours and found.neighbours_from == "similarity":
+            log.warning(
+                "%s: passages are encoded behind similar ones of any document, so that one key's documents can change "
+                "the answers to another key's questions; make the store with --neighbours-from document",
+                store.store,
+            )
         app, url = create_app(kb, settings, web=web), url_of(bound)
         server = Server(app, drain_s=settings.drain_s)
         with announced(store.store, Address(url, app.state.service.chat_model, kb.lm.name)):

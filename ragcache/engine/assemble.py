@@ -57,6 +57,7 @@ from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
+COMPANY = Recipe(PRIMER, primer="64", neighbours=2)
 KEPT = "kv_kept"
 """The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
 DATE = "prompt_date"
@@ -130,6 +131,8 @@ def assemble(
     """
     if engine is not None and card.is_recurrent:
         raise ConfigError(f"{card.name} has recurrent layers, whose states no other engine takes; leave the engine out")
+    if engine is None and chosen.recipe is None:
+        chosen = replace(chosen, recipe=_company(store, config, card, chosen))
     chosen = replace(chosen, recipe=_with_primer(store.documents, card, chosen.recipe))
     neighbours = _neighbours(store.documents, config, chosen.recipe)
     number, share = neighbours.number, store.documents.properties().get(KEPT)
@@ -160,7 +163,7 @@ def assemble(
     if engine is not None and near is not None:
         raise ConfigError(
             "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
-            "out engine="
+            "out engine=, or make the store with neighbours=0"
         )
     if engine is not None:
         names = BlockKeys(card, *own_blocks)
@@ -193,6 +196,26 @@ def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, 
     if not method.reuses_blocks or (card.is_recurrent and not method.joins_states):
         return not method.reuses_blocks
     return (is_whole or method.takes_sparse) and (engine is None or engine.reads(card, method))
+
+
+def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: OpenOptions) -> Recipe | None:
+    """Return the recipe of an empty store whose model was not trained for reuse; None for other stores.
+
+    Passages of such a model are encoded behind a short primer and two neighbours (docs/methods.md, "Neighbours"). A
+    store for which a recipe, a method or a number of neighbours was asked for gets that instead.
+    """
+    asked = chosen.method not in (None, AUTO) or config.neighbours is not None
+    if asked or config.read_only or card.reuse is not None or card.is_recurrent:
+        return None
+    bound, passages = store.documents.properties(), store.kv.passages
+    if NEIGHBOURS in bound or KEPT in bound or store.documents.documents(limit=1):
+        return None
+    if passages is not None and passages.sizes():  # KV of passages without a document
+        return None
+    try:
+        return card.recipe(COMPANY)
+    except ConfigError:  # the primer would fill half of the context
+        return None
 
 
 def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe | None) -> str | Recipe | None:

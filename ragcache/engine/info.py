@@ -17,6 +17,7 @@ from ragcache.files import atomic_write, write_all
 from ragcache.models.primer import bound_primer
 from ragcache.store.counters import KVStats
 from ragcache.store.foreign import ForeignUsage
+from ragcache.store.neighbours import NEIGHBOURS, SIMILARITY, NeighbourChoice
 from ragcache.store.schema import chunks_with
 
 PART = 1000
@@ -27,7 +28,9 @@ class Info:
     """Counts, bytes by tier, and hits over the life of the store.
 
     pending: chunks without stored KV: not computed yet, or given up by the store, or held in memory alone
-    primer_tokens: of the primer that passages are read behind; 0: none
+    primer_tokens: of the primer that passages are encoded behind; 0: none
+    neighbours: how many other passages each passage is encoded behind, at most
+    neighbours_from: which ones: nearest by "similarity", or those before it in its "document"
     foreign: passages of no document; None: none are kept
     """
 
@@ -44,6 +47,8 @@ class Info:
     embedder: str | None
     schema_version: int
     primer_tokens: int = 0
+    neighbours: int = 0
+    neighbours_from: str = SIMILARITY
     pinned: int = 0
     unwritten_bytes: int = 0
     foreign: ForeignUsage | None = None
@@ -55,6 +60,7 @@ class Info:
 def info(store: StoreParts, usage: UsageLog) -> Info:
     stats, counts, bound = store.kv.stats(), store.documents.counts(), store.documents.properties()
     usage.record(stats)
+    near = NeighbourChoice.of(bound.get(NEIGHBOURS))
     seen = usage.read()
     return Info(
         **counts._asdict(),
@@ -68,6 +74,8 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
         embedder=None if "embedder" not in bound else str(bound["embedder"]),
         schema_version=int(str(bound["schema_version"])),
         primer_tokens=len(bound_primer(bound)),
+        neighbours=near.number,
+        neighbours_from=near.chosen_from,
         pinned=stats.pinned,
         unwritten_bytes=stats.unwritten_bytes,
         foreign=store.kv.foreign_usage(),

@@ -66,7 +66,7 @@ class StoreConfig(Config):
                   tier has; "never": compute all that is not in memory
     remote:       blocks are kept there, and copies on this machine's disk, within disk_bytes
     neighbours:   how many other chunks of the store each chunk is encoded behind (see `Recipe`); None: as the store was
-                  made, none for a new one
+                  made. An empty store of a model that was not trained for reuse then gets 2, and a primer
     neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
                   as the store was made, similarity for a new one
     kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
@@ -155,7 +155,9 @@ class StoreConfig(Config):
     ] = 10 << 30
     neighbours: Annotated[
         int | None,
-        Option("--neighbours", "Other passages that each one's KV is computed behind; the store's own if not given."),
+        Option(
+            "--neighbours", "Other passages that each one's KV is computed behind; as the store was made if not given."
+        ),
     ] = None
     neighbours_from: Annotated[
         NeighboursFrom | None,

@@ -27,7 +27,7 @@ def test_ingest_reports_what_it_did(model, folder, tmp_path):
     arguments = ["ingest", folder, "--store", tmp_path / "kb", "--model", model, "--json"]
     first = json_of(invoke(*arguments))
     assert names(sorted(first["added"])) == NAMES
-    assert first["computed_tokens"] == first["tokens"] > 0
+    assert first["computed_tokens"] > first["tokens"] > 0  # each passage behind two others
     again = json_of(invoke(*arguments))
     assert names(sorted(again["unchanged"])) == NAMES
     assert again["added"] == again["updated"] == again["failed"] == []
@@ -165,7 +165,7 @@ def test_ask_in_words_names_its_sources(store):
     assert "first token after" in result.stdout
     assert "read by reposition: " in result.stdout
     own = invoke("ask", "Where do dogs bark?", "--store", store, "--k", 1, "--max-tokens", 3)
-    assert re.search(r"read by cacheblend\(ratio=0\.3\): \S", own.stdout)
+    assert re.search(r"read by epic: \S", own.stdout)
 
 
 def test_a_source_is_printed_with_its_place():
@@ -244,7 +244,7 @@ def test_delete_deletes_and_names_what_is_not_there(store):
     assert result.stderr.startswith("error: nobody: ")
     left = json_of(invoke("list", "--store", store, "--json"))["documents"]
     assert names(document["id"] for document in left) == [name for name in NAMES if name != "arno"]
-    assert json_of(invoke("info", "--store", store, "--json"))["blocks"] == len(NAMES) - 1
+    assert json_of(invoke("info", "--store", store, "--json"))["documents"] == len(NAMES) - 1
 
 
 def test_info_counts(store):
@@ -464,10 +464,13 @@ def test_answers_are_the_same_under_another_policy(store, tmp_path):
 
 def test_a_store_is_read_again_behind_a_primer(store, tmp_path):
     other = tmp_path / "other"
-    result = invoke("reencode", other, "--store", store, "--recipe", "primer", "--primer", "64")
+    result = invoke("reencode", other, "--store", store, "--recipe", "isolated")
     assert result.exit_code == 0, result.output
-    assert "primer" in invoke("info", "--store", other).output
-    assert "primer" not in invoke("info", "--store", store).output
+    assert "primer" not in invoke("info", "--store", other).output
+    behind = tmp_path / "behind"
+    result = invoke("reencode", behind, "--store", other, "--recipe", "primer", "--primer", "64")
+    assert result.exit_code == 0, result.output
+    assert "primer" in invoke("info", "--store", behind).output
 
 
 def test_a_primer_that_is_no_file_is_named(store, folder):

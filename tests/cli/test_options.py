@@ -420,11 +420,29 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert running.wait(120) == 0
     assert not (tmp_path / "new" / "server.json").exists()
+    # With two keys, neither's documents may change what the other's answers rest on.
+    near = json.loads(invoke("info", "--store", tmp_path / "new", "--json").stdout)
+    assert (near["neighbours"], near["neighbours_from"]) == (2, "document")
     assert all(line.startswith("{") for line in errors), "".join(errors)
     logged = [json.loads(line)["event"] for line in errors]
     assert logged.count("request") >= 4
     assert "draining" in logged
     assert "from-" not in "".join(errors)
+
+
+def test_two_keys_over_similar_neighbours_are_warned_of(tmp_path, folder, model):
+    made = invoke("ingest", folder, "--store", tmp_path / "kb", "--model", model)
+    assert made.exit_code == 0, made.output
+    for keys, warned in (("one", False), ("one,two", True)):
+        with process("serve", "--store", tmp_path / "kb", "--port", 0, RAGCACHE_API_KEYS=keys) as (
+            running,
+            url,
+            errors,
+        ):
+            assert httpx.get(f"{url}/healthz", trust_env=False, timeout=120).status_code == 200
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(120) == 0
+        assert any("make the store with --neighbours-from document" in line for line in errors) is warned
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from ragcache.engine import verdict as reasons
 from ragcache.engine.verdict import FILE, MethodVerdict, Verdict, load_verdict, save_verdict
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
+from ragcache.models.primer import PRIMERS
 from ragcache_vllm.request_layout import served_name
 
 QUESTION = "Where do dogs bark?"
@@ -68,6 +69,50 @@ def test_passages_read_behind_neighbours_are_read_by_epic(open_kb, tmp_path):
     kb.ingest([rc.Document(name, f"{name} barks at night in the town of Kelbrook. " * 4) for name in ("Rex", "Fido")])
     answer = ask(kb, k=2)
     assert (answer.method, answer.method_reason) == ("epic", reasons.by_default(get_method("epic")))
+
+
+TEXTS = [f"{name} barks at night in the town of Kelbrook. " * 4 for name in ("Rex", "Fido", "Bello", "Argos")]
+
+
+def test_a_new_store_of_an_untrained_model_encodes_passages_in_company(open_kb, tmp_path):
+    """Behind the shortest primer and two neighbours, whoever opens it later; against blocks made by hand."""
+    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
+    with open_kb(tmp_path / "new", model=lm, method=None) as kb:
+        kb.ingest([rc.Document(f"d{number}", text) for number, text in enumerate(TEXTS)])
+        found = kb.info()
+        chunks = kb.store.documents.chunks([f"d{number}#0" for number in range(len(TEXTS))])
+    assert (found.neighbours, found.neighbours_from, found.pending) == (2, "similarity", 0)
+    assert found.primer_tokens == len(lm.recipe(rc.Recipe("primer", primer="64")).primer_ids)
+    with open_kb(tmp_path / "new", model=lm, method="reposition") as kb:  # as it was made
+        assert kb.info().neighbours == 2
+        (hit,) = kb.retrieve("Where does Rex bark?", 1)
+        near = kb._parts.names.with_neighbours([hit.chunk])[0].neighbours
+        recipe = rc.Recipe("primer", primer=PRIMERS["64"], neighbours=2)
+        (own,) = lm.encode([hit.chunk.token_ids], recipe, kb._parts.names.prefix_ids, neighbours=[near])
+        assert {tuple(one) for one in near} <= {tuple(one.token_ids) for one in chunks} - {tuple(hit.chunk.token_ids)}
+        assert len(near) == 2
+        stored = kb.store.kv.get(hit.chunk.handle)
+        assert stored is not None
+        assert stored.block.equal(own)
+
+
+def test_who_asks_for_something_else_gets_that(open_kb, tmp_path, linked):
+    lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
+    asked = [
+        {"store": rc.StoreConfig(neighbours=0)},
+        {"recipe": "isolated"},
+        {"recipe": "prefix"},
+        {"method": "reposition"},
+        {"model": rc.load_lm(str(linked), dtype="float32")},
+    ]
+    for number, options in enumerate(asked):
+        with open_kb(tmp_path / str(number), **{"model": lm, "method": None, **options}) as kb:
+            assert (kb.info().neighbours, kb.info().primer_tokens) == (0, 0), options
+        if number < 3:  # what is not empty stays as it was made
+            with open_kb(tmp_path / str(number), **{"model": lm, "method": None, **options}) as kb:
+                kb.precompute([rc.Document("d", TEXTS[0])])
+            with open_kb(tmp_path / str(number), model=lm, method=None) as kb:
+                assert kb.info().neighbours == 0, options
 
 
 def test_full_prefill_reads_what_it_runs_no_more_tokens_of(kb, unchecked):

@@ -126,7 +126,8 @@ class Check:
             return spec
         if self.primer and spec.recipe in (None, PRIMER) and not spec.primer and PRIMER in method.recipes:
             spec = replace(spec, recipe=PRIMER, primer=self.primer)
-        return replace(spec, neighbours=self.neighbours)
+        has_neighbours = any(passage.behind for case in self.cases for passage in case.passages)
+        return replace(spec, neighbours=self.neighbours if has_neighbours else 0)
 
     @property
     def running(self) -> list[MethodSpec]:
@@ -180,7 +181,7 @@ class Check:
         return MethodVerdict(
             name=spec.name,
             options=options,
-            recipe=block_recipe(self.runner.lm, spec.method(), spec.recipe).name,
+            recipe=spec.recipe or block_recipe(self.runner.lm, spec.method()).name,
             safe=not broken,
             reason=broken,
             computed_share=row.costs["computed_share"],

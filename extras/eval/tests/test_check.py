@@ -71,7 +71,8 @@ def runner(tiny) -> Runner:
 
 @pytest.fixture
 def store(tiny, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords()) as kb:
+    alone = rc.StoreConfig(neighbours=0)
+    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords(), store=alone) as kb:
         kb.ingest(rc.Document(name, text) for name, text in TEXTS.items())
     return tmp_path / "kb"
 
@@ -297,7 +298,8 @@ def test_questions_over_a_store_read_what_is_retrieved(store, tiny, tmp_path, mo
 @pytest.fixture
 def kv_alone(tiny, tmp_path):
     """A store that holds KV, and no document."""
-    with rc.RagCache.open(tmp_path / "alone", model=tiny, embedder=BagOfWords()) as kb:
+    alone = rc.StoreConfig(neighbours=0)
+    with rc.RagCache.open(tmp_path / "alone", model=tiny, embedder=BagOfWords(), store=alone) as kb:
         kb.precompute([rc.Document(name, text) for name, text in TEXTS.items()], collection="theirs")
     return tmp_path / "alone"
 
