@@ -54,15 +54,25 @@ class Store:
     def documents(
         self, filter: Filter | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[StoredDocument]:
-        """Documents that pass the filter, by id."""
-        return self.store.documents.documents(filter, limit=limit, offset=offset)
+        """Documents that pass the filter, by id. Raises FilterError, also where nothing passes because no document has
+        a field that the filter names."""
+        documents = self.store.documents
+        found = documents.documents(filter, limit=limit, offset=offset)
+        if filter and not found and not documents.count(filter):
+            documents.refuse_unknown_fields(filter, "document")
+        return found
 
     def document(self, id: str) -> StoredDocument | None:
         return self.store.documents.document(id)
 
-    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
-        """The chunks of these chunk ids, in their order; an id that is not there is left out."""
-        return self.store.documents.chunks(ids)
+    def chunks(self, ids: Iterable[str] | None = None, *, filter: Filter | None = None) -> list[Chunk]:
+        """The chunks that pass the filter: of these chunk ids, in their order, or of all documents, by document. An id
+        that is not there is left out. Raises FilterError as `documents` does."""
+        documents = self.store.documents
+        found = documents.chunks(ids, filter)
+        if filter and not found:
+            documents.refuse_unknown_fields(filter)
+        return found
 
     def chunks_of(self, document_id: str) -> list[Chunk]:
         """A document's chunks in order; none for an unknown document."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ragcache import plugins
-from ragcache.errors import ConfigError, DamagedIndexError, FilterError, PromptError, check_choice, check_least
+from ragcache.errors import ConfigError, DamagedIndexError, PromptError, check_choice, check_least
 from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder, Reranker, embed_question
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
@@ -135,7 +135,7 @@ class Retriever:
         rank = partial(self._rank, seen, question, vector, search, filter, count)
         found, chunks = self._search(seen, rank, min(k, FORESEEN), on_candidates)
         if filter and not len(found.ids):
-            self._refuse_unknown_fields(seen, filter)
+            seen.refuse_unknown_fields(filter)
         if score_threshold is not None:
             found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
         if mmr_lambda is not None:
@@ -217,17 +217,6 @@ class Retriever:
         if mmr_lambda is not None:
             raise ConfigError("mmr_lambda and rerank both choose among the candidates; give one of them", "mmr_lambda")
         return self.reranker
-
-    def _refuse_unknown_fields(self, seen: DocumentStore, where: Filter) -> None:
-        """A filter that nothing passes because of a misspelt field should not look like an empty store. Fields that
-        begin with _ are some framework's own, which names them whether any passage has them or not."""
-        found = seen.unknown_fields(where)
-        unknown, shown = ([name for name in names if not name.startswith("_")] for names in found)
-        if unknown and len(self.index):
-            raise FilterError(
-                f"no passage has metadata field {' or '.join(map(repr, unknown))}, so none passes the filter; "
-                f"fields that passages have: {', '.join(shown[:20]) or 'none'}"
-            )
 
 
 def fused_ranks(rankings: Sequence[Sequence[int]]) -> list[int]:

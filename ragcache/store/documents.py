@@ -16,6 +16,7 @@ from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, exists
 
 from ragcache.errors import (
     EmbedderMismatchError,
+    FilterError,
     ModelMismatchError,
     NoSuchDocumentError,
     StoreMismatchError,
@@ -227,9 +228,17 @@ class DocumentStore:
         with self.database.read() as connection:
             return {row.id: StoredVersion(*row[1:]) for row in connection.execute(query)}
 
-    def chunks(self, ids: Iterable[str]) -> list[Chunk]:
-        """The chunks of these ids, in their order. An id that is not there is left out."""
-        return self._chunks_by(chunks.c.id, list(ids))
+    def chunks(self, ids: Iterable[str] | None = None, where: Filter | None = None) -> list[Chunk]:
+        """Return the chunks that pass the filter: of these ids, in their order, or of all documents, by document. An id
+        that is not there is left out. Raises FilterError."""
+        if ids is None:
+            found = self.chunks_by_vector_ids(self.vector_ids(where))
+            return sorted(found, key=lambda chunk: (chunk.document_id, chunk.ordinal))
+        found = self._chunks_by(chunks.c.id, list(ids))
+        if not where:
+            return found
+        passing = self.vector_ids(where)
+        return [chunk for chunk in found if chunk.vector_id in passing]
 
     def chunks_by_handle(self, handles: Iterable[str]) -> list[Chunk]:
         """A chunk for each of these handles, in their order: several chunks of one text share one, and any will do. A
@@ -278,12 +287,30 @@ class DocumentStore:
         with self.database.read() as connection:
             return set(connection.scalars(rows.select_vector_ids(where, self.database.dialect)))
 
-    def unknown_fields(self, where: Filter) -> tuple[list[str], list[str]]:
-        """Fields of the filter that no chunk's metadata has, and all the fields that there are; both sorted."""
+    def unknown_fields(self, where: Filter, what: str = "passage") -> tuple[list[str], list[str]]:
+        """Fields of the filter that the metadata of no passage, or of no document, has, and all the fields that there
+        are; both sorted."""
+        table = chunks if what == "passage" else documents
         with self.database.read() as connection:
-            query = self._narrowed(field_names(chunks.c.metadata, self.database.dialect), chunks)
+            query = self._narrowed(field_names(table.c.metadata, self.database.dialect), table)
             known = set(connection.scalars(query))
         return sorted(fields_of(where) - known - set(OWN_FIELDS)), sorted(known)
+
+    def refuse_unknown_fields(self, where: Filter, what: str = "passage") -> None:
+        """Raise FilterError for a filter, passed by nothing, on a field that no passage, or no document, has.
+
+        So a misspelt field does not look like an empty store.
+
+        Nothing is raised where there are no documents, or for fields that begin with _: those are some framework's own,
+        which names them whether any passage has them or not.
+        """
+        found = self.unknown_fields(where, what)
+        unknown, shown = ([name for name in names if not name.startswith("_")] for names in found)
+        if unknown and self.count():
+            raise FilterError(
+                f"no {what} has metadata field {' or '.join(map(repr, unknown))}, so none passes the filter; "
+                f"fields that {what}s have: {', '.join([*shown[:20], *OWN_FIELDS])}"
+            )
 
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
         """Embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""

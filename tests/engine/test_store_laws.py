@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import ragcache as rc
 from ragcache.errors import (
     ConfigError,
     EmbedderMismatchError,
+    FilterError,
     ModelMismatchError,
     SchemaVersionError,
     StoreNotFoundError,
@@ -203,6 +205,23 @@ def test_deleting_a_document_deletes_every_trace(kb, open_kb):
         assert gone.chunk.id not in [hit.chunk.id for hit in ask(reader).hits]
         assert tier_of(reader.store.kv, gone.handle) is None, "another process's memory let go of it too"
     assert kb.doctor().sound
+
+
+def test_a_misspelt_field_of_a_filter_is_named_and_deletes_nothing(kb):
+    kb.ingest(rc.Document("ferry", "The ferry leaves at nine.", {"year": 2024}))
+    for wrong in ({"documentid": "ferry"}, {"year": 2024, "chunkid": "ferry#0"}):
+        for call in (kb.documents, partial(kb.chunks, filter=wrong), partial(kb.delete, filter=wrong)):
+            with pytest.raises(
+                FilterError, match=r"has metadata field '(document|chunk)id'.*have: year, source, title"
+            ):
+                call() if isinstance(call, partial) else call(wrong)
+    either = {"$or": [{"documentid": "x"}, {"document_id": {"$in": ["cats", "dogs"]}}]}
+    assert [one.id for one in kb.documents(either, limit=1)] == ["cats"]
+    assert kb.documents(either, limit=0) == kb.documents(either, offset=2) == []  # others pass
+    assert kb.chunks(filter={"year": 2025}) == kb.documents({"year": 2025}) == []
+    assert [one.id for one in kb.chunks(filter={"year": 2024})] == ["ferry#0"]
+    assert kb.delete(filter={"document_id": "ferry"}) == ["ferry"]
+    assert kb.delete(filter={"document_id": "ferry"}) == []  # twice is no error
 
 
 def test_deleting_without_models_is_the_same(kb):

@@ -192,6 +192,28 @@ def test_the_fields_that_no_metadata_has_are_named(store):
     assert store.unknown_fields(where) == (["d", "nested"], ["a", "b'", "c"])
 
 
+def test_chunks_are_narrowed_by_their_own_metadata(store):
+    for id in ("b", "a"):
+        parts = [chunk(f"{id}#{n}", {"page": n}) for n in range(3)]
+        store.replace_document(NewDocument(id, metadata={"year": 2020}), parts)
+
+    def found(*given: Any) -> list[str]:
+        return [one.id for one in store.chunks(*given)]
+
+    assert found() == [f"{id}#{n}" for id in "ab" for n in range(3)]
+    assert found(None, {"page": {"$gte": 1}}) == ["a#1", "a#2", "b#1", "b#2"]
+    assert found(["b#2", "a#0", "b#0", "c#0"], {"page": 0}) == ["a#0", "b#0"]
+    assert found(["b#2", "a#0"], {"year": 2020}) == ["b#2", "a#0"]
+    assert found([], {"year": 2020}) == found(None, {"chunk_id": "a"}) == []
+    store.refuse_unknown_fields({"page": 9, "chunk_id": "a", "_framework": 1})
+    with pytest.raises(FilterError, match=r"no document has metadata field 'page'.*have: year, source, title"):
+        store.refuse_unknown_fields({"page": 9}, "document")
+    with pytest.raises(FilterError, match=r"no passage has metadata field 'pgae'.*have: page, year, source"):
+        store.refuse_unknown_fields({"pgae": 9})
+    store.delete_documents(["a", "b"])
+    store.refuse_unknown_fields({"pgae": 9})
+
+
 def test_own_columns_are_fields_beside_metadata(store):
     documents = [
         NewDocument("/srv/a.md", source="/srv/a.md", title="Ferries"),

@@ -14,9 +14,10 @@ from llama_index.core.vector_stores.types import (
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 import ragcache as rc
+from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import RagCacheVectorStore
 from llama_index.vector_stores.ragcache.filters import all_of, to_filter
-from ragcache.errors import FilterError
+from ragcache.errors import ConfigError, FilterError
 from ragcache_demo.bag_of_words import BagOfWords
 
 TAGS = (None, [], ["a"], ["a", "b"], ["b", "c", "d"])
@@ -174,7 +175,60 @@ def test_names_of_documents_and_nodes_are_llamaindexs(mixed, key, operator, valu
     filters = MetadataFilters(filters=[one])
     query = VectorStoreQuery(query_str="Text", similarity_top_k=9, filters=filters)
     assert set(mixed.query(query).ids) == passing
-    assert {node.node_id for node in mixed.get_nodes(filters=filters)} == passing
+    plain = {"==": value, "!=": {"$ne": value}, "in": {"$in": value}, "nin": {"$nin": value}}[operator]
+    for same in (filters, {key: plain}, {"$not": {"$or": [{"$not": {key: plain}}]}}):
+        assert {node.node_id for node in mixed.get_nodes(filters=same)} == passing
+        retriever = RagCacheRetriever(mixed.client, k=9, filters=same)
+        assert {hit.node.node_id for hit in retriever.retrieve("Text")} == passing
+
+
+@pytest.mark.parametrize("key", ["document_id", "doc_id", "ref_doc_id", "node_id", "id_", "id"])
+def test_operators_of_the_store_mean_llamaindexs_names(mixed, key):
+    def found(condition: object) -> set[str]:
+        return {node.node_id for node in mixed.get_nodes(filters={key: condition, "$and": [{}]})}
+
+    everything = {"petra-1", "petra-2", "petra", "plain#0"}
+    assert found({"$exists": True}) == everything
+    assert found({"$exists": False}) == found({"$contains": "petra"}) == set()
+    named = {"petra": "rosa"} if key in ("document_id", "doc_id", "ref_doc_id") else {}
+    assert found({"$gte": "petra", "$lt": "petrb", "$glob": "p*"}) == everything - {*named, "plain#0"}
+    for refused in ({}, {"$near": 1}, [1]):
+        with pytest.raises(FilterError):
+            found(refused)
+
+
+def test_passages_are_chosen_by_their_own_id_and_metadata(open_kb):
+    text = "\n\n".join(f"## Part {n}\n\n" + f"A sentence about part {n}. " * 30 for n in range(9))
+    kb = open_kb()
+    kb.ingest(rc.Document("manual", text))
+    store = RagCacheVectorStore(kb, kv="lazy")
+    assert len(store.get_nodes()) > 2
+
+    def found(where: dict[str, object], ids: list[str] | None = None) -> list[str]:
+        return [node.node_id for node in store.get_nodes(ids, filters=where)]
+
+    assert found({"node_id": "manual#1"}) == ["manual#1"]
+    assert found({"document_id": "manual"}, ["manual#2", "manual#0"]) == ["manual#2", "manual#0"]
+    assert found({"node_id": {"$in": ["manual#1", "manual#2"]}}, ["manual#2", "manual#0"]) == ["manual#2"]
+    with pytest.raises(ConfigError, match="'manual#1' is a passage of the document 'manual'"):
+        store.delete_nodes(filters=where("manual#1"))
+    store.delete_nodes(filters=where("manual#99"))
+    assert kb.document("manual") is not None
+
+
+def where(node_id: str) -> MetadataFilters:
+    return MetadataFilters(filters=[MetadataFilter(key="node_id", value=node_id)])
+
+
+def test_nodes_are_not_deleted_by_a_misspelt_field(mixed):
+    for call in (mixed.get_nodes, mixed.delete_nodes):
+        with pytest.raises(FilterError, match=r"no passage has metadata field 'documentid'.*document_id"):
+            call(filters=MetadataFilters(filters=[MetadataFilter(key="documentid", value="petra")]))
+    deep = {"document_id": "petra"}
+    for _ in range(5000):
+        deep = {"$not": deep}
+    with pytest.raises(FilterError, match="nested too deeply"):
+        to_filter(deep)
 
 
 def test_a_query_by_ids_finds_every_passage(mixed):

@@ -22,7 +22,7 @@ from llama_index.core.vector_stores.types import (
 import ragcache as rc
 from llama_index.vector_stores.ragcache.adding import check_dimension, raise_failure, to_documents
 from llama_index.vector_stores.ragcache.events import tell_of_search
-from llama_index.vector_stores.ragcache.filters import Filter, all_of, of_ids, to_filter
+from llama_index.vector_stores.ragcache.filters import Filter, all_of, to_filter
 from llama_index.vector_stores.ragcache.nodes import REF_FIELD, is_node, to_node, to_scored_node
 from ragcache.errors import ConfigError
 
@@ -186,14 +186,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         return _Search(np.asarray(query.query_embedding, np.float32), query.similarity_top_k, options)
 
     def _chunks(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> Sequence[rc.Chunk]:
-        where = to_filter(filters)
-        if node_ids is None:
-            return [chunk for document in self._kb.documents(where) for chunk in self._kb.chunks_of(document.id)]
-        chunks = self._kb.chunks(node_ids)
-        if where is None:
-            return chunks
-        passing = {document.id for document in self._kb.documents(where)}
-        return [chunk for chunk in chunks if chunk.document_id in passing]
+        return self._kb.chunks(node_ids, filter=to_filter(filters))
 
     def _delete(self, ids: list[str]) -> None:
         if ids:
@@ -201,7 +194,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
 
 def _wanted(query: VectorStoreQuery) -> Filter | None:
-    documents = of_ids("document_id", {"$in": query.doc_ids}) if query.doc_ids else None
+    documents = to_filter({"document_id": {"$in": query.doc_ids}}) if query.doc_ids else None
     nodes = {"chunk_id": {"$in": query.node_ids}} if query.node_ids else None
     return all_of(to_filter(query.filters), documents, nodes)
 

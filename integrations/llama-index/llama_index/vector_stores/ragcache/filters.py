@@ -1,4 +1,4 @@
-"""LlamaIndex's metadata filters, said in ragcache's."""
+"""Filters of LlamaIndex and of ragcache, said in ragcache's terms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPERATORS = {
     FilterOperator.NIN: "$nin",
     FilterOperator.CONTAINS: "$contains",
 }
-_OPPOSITES = {FilterOperator.NE: FilterOperator.EQ, FilterOperator.NIN: FilterOperator.IN}
+_OPPOSITES = {"$ne": "$eq", "$nin": "$in"}
 # What LlamaIndex calls a node's document and a node, in the metadata that it gives to vector stores and on its nodes.
 _DOCUMENT_KEYS = ("document_id", "doc_id", "ref_doc_id")
 _NODE_KEYS = ("node_id", "id_", "id")
@@ -31,13 +31,15 @@ _OF_MEMBERS = {FilterOperator.ANY: "$or", FilterOperator.ALL: "$and"}
 
 
 def to_filter(filters: MetadataFilters | Filter | None) -> Filter | None:
-    """The ragcache filter of the same meaning; None where everything passes. A ragcache filter is left as it is.
+    """Return the ragcache filter of the same meaning, None where everything passes. A ragcache filter means the same
+    here but for LlamaIndex's names of documents and nodes.
 
     Raises FilterError naming the operator for those that look into texts.
     """
-    if filters is None or isinstance(filters, Mapping):
-        return filters or None
-    return _joined(filters) or None
+    try:
+        return _in_own_names(_joined(filters) if isinstance(filters, MetadataFilters) else filters) or None
+    except RecursionError as error:
+        raise FilterError("a filter is nested too deeply; simplify it") from error
 
 
 def all_of(*filters: Filter | None) -> Filter | None:
@@ -68,14 +70,32 @@ def _condition(one: MetadataFilter) -> Filter:
             f"filter on {one.key!r}: operator {one.operator.value!r} is not supported, since stored texts are "
             f"compared whole; use one of {known}"
         )
-    if one.key not in (*_DOCUMENT_KEYS, *_NODE_KEYS) or one.operator == FilterOperator.CONTAINS:
-        return {one.key: {_OPERATORS[one.operator]: one.value}}
-    if one.operator in _OPPOSITES:
-        return {"$not": _condition(one.model_copy(update={"operator": _OPPOSITES[one.operator]}))}
-    return of_ids(one.key, {_OPERATORS[one.operator]: one.value})
+    return {one.key: {_OPERATORS[one.operator]: one.value}}
 
 
-def of_ids(key: str, condition: Filter) -> Filter:
+def _in_own_names(where: Any) -> Any:
+    """Return the filter without LlamaIndex's names. The store refuses what is no filter."""
+    if not isinstance(where, Mapping):
+        return where
+    found: list[Filter] = []
+    for name, value in where.items():
+        if name in ("$and", "$or") and isinstance(value, list | tuple):
+            found.append({name: [_in_own_names(part) for part in value]})
+        elif name == "$not":
+            found.append({name: _in_own_names(value)})
+        elif name in (*_DOCUMENT_KEYS, *_NODE_KEYS) and value != {}:
+            given = value if isinstance(value, Mapping) else {"$eq": value}
+            found += [{"$not": _of_ids(name, {_OPPOSITES[sign]: given[sign]})} for sign in given if sign in _OPPOSITES]
+            if "$exists" in given:  # no passage is without
+                found.append({"chunk_id": {"$exists": given["$exists"]}})
+            if rest := {sign: given[sign] for sign in given if sign not in (*_OPPOSITES, "$exists")}:
+                found.append(_of_ids(name, rest))
+        else:
+            found.append({name: value})
+    return all_of(*found) or {}
+
+
+def _of_ids(key: str, condition: Filter) -> Filter:
     """Return the filter on what `key` names in LlamaIndex, or on a metadata field of this name.
 
     A node is a document of the store, so the store's `document_id` is the node's; that of a passage that was ingested
