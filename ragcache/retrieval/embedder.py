@@ -37,6 +37,7 @@ from ragcache.errors import (
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
+from ragcache.prompt import exceeds
 from ragcache.runtime import Home, team_ends
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ GPU_BATCH_TOKENS = 65536
 WINDOW_TEXTS = 1024
 # Characters that are tokenised at once: it takes a hundred times a text's size.
 LONG_TEXT = 1 << 16
+# Windows that a question may have. MiniLM takes 2 to 4 s of processor time for them, about a second on four cores.
+QUESTION_WINDOWS = 16
 # Taken for a model that does not say how much it reads.
 NO_LIMIT_TOKENS = CPU_BATCH_TOKENS
 
@@ -182,6 +185,8 @@ class SentenceEmbedder:
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
+        """Return the vector of a question. Raises ContextTooLongError; see `check_question`."""
+        check_question(text, self.max_tokens, self.count_tokens)
         vector: Vectors = self._read(QUESTION, self._model.encode_query, [text])[0]
         return vector
 
@@ -391,7 +396,9 @@ def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
 
 
 def embed_question(embedder: Embedder, text: str) -> Vectors:
-    """Return `embedder.embed_query(text)`; see `embed_passages`."""
+    """Return `embedder.embed_query(text)`; see `embed_passages`. Raises ContextTooLongError; see `check_question`."""
+    if isinstance(embedder, BoundedEmbedder):
+        check_question(text, embedder.max_tokens, embedder.count_tokens)
     vectors = _pooled(embedder, [text], lambda some: np.stack([embedder.embed_query(one) for one in some]))
     vector: Vectors = vectors[0]
     return vector
@@ -402,6 +409,19 @@ def _pooled(embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[
         return embed(texts)
     limit, count = embedder.max_tokens, embedder.count_tokens
     return pool_windows(texts, limit, count, lambda windows: embed([window.text for window in windows]))
+
+
+def check_question(text: str, room: int, count: Count) -> None:
+    """Raise ContextTooLongError for a question of more than QUESTION_WINDOWS windows of `room` tokens."""
+    if _is_longer(text, QUESTION_WINDOWS * room, count):
+        raise ContextTooLongError(
+            f"the question of {len(text):,} characters has more than the {QUESTION_WINDOWS * room:,} tokens that the "
+            "embedder reads of one; ask a shorter one, and give a text that it is about as a passage or a document"
+        )
+
+
+def _is_longer(text: str, most: int, count: Count) -> bool:
+    return exceeds(text, most, lambda part: count([part])[0]) or count([text])[0] > most
 
 
 def fits_window(embedder: Embedder, text: str) -> bool:
@@ -483,13 +503,16 @@ class CrossEncoderReranker:
 
     def __post_init__(self) -> None:
         self._tokenizer = _tokenizer(self._model)
+        self._limit = self._model.max_seq_length or NO_LIMIT_TOKENS
+        self._has_cut = False
 
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the texts' scores. A text that does not fit beside the question gets its best window's score.
+        """Return the texts' scores. A text that does not fit beside the question gets its best window's score, and a
+        question is cut where less than a quarter of the model's window would be left for texts.
 
-        Raises ContextTooLongError for a question that leaves no room for texts, CancelledError and TimedOutError within
-        `limits.limited`, between batches.
+        Raises CancelledError and TimedOutError within `limits.limited`, between batches.
         """
+        question = self._beginning(question)
         cut = self._cut(question, texts)
         pairs = [(question, window.text) for windows in cut for window in windows]
         found = [np.empty(0, np.float32)]
@@ -500,15 +523,28 @@ class CrossEncoderReranker:
         return np.array([own.max() for own in np.split(np.concatenate(found), ends) if len(own)], np.float32)
 
     def _cut(self, question: str, texts: Sequence[str]) -> list[list[Window]]:
-        limit, count = self._model.max_seq_length or NO_LIMIT_TOKENS, partial(_lengths, self._tokenizer)
-        room = limit - count([question])[0] - 2  # special tokens of a pair
-        if room < limit // 4:
-            raise ContextTooLongError(
-                f"the reranker {self.name!r} reads {limit} tokens of a question and a passage together, and this "
-                f"question of {len(question)} characters leaves {max(0, room)} for passages; shorten it, or ask with "
-                "rerank=False"
-            )
+        count = partial(_lengths, self._tokenizer)
+        room = self._limit - count([question])[0] - 2  # special tokens of a pair
         return [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
+
+    def _beginning(self, question: str) -> str:
+        """Return as much of the question as leaves texts a quarter of the model's window."""
+        most = self._limit - self._limit // 4 - 2
+        if not _is_longer(question, most, partial(_lengths, self._tokenizer)):
+            return question
+        if not self._has_cut:
+            self._has_cut = True
+            log.warning(
+                "a question of %d characters is longer than the reranker %r reads beside a passage: it reads the first "
+                "%d tokens of such questions; ask shorter ones, or with rerank=False",
+                len(question),
+                self.name,
+                most,
+            )
+        if self._tokenizer is None:
+            return question[: 4 * (most - 1)]
+        offsets = self._tokenizer.encode(question[:LONG_TEXT], add_special_tokens=False).offsets[: most - 2]
+        return question[: offsets[-1][1]] if offsets else ""
 
     def _score(self, pairs: list[tuple[str, str]]) -> NDArray[np.float32]:
         from torch.nn import Identity

@@ -37,9 +37,11 @@ from ragcache.retrieval import embedder as embedders
 from ragcache.retrieval.embedder import (
     PASSAGES,
     QUESTION,
+    QUESTION_WINDOWS,
     BoundedEmbedder,
     PriorityLock,
     TokenEmbedder,
+    embed_question,
     load_embedder,
     load_reranker,
     windows_of,
@@ -376,6 +378,50 @@ def test_a_long_text_is_embedded_to_its_end(bert_directory, caplog):
     assert np.abs(found[1] - embedder.embed([halves[0] * 2])[0]).max() > 0.01, "its end counts"
 
 
+def test_a_question_of_too_many_windows_is_refused_before_it_is_embedded(lm, bert_directory, tmp_path, monkeypatch):
+    embedder, most = load_embedder(bert_directory), QUESTION_WINDOWS * 64
+    read: list[int] = []
+    monkeypatch.setattr(embedder, "_encode", lambda rank, encode, texts: read.append(len(texts)) or encode(texts))
+    longest = "river " * (most - 2)
+    assert embedder.count_tokens([longest]) == [most]
+    assert embedder.embed_query(longest).shape == (32,)
+    assert sum(read) >= QUESTION_WINDOWS
+    read.clear()
+    counted: list[int] = []
+    count = embedder.count_tokens
+    monkeypatch.setattr(embedder, "count_tokens", lambda texts: counted.extend(map(len, texts)) or count(texts))
+    for question in (f"{longest} river", "river " * 1_000_000):
+        with pytest.raises(ContextTooLongError, match=rf"question of {len(question):,} characters .* 1,024 tokens"):
+            embedder.embed_query(question)
+    assert not read
+    assert sum(counted) < 200_000, "nor is it tokenised whole"
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=Bounded()) as kb:
+        kb.ingest(rc.Document("recipe", "Boil potatoes with salt"), kv="lazy")
+        assert kb.retrieve("salt " * 4 * QUESTION_WINDOWS, 1)
+        with pytest.raises(ContextTooLongError, match=r"64 tokens .* as a passage or a document"):
+            kb.retrieve("salt " * (4 * QUESTION_WINDOWS + 1), 1)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_question_in_windows_scores_as_its_windows_do(length):
+    """The mean of the windows' scores; of an embedder that normalises, the cosine with the mean of the windows."""
+
+    class Scaled(Bounded):
+        def embed_query(self, text):
+            return length * super().embed_query(text)
+
+    embedder, text = Scaled(), "Boil potatoes with salt paint tar oars nets Zebulon keeps the lighthouse by the lake"
+    windows = windows_of(text, *embedder.count_tokens([text]), 4, embedder.count_tokens)
+    vectors, weights = np.stack([embedder.embed_query(one.text) for one in windows]), [one.length for one in windows]
+    assert len(set(weights)) > 1
+    mean = np.average(vectors, axis=0, weights=weights)
+    found = embed_question(embedder, text)
+    np.testing.assert_allclose(found, mean / np.linalg.norm(mean) if length == 1 else mean, atol=1e-5)
+    passage = BagOfWords().embed(["Zebulon paints oars"])[0]
+    scale = np.linalg.norm(found) / np.linalg.norm(mean)
+    assert found @ passage == pytest.approx(scale * np.average(vectors @ passage, weights=weights), abs=1e-5)
+
+
 class Bounded(BagOfWords):
     """An embedder from elsewhere, which reads four words and drops the others."""
 
@@ -426,12 +472,12 @@ def kb(directory, lm, tmp_path_factory) -> rc.RagCache:
         yield kb
 
 
-def plain_logits(directory: Path, texts: list[str]) -> np.ndarray:
+def plain_logits(directory: Path, texts: list[str], question: str = ASKED) -> np.ndarray:
     tokenizer = BertTokenizerFast.from_pretrained(directory)
     model = BertForSequenceClassification.from_pretrained(directory).eval()
     found = []
     for text in texts:
-        inputs = tokenizer(ASKED, text, truncation=True, return_tensors="pt")
+        inputs = tokenizer(question, text, truncation=True, return_tensors="pt")
         with torch.no_grad():
             found.append(model(**inputs).logits[0, 0].item())
     return np.array(found)
@@ -460,9 +506,20 @@ def test_a_long_text_has_its_best_windows_score(directory):
     np.testing.assert_allclose(scores[[0, 2]], plain_logits(directory, [STATED[1], "Holm"]), atol=1e-5)
 
 
-def test_a_question_without_room_for_passages_is_refused(directory):
-    with pytest.raises(ContextTooLongError, match=r"reads 64 tokens .* rerank=False"):
-        load_reranker(directory).scores("which town " * 40, STATED)
+def test_a_question_longer_than_a_window_is_cut_for_the_reranker(directory, caplog):
+    """To 46 of 64 tokens, two special ones among them: a quarter and two more are left for passages."""
+    reranker = load_reranker(directory)
+    read = "which town has a mill . " * 7 + "which town"
+    texts = ["berg", "alna has a mill"]
+    right = [plain_logits(directory, texts, read)] * 3
+    found = [reranker.scores(question, texts) for question in (read, read + " berg" * 40, read + " lake" * 100_000)]
+    np.testing.assert_allclose(found, right, atol=1e-5)
+    told = [one for one in caplog.messages if "reranker" in one]
+    assert len(told) == 1
+    assert "first 46 tokens" in told[0]
+    assert "rerank=False" in told[0]
+    reranker._tokenizer = None  # a model without a fast tokenizer: characters stand in for tokens
+    assert np.isfinite(reranker.scores("mill " * 100, texts)).all()
 
 
 @pytest.mark.parametrize("search", ["vector", "text", "hybrid"])
