@@ -28,6 +28,8 @@ MARK = "\ue000ragcache-"  # private use: no template or question holds it
 CONTEXT_MARK = f"{MARK}context\ue000"
 CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is none
 END_MARK = f"{MARK}end\ue000"  # stands behind the last turn where the answer goes on with it
+TURN_MARK = MARK + "turn-{}\ue000"  # a place in a conversation, by its number
+_TURN_MARKS = re.compile(f"({TURN_MARK.format('[0-9]+')})")
 Message = Mapping[str, Any]  # JSON, as chat templates take it
 PART = 1 << 16  # characters of a long text that are counted at once
 CLOCK = "strftime_now"  # the function by which a chat template asks for the time
@@ -353,7 +355,8 @@ def conversation_ends(
 def conversation_pieces(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], marks: Sequence[str], shown: Shown = NOTHING_SHOWN
 ) -> list[str]:
-    """The rendered conversation in pieces at these marks, which stand in its turns in this order; one more than marks.
+    """Return the rendered conversation, cut at these marks (TURN_MARK), which stand in its turns in this order: one
+    piece more than marks.
 
     The first piece begins with BOS where the tokenizer has one and no template writes it. Raises PromptError when the
     chat template refuses the turns, or drops, repeats or moves one.
@@ -364,13 +367,10 @@ def conversation_pieces(
         raise PromptError(str(error)) from error
     if tokenizer.chat_template is None:
         text = (tokenizer.bos_token or "") + text
-    pieces: list[str] = []
-    for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found or mark in text:
-            raise PromptError("the chat template does not render every turn exactly once, in order; it cannot be kept")
-        pieces.append(before)
-    return [*pieces, text]
+    pieces = _TURN_MARKS.split(text)
+    if pieces[1::2] != list(marks):
+        raise PromptError("the chat template does not render every turn exactly once, in order; it cannot be kept")
+    return pieces[::2]
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -> PromptEnds:

@@ -19,6 +19,7 @@ from ragcache.prompt import (
     END_MARK,
     MARK,
     NOTHING_SHOWN,
+    TURN_MARK,
     PromptEnds,
     PromptFormat,
     Shown,
@@ -228,11 +229,11 @@ class Conversation:
 
         def mark(place: Slot | Said) -> str:
             places.append(place)
-            return f"{MARK}turn-{len(places) - 1}\ue000"
+            return TURN_MARK.format(len(places) - 1)
 
         slots = {rank for rank, turn in self.read if turn.has_slot}.union(self.standing)
         texts = {rank: self._marked(rank, form, mark, has_slot=rank in slots) for rank, _ in self.read}
-        marks = [f"{MARK}turn-{number}\ue000" for number in range(len(places))]
+        marks = [TURN_MARK.format(number) for number in range(len(places))]
         shown = self._shown.as_text(self._tokenizer)
         pieces = conversation_pieces(self._tokenizer, self._messages(texts, system), marks, shown)
         found: list[str | Slot | Said] = [pieces[0]]

@@ -124,6 +124,10 @@ class ConversationContext:
     def __post_init__(self) -> None:
         self._turns = [(turn.role, turn.said) for turn in self._conversation.turns]
         self._keys = self._memory.keys(self._turns, self._where, self._system)
+        self._answers, answer = dict[int, int | None](), None  # by turn, the next assistant's
+        for rank in reversed(range(len(self._turns))):
+            self._answers[rank] = answer
+            answer = rank if self._turns[rank][0] == "assistant" else answer
 
     def read(
         self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
@@ -166,7 +170,7 @@ class ConversationContext:
             return known.answer_ids if known else tuple(encode_text(self._tokenizer, self._turns[piece.turn][1]))
         if piece.turn in given:
             return tuple(given[piece.turn])
-        answer = next((n for n in range(piece.turn + 1, len(self._turns)) if self._turns[n][0] == "assistant"), None)
+        answer = self._answers[piece.turn]
         known = None if answer is None else self._memory.find(self._keys[answer])
         return () if known is None else tuple(self._memory.hits(known))
 

@@ -1,5 +1,7 @@
 """Conversations, with and without their context kept, raw prompts and given passages against plain transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_texts import CHAT, said, user
@@ -8,9 +10,12 @@ from plain_oracle import greedy, greedy_ids, plain_transformers
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache import prompt
 from ragcache.engine.conversation import Conversation
+from ragcache.engine.history import ConversationCache, ConversationContext
 from ragcache.engine.output import OutputProcessor
 from ragcache.errors import ConfigError, ContextTooLongError, NoSuchDocumentError, PromptError
+from ragcache.prompt import CUT, TURN_MARK
 
 SHORT = rc.Sampling(max_tokens=8)
 QUESTIONS = ("Where do dogs bark?", "Is the cat happy?", "Where does the club meet?", "And the dogs?")
@@ -551,3 +556,63 @@ def test_kept_turns_are_looked_through_as_often_however_many_there_are(kb, monke
         kb.chat([*turns, user("Where do dogs bark?")], k=1, context="keep", sampling=rc.Sampling(max_tokens=1))
         counts.append(looks[0])
     assert 0 < max(counts) < 20  # some renderings, each of which looks a few times
+
+
+class Scanned(str):
+    """Counts the characters that its own methods, and those of its parts, go through."""
+
+    scanned = 0
+
+    def partition(self, mark):
+        Scanned.scanned += len(self)
+        return tuple(map(Scanned, super().partition(mark)))
+
+    def split(self, mark=None, most=-1):
+        Scanned.scanned += len(self)
+        return list(map(Scanned, super().split(mark, most)))
+
+    def __contains__(self, mark):
+        Scanned.scanned += len(self)
+        return super().__contains__(mark)
+
+    def find(self, *given):
+        Scanned.scanned += len(self)
+        return super().find(*given)
+
+    index = count = find
+
+
+def test_a_kept_conversation_is_cut_in_one_pass_over_its_text(monkeypatch):
+    marks = [TURN_MARK.format(number) for number in range(300)]
+    texts = ["begin", *(f"{CUT}{number}" for number in range(300))]
+    whole = "".join(part for pair in zip(texts, [*marks, ""], strict=True) for part in pair)
+    monkeypatch.setattr(prompt, "_render", lambda *given: Scanned(whole))
+    Scanned.scanned = 0
+    templated = SimpleNamespace(chat_template="{}")
+    assert prompt.conversation_pieces(templated, [], marks) == texts
+    assert Scanned.scanned <= 2 * len(whole)
+    for wrong in (marks[:-1], [*marks, marks[0]], [marks[1], marks[0], *marks[2:]]):
+        with pytest.raises(PromptError, match="every turn exactly once"):
+            prompt.conversation_pieces(templated, [], wrong)
+
+
+def test_the_answer_behind_each_turn_is_found_in_one_pass(kb, monkeypatch):
+    """Questions that were answered once, far behind: each looked through all turns up to there."""
+    looks = [0]
+
+    class Counted(list):
+        def __getitem__(self, rank):
+            looks[0] += 1
+            return super().__getitem__(rank)
+
+    tokenizer, number = kb.lm.tokenizer, 200
+    for answered in (True, False):
+        turns = [*[user("Well?")] * number, *([said("Yes.")] if answered else []), user("Where?")]
+        conversation = Conversation(tokenizer, turns)
+        memory, found = ConversationCache(kb.store.documents, ""), []
+        monkeypatch.setattr(memory, "find", found.append)
+        context = ConversationContext(conversation, memory, tokenizer, None, None)
+        context._turns, looks[0] = Counted(context._turns), 0
+        context.read(conversation.in_pieces(None, None), {})
+        assert looks[0] <= 2 * len(turns)
+        assert found.count(context._keys[number]) >= number * answered
