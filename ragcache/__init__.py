@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -132,23 +130,10 @@ _NAMES = {
     "store.records": "Chunk",
 }
 _WORKERS = {"RayConfig": "ray"}  # brought by plug-ins
-_OLD_NAMES = {  # until 0.2
-    "Additions": "AddedTokens",
-    "Context": "RecomputeContext",
-    "Fused": "FuseOutput",
-    "Job": "PrefillRequest",
-    "Library": "Store",
-    "Prefilled": "PrefillOutput",
-    "ReadOptions": "GenerationOptions",
-}
 _HOMES = {name: f"ragcache.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OLD_NAMES:
-        new = _OLD_NAMES[name]
-        warnings.warn(f"rc.{name} is rc.{new} now; ragcache 0.2 drops the old name", DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[__name__], new)
     if name not in _HOMES and name not in _WORKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ragcache.runtime import refuse_foreign

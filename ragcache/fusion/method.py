@@ -7,7 +7,6 @@ engine knows nothing of any method beyond what stands here.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
-    from ragcache.kv.fused_cache import Adjust, FusedCache, Place
+    from ragcache.kv.fused_cache import FusedCache, Place
     from ragcache.kv.prefix_cache import Exact
     from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
@@ -129,13 +128,6 @@ class PrefillRequest:
         dropped = sum(block.num_tokens for block in self.blocks) - max(held, default=0)
         room = self.layout.num_tokens - dropped + self.reserve_tokens if num_tokens is None else num_tokens
         return self.lm.new_cache(room, self.place() if place is None else place)
-
-    def read(self, adjust: Adjust | None = None) -> PrefillOutput:
-        """Deprecated: what `run(new_cache())` was called before."""
-        warnings.warn("read() is run(new_cache()) now; ragcache 0.2 drops it", DeprecationWarning, stacklevel=2)
-        cache = self.new_cache()
-        cache.adjust = adjust
-        return self.run(cache)
 
     def run(
         self,
