@@ -458,7 +458,7 @@ def _kept(documents: DocumentStore) -> NDArray[np.float32] | None:
 
 
 def _check_a_chunk(documents: DocumentStore, embedder: Embedder) -> None:
-    first = next(documents.all_vectors(batch_size=1), None)
+    first = next(documents.embeddings(batch_size=1), None)
     (chunk,) = documents.chunks_by_vector_ids(first.ids) if first is not None else (None,)
     document = None if chunk is None else documents.document(chunk.document_id)
     if first is None or chunk is None or document is None or "headings" in document.metadata:  # not told from a chunk's

@@ -83,7 +83,8 @@ class Neighbourhood(ABC):
 
     @abstractmethod
     def _outdated(self, new: VectorBatch) -> list[int]:
-        """Vector ids of the chunks whose neighbours may be others than recorded. new: not looked at before"""
+        """Vector ids of the chunks whose neighbours may be others than recorded. new: searched vectors that were not
+        looked at before"""
 
     @abstractmethod
     def _find(self, vector_id: int) -> list[Near]:
@@ -110,7 +111,7 @@ class Preceding(Neighbourhood):
     """The chunks right before a chunk in its document, which it is read behind in their order: what it leans on."""
 
     def _outdated(self, new: VectorBatch) -> list[int]:
-        return [int(id) for id in new.ids]  # what stands before a chunk never changes
+        return np.unique(self._documents.chunks_of_vectors(new.ids)).tolist()  # what stands before one never changes
 
     def _find(self, vector_id: int) -> list[Near]:
         """Vector ids of a document's chunks follow each other."""
@@ -128,7 +129,7 @@ class Similar(Neighbourhood):
 
     def _outdated(self, new: VectorBatch) -> list[int]:
         known, found, number = self._table.known(), list[int](), self.choice.number
-        for batch in self._documents.all_vectors(batch_size=BATCH):
+        for batch in self._documents.embeddings(batch_size=BATCH):
             LIMIT.get().check()
             recorded = [known.get(id) for id in batch.ids.tolist()]
             # The score that a new chunk has to reach to become a neighbour.
@@ -142,11 +143,10 @@ class Similar(Neighbourhood):
         return found
 
     def _find(self, vector_id: int) -> list[Near]:
-        index = self._retriever.index
-        own = self._documents.vectors_by_ids(np.array([vector_id]), index.dimension)
-        if not len(own.ids):
+        own = next(self._documents.embeddings(after=vector_id - 1, batch_size=1), None)
+        if own is None or own.ids[0] != vector_id:
             return []
-        result = index.find(self._documents, own.vectors[0], FETCH_FACTOR * (self.choice.number + 1), None)
+        result = self._retriever.nearest(self._documents, own.vectors[0], FETCH_FACTOR * (self.choice.number + 1), None)
         scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
         chunks = self._documents.chunks_by_vector_ids([vector_id, *(id for id in scores if id != vector_id)])
         seen, found = set[tuple[int, ...]](), list[Near]()

@@ -513,7 +513,7 @@ class IngestRun:
             self.to.kv.put(key, encoder.lm.encode([encoder.first_ids])[0], "flushed")
         self.to.documents.hold(key)
 
-    def _commit_window(self, window: list[PendingDocument], vectors: Vectors) -> None:
+    def _commit_window(self, window: list[PendingDocument], vectors: list[Vectors]) -> None:
         if self.eager:
             self._keep_beginning()
         start = 0
@@ -527,29 +527,33 @@ class IngestRun:
             self.to.collect_garbage()
         self._save_index()
 
-    def _commit(self, one: PendingDocument, vectors: Vectors) -> None:
+    def _commit(self, one: PendingDocument, vectors: list[Vectors]) -> None:
+        """vectors: of each chunk, as `embed_windows` returns them"""
         document = one.document
         ids = one.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(one.chunks))]
         chunks = [
             NewChunk(
-                id, chunk.text, chunk.token_ids, vector,
+                id, chunk.text, chunk.token_ids, own[0],
                 handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
                 uses_left=self.uses,
                 metadata=dict(chunk.metadata),
+                windows=own[1:],
             )
-            for id, chunk, key, vector in zip(ids, one.chunks, one.keys, vectors, strict=True)
+            for id, chunk, key, own in zip(ids, one.chunks, one.keys, vectors, strict=True)
         ]  # fmt: skip
         new = NewDocument(
             document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
         )  # fmt: skip
         with self.report.seconds.timed("commit_s"):
-            before = self.to.documents.chunks_of(document.id) if one.replaces else []
+            before = self.to.documents.vector_ids_of([document.id]) if one.replaces else []
             try:
                 added = self.to.documents.replace_document(new, chunks)
             except IngestError as error:
                 self._fail(document.where, error, one.file)
                 return
-            self.to.retriever.apply(added, vectors, [chunk.vector_id for chunk in before])
+            searched = [own[len(own) > 1 :] for own in vectors]  # without the mean of a text's windows
+            none = np.empty((0, self.to.retriever.index.dimension), np.float32)
+            self.to.retriever.apply(added, np.concatenate([none, *searched]), before)
         self._tell_stored(one)
         self._say("commit", 1, document.id)
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-import numpy as np
-
 from ragcache import plugins
 from ragcache.errors import IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
@@ -28,7 +26,7 @@ from ragcache.kv.block_key import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
 from ragcache.plugins import Registry
-from ragcache.retrieval.embedder import Embedder, embed_passages
+from ragcache.retrieval.embedder import Embedder, embed_windows
 from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
 from ragcache.store.documents import DocumentStore
@@ -85,8 +83,9 @@ class Work(Protocol):
         have one of them need not be cut."""
         ...
 
-    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
-        """The vectors of each job's texts, in order, once its blocks are flushed; each with what came with the job."""
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
+        """The vectors of each job's texts (see `embed_windows`), in order, once its blocks are flushed; each with what
+        came with the job."""
         ...
 
     @property
@@ -170,7 +169,7 @@ class Worker:
             self.names.check(chunk.token_ids, document.where)
         return ChunkedDocument(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
 
-    def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> Vectors:
+    def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> list[Vectors]:
         """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
         wanted, stored = job.wanted, self.kv.lookup(job.wanted, "flushed")
@@ -197,13 +196,13 @@ class Worker:
         say("embed", len(vectors))
         return vectors
 
-    def _embed(self, texts: Sequence[str], seconds: IngestSeconds) -> Vectors:
+    def _embed(self, texts: Sequence[str], seconds: IngestSeconds) -> list[Vectors]:
         """Vectors of the texts, in order. Runs in a thread of its own."""
-        vectors = np.empty((len(texts), self.embedder.dimension), np.float32)
+        vectors = list[Vectors]()
         with seconds.timed("embed_s"), limited(Limit(self._over)):
-            for start in range(0, len(vectors), EMBED_TEXTS):
+            for start in range(0, len(texts), EMBED_TEXTS):
                 LIMIT.get().check()
-                vectors[start : start + EMBED_TEXTS] = embed_passages(self.embedder, texts[start : start + EMBED_TEXTS])
+                vectors += embed_windows(self.embedder, texts[start : start + EMBED_TEXTS], self.embedder.embed)
         return vectors
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
@@ -224,7 +223,7 @@ class LocalWorkers:
         for source in sources:
             yield map(Record, self._bench.read(source, self._report.seconds))
 
-    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
         for what, job in jobs:
             yield what, self._bench.compute(job, self._report, self._say)
 

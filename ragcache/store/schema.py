@@ -25,18 +25,20 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    exists,
     func,
     insert,
     inspect,
     select,
     text,
+    union_all,
     update,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
 from ragcache.errors import DatabaseMismatchError, SchemaVersionError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 PREFIX = "ragcache_"
 
 # Letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese. An index of words holds
@@ -106,6 +108,22 @@ chunks = Table(
     Column("uses_left", Integer, nullable=False, server_default="0"),
 )
 
+# Vectors of the windows of chunks that are longer than the embedder reads. The chunk's own embedding is their mean.
+windows = Table(
+    PREFIX + "windows",
+    metadata_obj,
+    Column("vector_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("chunk", BigInteger, ForeignKey(chunks.c.vector_id, ondelete="CASCADE"), nullable=False, index=True),
+    Column("embedding", LargeBinary, nullable=False),
+)
+
+# Every vector that is searched, and the vector id of its chunk: a chunk's windows, or else its own embedding.
+has_windows = exists().where(windows.c.chunk == chunks.c.vector_id)
+searched = union_all(
+    select(chunks.c.vector_id, chunks.c.vector_id.label("chunk"), chunks.c.embedding).where(~has_windows),
+    select(windows.c.vector_id, windows.c.chunk, windows.c.embedding),
+).subquery("searched")
+
 # Handles that no chunk refers to any more, and whose KV bytes are still to be deleted.
 garbage = Table(
     PREFIX + "garbage",
@@ -147,8 +165,21 @@ def _remember_neighbours(connection: Connection) -> None:
     connection.execute(text("CREATE INDEX ix_ragcache_neighbours_neighbour ON ragcache_neighbours (neighbour)"))
 
 
+def _remember_windows(connection: Connection) -> None:
+    data = "BYTEA" if connection.dialect.name == "postgresql" else "BLOB"
+    columns = f"vector_id BIGINT NOT NULL, chunk BIGINT NOT NULL, embedding {data} NOT NULL, PRIMARY KEY (vector_id)"
+    owner = "FOREIGN KEY (chunk) REFERENCES ragcache_chunks (vector_id) ON DELETE CASCADE"
+    connection.execute(text(f"CREATE TABLE ragcache_windows ({columns}, {owner})"))
+    connection.execute(text("CREATE INDEX ix_ragcache_windows_chunk ON ragcache_windows (chunk)"))
+
+
 # MIGRATIONS[n] brings version n to n + 1, with SQL of its own: the tables in `schema` are today's, not those of then.
-MIGRATIONS: dict[int, Migration] = {1: _count_uses, 2: _remember_files, 3: _remember_neighbours}
+MIGRATIONS: dict[int, Migration] = {
+    1: _count_uses,
+    2: _remember_files,
+    3: _remember_neighbours,
+    4: _remember_windows,
+}
 
 # Any number will do, as long as every process takes the same.
 _POSTGRES_LOCK = 7_231_554_190

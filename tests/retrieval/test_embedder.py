@@ -359,15 +359,13 @@ def test_windows_hold_every_character_and_fit(space):
             assert all(window.text.endswith(" ") for window in windows[:-1])
 
 
-def test_a_long_text_is_embedded_to_its_end(bert_directory, caplog):
+def test_a_long_text_is_embedded_to_its_end(bert_directory):
     """The mean of the windows' vectors, weighted by length; a text that fits is embedded as ever."""
     embedder = load_embedder(bert_directory)
     halves = ["the river of anna " * 10, "a mill has a bridge " * 10]
     text = "".join(halves)
     assert embedder.count_tokens([text])[0] > embedder.max_tokens
-    with caplog.at_level("INFO", "ragcache"):
-        found = embedder.embed([TEXTS[0], text, TEXTS[3]])
-    assert "1 of 3 texts are longer than the 64 tokens" in caplog.text
+    found = embedder.embed([TEXTS[0], text, TEXTS[3]])
     windows = windows_of(text, *embedder.count_tokens([text]), embedder.max_tokens, embedder.count_tokens)
     assert len(windows) >= 2
     parts = embedder.embed([window.text for window in windows])

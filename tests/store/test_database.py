@@ -373,7 +373,7 @@ def test_a_migrated_database_equals_a_new_one(url, engine, version, tmp_path_fac
     assert structure(engine) == {}
     DocumentStore.open(url).close()
     assert structure(engine) == migrated
-    assert len(migrated) == 6
+    assert len(migrated) == 7
 
 
 def add_language(connection: Connection) -> None:

@@ -48,11 +48,13 @@ class Search:
     def relevant(self, hits: Sequence[rc.Hit], kb: rc.RagCache, question: NDArray[np.float32]) -> Scored:
         """Documents with relevance in 0..1: the cosine of question and passage, 0 where it is negative.
 
-        Where the embedder normalises, that is the inner product itself; elsewhere it is computed from the vectors. A
-        passage that was deleted since it was found is left out.
+        Where the embedder normalises, that is the inner product itself; elsewhere it is computed from the vectors. Of a
+        passage longer than the embedder reads the best window counts. A passage that was deleted since it was found is
+        left out.
         """
-        found = [(hit, kb.vectors([hit.chunk.id])) for hit in hits]
-        return [(self.document(hit), _relevance(question, vectors[0])) for hit, vectors in found if len(vectors)]
+        stored = kb.store.documents
+        found = [(hit, stored.vectors_of([hit.chunk.vector_id], len(question))[0].vectors) for hit in hits]
+        return [(self.document(hit), max(_relevance(question, one) for one in own)) for hit, own in found if len(own)]
 
 
 def mmr(search: Search, k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:

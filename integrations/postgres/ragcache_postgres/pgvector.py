@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sqlalchemy import (
@@ -15,6 +15,7 @@ from sqlalchemy import (
     Connection,
     ForeignKey,
     MetaData,
+    Row,
     Table,
     Text,
     cast,
@@ -25,6 +26,8 @@ from sqlalchemy import (
     literal,
     select,
     text,
+    true,
+    union_all,
     update,
 )
 from sqlalchemy.types import Double, UserDefinedType
@@ -35,13 +38,13 @@ from ragcache.retrieval.vector_index import SearchResult, ranked, rows_among
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
-from ragcache.store.records import VectorBatch, select_vector_ids, vector_batch
-from ragcache.store.schema import PREFIX, chunks, counters
+from ragcache.store.records import VectorBatch, select_searched_ids, vector_batch
+from ragcache.store.schema import PREFIX, chunks, counters, has_windows, windows
 
 EXTENSION = "vector"
 TABLE = PREFIX + "vectors"
 GRAPH = TABLE + "_hnsw"
-FILLED = "pgvector"  # counter: the chunks up to this vector id have their vector in the table, or are gone
+FILLED = "pgvector"  # counter: a table has what is searched of its source up to this vector id, or it is gone
 BATCH = 1000
 # Limits of pgvector: numbers of a vector that HNSW indexes, and candidates that its search keeps.
 MOST_GRAPH_DIMENSION, MOST_EF_SEARCH = 2000, 1000
@@ -49,10 +52,11 @@ _LOCK = 7_231_554_191  # any number will do, as long as every process takes the 
 
 
 class PgVectorIndex:
-    """A row for each chunk's vector, which the database deletes with the chunk. Every process sees the same table.
+    """A row for each chunk's vector, and in a second table for each of its windows', which the database deletes with
+    the chunk. Every process sees the same tables.
 
-    An HNSW index of pgvector's is made with the table; without it (dropped, or a vector has more than 2,000 numbers)
-    every search is exact. The table is derived from the chunks' embeddings: what is missing is copied from there.
+    An HNSW index of pgvector's is made with each table; without it (dropped, or a vector has more than 2,000 numbers)
+    every search is exact. The tables are derived from the chunks' embeddings: what is missing is copied from there.
 
     Raises ConfigError (another database, no extension, a table of another dimension), StoreNotFoundError (opened
     read-only before anything was made).
@@ -73,8 +77,13 @@ class PgVectorIndex:
         self._db = database
         self._stored = stored
         self._schema = _extension(database)
-        self._table = _table(self._schema, dimension)
-        self._prepare()
+        column = _Vector(self._schema, dimension)
+        self._parts = (
+            _Part(_table(TABLE, chunks, column), chunks, ~has_windows, FILLED),
+            _Part(_table(f"{TABLE}_of_windows", windows, column), windows, true(), f"{FILLED} windows"),
+        )
+        for part in self._parts:
+            self._prepare(part)
 
     @property
     def saved_generation(self) -> int:
@@ -84,18 +93,18 @@ class PgVectorIndex:
     @property
     def ids(self) -> frozenset[int]:
         with self._db.read() as connection:
-            return frozenset(connection.scalars(select(self._table.c.vector_id)))
+            return frozenset(id for part in self._parts for id in connection.scalars(select(part.table.c.vector_id)))
 
     def __len__(self) -> int:
-        with self._db.read() as connection:
-            return int(connection.scalar(select(func.count()).select_from(self._table)) or 0)
+        return len(self.ids)
 
     def follow(self, _documents: DocumentStore) -> None:
-        """Copy the vectors of chunks stored since the table was last filled; a reader leaves that to others."""
-        filled = 0 if self._db.read_only else BATCH
-        while filled == BATCH:
-            with self._db.write() as connection:
-                filled = self._fill(connection)
+        """Copy the vectors of chunks stored since the tables were last filled; a reader leaves that to others."""
+        for part in self._parts:
+            filled = 0 if self._db.read_only else BATCH
+            while filled == BATCH:
+                with self._db.write() as connection:
+                    filled = _fill(connection, part)
 
     def take(
         self, documents: DocumentStore, _added: Sequence[int], _vectors: Vectors, _removed: Collection[int]
@@ -110,20 +119,26 @@ class PgVectorIndex:
         """Nothing to do: what was returned from is in the database."""
 
     def find(self, _documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
-        """The k ids of largest inner product among the chunks that pass the filter; all of them when there are fewer.
+        """The k ids of largest inner product among vectors of chunks that pass the filter; all when there are fewer.
 
         Raises ConfigError when k < 1 or the vector does not fit.
         """
         check_least("k", k, 1)
         if np.shape(vector) != (self.dimension,) or not np.isfinite(vector).all():
             raise ConfigError(f"the vector has shape {np.shape(vector)}; it needs {self.dimension} finite numbers")
-        column = self._table.c.embedding
+        found = [row for part in self._parts for row in self._nearest(part.table, vector, k, where)]
+        ids, scores = zip(*found, strict=True) if found else ((), ())
+        best = ranked(np.array(ids, np.int64), np.array(scores, np.float32))
+        return SearchResult(best.ids[:k], best.scores[:k])
+
+    def _nearest(self, table: Table, vector: Vectors, k: int, where: Filter | None) -> Sequence[Row[tuple[int, float]]]:
+        column = table.c.embedding
         negative: ColumnElement[float] = column.op(f'OPERATOR("{self._schema}".<#>)', return_type=Double())(
             cast(literal(_as_text(vector), Text), column.type)
         )
-        query = select(self._table.c.vector_id, -negative).order_by(negative).limit(k)
+        query = select(table.c.vector_id, -negative).order_by(negative).limit(k)
         if where:
-            query = query.where(self._table.c.vector_id.in_(select_vector_ids(where, self._db.dialect)))
+            query = query.where(table.c.vector_id.in_(select_searched_ids(where, self._db.dialect)))
         with self._db.read() as connection:
             width = min(MOST_EF_SEARCH, max(HNSW_EF_SEARCH, 2 * k))
             connection.execute(text(f"SET LOCAL hnsw.ef_search = {width}"))
@@ -131,80 +146,96 @@ class PgVectorIndex:
             if len(found) < k:  # a narrow filter, or a wider search than HNSW makes: look at every row
                 connection.execute(text("SET LOCAL enable_indexscan = off"))
                 found = connection.execute(query).all()
-        ids, scores = zip(*found, strict=True) if found else ((), ())
-        return ranked(np.array(ids, np.int64), np.array(scores, np.float32))
+        return found
 
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Rows of `ids` that are still stored, and their vectors."""
         return rows_among(ids, self._stored(ids))
 
     def agrees(self, batch: VectorBatch) -> bool:
-        """Whether the table holds these vectors."""
-        table = self._table.c
-        query = select(table.vector_id, cast(table.embedding, Text)).where(table.vector_id.in_(batch.ids.tolist()))
+        """Whether the tables hold these vectors."""
+        wanted = batch.ids.tolist()
+        tables = [part.table.c for part in self._parts]
+        queries = [select(t.vector_id, cast(t.embedding, Text)).where(t.vector_id.in_(wanted)) for t in tables]
         with self._db.read() as connection:
-            found = connection.execute(query.order_by(table.vector_id)).all()
-        if [id for id, _ in found] != batch.ids.tolist():
+            found = connection.execute(union_all(*queries).order_by("vector_id")).all()
+        if [id for id, _ in found] != wanted:
             return False
         return np.array_equal(np.array([json.loads(row) for _, row in found], np.float32), batch.vectors)
 
     def clear(self) -> None:
-        """Empty the table, to be filled again."""
+        """Empty the tables, to be filled again."""
         with self._db.write() as connection:
-            self._reset(connection)
-            connection.execute(delete(self._table))
+            for part in self._parts:
+                _reset(connection, part)
+                connection.execute(delete(part.table))
 
-    def _fill(self, connection: Connection) -> int:
-        """Copy some vectors; returns how many.
-
-        Ids rise from commit to commit, so nothing is ever missing below the counter. Processes take turns at it, and
-        chunks are locked against being deleted until their vectors are in.
-        """
-        counter = update(counters).where(counters.c.name == FILLED)
-        last = connection.scalar(counter.values(value=counters.c.value).returning(counters.c.value))
-        query = select(chunks.c.vector_id, chunks.c.embedding).where(chunks.c.vector_id > last)
-        locked = query.order_by(chunks.c.vector_id).limit(BATCH).with_for_update(read=True, key_share=True)
-        found = connection.execute(locked).mappings().all()
-        if found:
-            batch = vector_batch(found)
-            rows = zip(batch.ids.tolist(), map(_as_text, batch.vectors), strict=True)
-            connection.execute(insert(self._table), [{"vector_id": id, "embedding": row} for id, row in rows])
-            connection.execute(counter.values(value=int(batch.ids[-1])))
-        return len(found)
-
-    def _prepare(self) -> None:
+    def _prepare(self, part: _Part) -> None:
         """Make the table where there is none. Raises ConfigError for one of another dimension."""
+        table = part.table.name
         query = text("SELECT atttypmod FROM pg_attribute WHERE attrelid = to_regclass(:name) AND attname = 'embedding'")
         with self._db.read() as connection:
-            dimension = connection.scalar(query, {"name": TABLE})
+            dimension = connection.scalar(query, {"name": table})
         if dimension == self.dimension:
             return
         if dimension is not None:
             raise ConfigError(
-                f"{self._db.where}: table {TABLE} holds vectors of {dimension} numbers, the embedder makes "
-                f"{self.dimension}; drop the table (DROP TABLE {TABLE}): it is filled again from the documents"
+                f"{self._db.where}: table {table} holds vectors of {dimension} numbers, the embedder makes "
+                f"{self.dimension}; drop the table (DROP TABLE {table}): it is filled again from the documents"
             )
         if self._db.read_only:
-            raise StoreNotFoundError(f"{self._db.where}: no table {TABLE}; open the store once for writing to make it")
+            raise StoreNotFoundError(f"{self._db.where}: no table {table}; open the store once for writing to make it")
         with self._db.write() as connection:
             _take_turns(connection)
-            if not inspect(connection).has_table(TABLE):
-                self._create(connection)
+            if not inspect(connection).has_table(table):
+                self._create(connection, part)
 
-    def _create(self, connection: Connection) -> None:
-        self._table.create(connection)
-        self._reset(connection)
+    def _create(self, connection: Connection, part: _Part) -> None:
+        table = part.table.name
+        part.table.create(connection)
+        _reset(connection, part)
         has_graphs = connection.scalar(text("SELECT 1 FROM pg_am WHERE amname = 'hnsw'"))  # since pgvector 0.5
         if has_graphs and self.dimension <= MOST_GRAPH_DIMENSION:
             connection.execute(text(
-                f'CREATE INDEX {GRAPH} ON {TABLE} USING hnsw (embedding "{self._schema}".vector_ip_ops) '
+                f'CREATE INDEX {table}_hnsw ON {table} USING hnsw (embedding "{self._schema}".vector_ip_ops) '
                 f"WITH (m = {HNSW_NEIGHBOURS}, ef_construction = {HNSW_EF_CONSTRUCTION})"
             ))  # fmt: skip
 
-    def _reset(self, connection: Connection) -> None:
-        """Count from 0, and hold the counter against other processes."""
-        connection.execute(delete(counters).where(counters.c.name == FILLED))
-        connection.execute(insert(counters), {"name": FILLED, "value": 0})
+
+class _Part(NamedTuple):
+    """A table, and the rows of its source that it holds the vectors of. filled: name of its counter"""
+
+    table: Table
+    source: Table
+    searched: ColumnElement[bool]
+    filled: str
+
+
+def _fill(connection: Connection, part: _Part) -> int:
+    """Copy some vectors; returns how many.
+
+    Ids rise from commit to commit, so nothing is ever missing below the counter. Processes take turns at it, and
+    rows are locked against being deleted until their vectors are in.
+    """
+    counter, id = update(counters).where(counters.c.name == part.filled), part.source.c.vector_id
+    last = int(connection.scalar(counter.values(value=counters.c.value).returning(counters.c.value)) or 0)
+    newest = int(connection.scalar(select(func.max(id))) or 0)
+    query = select(id, part.source.c.embedding).where(id > last, id <= newest, part.searched)
+    locked = query.order_by(id).limit(BATCH).with_for_update(read=True, key_share=True)
+    found = connection.execute(locked).mappings().all()
+    if found:
+        batch = vector_batch(found)
+        rows = zip(batch.ids.tolist(), map(_as_text, batch.vectors), strict=True)
+        connection.execute(insert(part.table), [{"vector_id": id, "embedding": row} for id, row in rows])
+    if newest > last:
+        connection.execute(counter.values(value=int(batch.ids[-1]) if len(found) == BATCH else newest))
+    return len(found)
+
+
+def _reset(connection: Connection, part: _Part) -> None:
+    """Count from 0, and hold the counter against other processes."""
+    connection.execute(delete(counters).where(counters.c.name == part.filled))
+    connection.execute(insert(counters), {"name": part.filled, "value": 0})
 
 
 class _Vector(UserDefinedType[str]):
@@ -220,10 +251,10 @@ class _Vector(UserDefinedType[str]):
         return f'"{self.schema}".vector({self.dimension})'
 
 
-def _table(schema: str, dimension: int) -> Table:
-    owner = ForeignKey(chunks.c.vector_id, ondelete="CASCADE")
+def _table(name: str, source: Table, kind: _Vector) -> Table:
+    owner = ForeignKey(source.c.vector_id, ondelete="CASCADE")
     key = Column("vector_id", BigInteger, owner, primary_key=True, autoincrement=False)
-    return Table(TABLE, MetaData(), key, Column("embedding", _Vector(schema, dimension), nullable=False))
+    return Table(name, MetaData(), key, Column("embedding", kind, nullable=False))
 
 
 def _as_text(vector: Vectors) -> str:

@@ -47,7 +47,7 @@ class ReadRecords:
 class Computed(NamedTuple):
     """What came of a job: never KV, which is in the store. said: progress, in order."""
 
-    vectors: Vectors
+    vectors: list[Vectors]
     report: IngestReport
     said: list[tuple[str, int]]
 

@@ -207,7 +207,7 @@ class _WorkThere:
 
     # Computing
 
-    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, Vectors]]:
+    def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
         for number, (what, job) in enumerate(jobs):
             while self._is_full() or self._has_computed():
                 yield self._finish()
@@ -230,7 +230,7 @@ class _WorkThere:
         self._say("skip", sum(map(len, job.wanted.values())) - sum(map(len, left.values())))
         return EncodeJob(job.texts, left)
 
-    def _finish(self) -> tuple[Any, Vectors]:
+    def _finish(self) -> tuple[Any, list[Vectors]]:
         computed: Computed = _get(self._ray, self._begun[0].computed)
         what, job, _ = self._begun.popleft()
         kv = self._bench.kv
