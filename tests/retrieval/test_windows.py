@@ -9,9 +9,11 @@ import pytest
 from postgres_server import pgvector_schema
 
 import ragcache as rc
+from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.documents import DocumentStore
+from ragcache.store.neighbours import NeighbourTable
 from ragcache.store.records import NewChunk, NewDocument
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_papers import ivfpq
@@ -310,19 +312,26 @@ def test_an_update_forgets_what_a_passage_no_longer_says(kb):
     assert kb.store.documents.vector_ids() == set()
 
 
-def test_neighbours_are_found_among_windows(lm, tmp_path):
+def test_similar_passages_are_found_among_windows(lm, tmp_path):
     texts = {"a": f"{LONG} {END}", "b": END, "c": "Boil potatoes with salt", "d": f"Boil potatoes with salt {LONG}"}
-    for chosen in ("similarity", "document"):
-        with rc.RagCache.open(
-            tmp_path / chosen,
-            model=lm,
-            embedder=FourWords(),
-            store=rc.StoreConfig(neighbours=1, neighbours_from=chosen),
-        ) as kb:
-            kb.ingest([rc.Document(id, text) for id, text in texts.items()], split=False)
-            hits = {hit.chunk.id: hit.chunk for hit in kb.retrieve(END, 4)}
-            assert len(hits) == 4
-            assert all(chunk.handle for chunk in hits.values())
-            near = kb._parts.names.neighbourhood.of([hits["b"], hits["c"]])
-            expected = [["a"], ["d"]] if chosen == "similarity" else [[], []]
-            assert [[chunk.id for chunk in some] for some in near] == expected
+    config = rc.StoreConfig(neighbours=1)
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords(), store=config) as kb:
+        kb.ingest([rc.Document(id, text) for id, text in texts.items()], split=False)
+        hits = {hit.chunk.id: hit.chunk for hit in kb.retrieve(END, 4)}
+        near = kb._parts.names.neighbourhood.of([hits[id] for id in "abcd"])
+        assert [[chunk.id for chunk in some] for some in near] == [["d"], ["a"], ["d"], ["a"]]
+
+
+def test_chunks_with_windows_are_read_behind_those_before_them(lm, tmp_path):
+    """Chunks' vector ids follow each other, and what an ingestion finds it records for each of them."""
+    options = {"store": rc.StoreConfig(neighbours=2, neighbours_from="document"), "chunker": ChunkerConfig(64, 16)}
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords(), **options) as kb:
+        kb.ingest([rc.Document(id, f"{LONG} {END}. " * 3) for id in "ab"])
+        for id in "ab":
+            chunks = kb.store.documents.chunks_of(id)
+            assert len(chunks) > 3
+            assert all(chunk.handle for chunk in chunks)
+            recorded = NeighbourTable(kb.store.documents.database).of(chunk.vector_id for chunk in chunks)
+            ids = [chunk.vector_id for chunk in chunks]
+            assert recorded == {own: ids[max(0, at - 2) : at][::-1] for at, own in enumerate(ids) if at}
+        assert len(kb.store.documents.vector_ids()) > 2 * len(chunks)
