@@ -111,7 +111,8 @@ class Preceding(Neighbourhood):
     """The chunks right before a chunk in its document, which it is read behind in their order: what it leans on."""
 
     def _outdated(self, new: VectorBatch) -> list[int]:
-        return np.unique(self._documents.chunks_of_vectors(new.ids)).tolist()  # what stands before one never changes
+        # What stands before a chunk never changes.
+        return [int(id) for id in np.unique(self._documents.chunks_of_vectors(new.ids))]
 
     def _find(self, vector_id: int) -> list[Near]:
         """Vector ids of a document's chunks follow each other."""

@@ -537,7 +537,7 @@ class IngestRun:
                 handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
                 uses_left=self.uses,
                 metadata=dict(chunk.metadata),
-                windows=own[1:],
+                windows=list(own[1:]),
             )
             for id, chunk, key, own in zip(ids, one.chunks, one.keys, vectors, strict=True)
         ]  # fmt: skip

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    FromClause,
     RowMapping,
     Select,
     bindparam,
@@ -316,7 +317,7 @@ class DocumentStore:
     def vector_ids_of(self, document_ids: Sequence[str]) -> list[int]:
         """Ids of the vectors by which these documents' chunks are found."""
         with self.database.read() as connection:
-            found = []
+            found = list[int]()
             for part in _parts(document_ids):
                 own = self._narrowed(select(chunks.c.vector_id).where(chunks.c.document_id.in_(part)), chunks)
                 found += connection.scalars(select(searched.c.vector_id).where(searched.c.chunk.in_(own)))
@@ -378,22 +379,22 @@ class DocumentStore:
         Ids rise from commit to commit: what is new since an index was made has ids above all of its own. An index is
         to be labelled with a `generation()` read before the vectors: it is then at worst newer than it says.
         """
-        return map(rows.vector_batch, self._above(after, batch_size, searched.c.embedding))
+        return map(rows.vector_batch, self._above(after, batch_size, searched, "embedding"))
 
     def embeddings(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
         """`all_vectors`, but of each chunk its own embedding: the mean of its windows where it has any."""
-        return map(rows.vector_batch, self._above(after, batch_size, chunks.c.embedding))
+        return map(rows.vector_batch, self._above(after, batch_size, chunks, "embedding"))
 
     def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
         """Vector id and token ids of the chunks whose vector id is above `after`, as `all_vectors` gives embeddings."""
-        return map(rows.token_id_batch, self._above(after, batch_size, chunks.c.token_ids))
+        return map(rows.token_id_batch, self._above(after, batch_size, chunks, "token_ids"))
 
-    def _above(self, after: int, batch_size: int, column: Column[Any]) -> Iterator[Sequence[RowMapping]]:
-        """Vector id and a column of its table where the vector id is above `after`, in batches; see `all_vectors`."""
-        last, rest, id = after, True, column.table.c.vector_id
+    def _above(self, after: int, batch_size: int, table: FromClause, column: str) -> Iterator[Sequence[RowMapping]]:
+        """Vector id and a column of a table where the vector id is above `after`, in batches; see `all_vectors`."""
+        last, rest, id = after, True, table.c.vector_id
         with self.database.read() as connection:
             while rest:
-                query = select(id, column).where(id > last).order_by(id).limit(batch_size)
+                query = select(id, table.c[column]).where(id > last).order_by(id).limit(batch_size)
                 found = connection.execute(query).mappings().all()
                 rest = len(found) == batch_size
                 if found:

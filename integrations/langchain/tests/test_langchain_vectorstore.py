@@ -218,6 +218,25 @@ def test_relevance_is_the_cosine(tmp_path, mini, normalize):
         assert {document.id for document, _ in above} == {id for id, s in expected.items() if s >= threshold - 1e-4}
 
 
+class ThreeWords(BagOfWords):
+    """Reads three words of a text."""
+
+    max_tokens = 3
+
+    def count_tokens(self, texts):
+        return [len(text.split()) for text in texts]
+
+
+def test_relevance_is_that_of_a_long_documents_best_window(tmp_path, mini):
+    text = "ropes are mended; paint dries; tar boils; the keeper is Zebulon"
+    with RagCacheVectorStore.from_texts([text], ThreeWords(), ids=["long"], kb=tmp_path / "kb", model=mini) as store:
+        [(_, relevance)] = store.similarity_search_with_relevance_scores("keeper is Zebulon", 1)
+        [(_, score)] = store.similarity_search_with_score("keeper is Zebulon", 1)
+        whole = store.kb.vectors(["long"])[0] @ ThreeWords().embed_query("keeper is Zebulon")
+    assert relevance == pytest.approx(score, abs=1e-5)
+    assert relevance > whole + 0.1
+
+
 @pytest.mark.parametrize("lambda_mult", [0.3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.5, 1.0))])
 def test_mmr_chooses_what_langchain_chooses(filled, lambda_mult):
     embedder = BagOfWords()
