@@ -312,7 +312,7 @@ class DocumentStore:
         """Ids of the vectors that are searched, of the chunks whose metadata (their document's included) pass the
         filter. Raises FilterError."""
         with self.database.read() as connection:
-            return set(connection.scalars(rows.select_searched_ids(where, self.database.dialect)))
+            return set(connection.scalars(rows.searched_ids(rows.select_vector_ids(where, self.database.dialect))))
 
     def vector_ids_of(self, document_ids: Sequence[str]) -> list[int]:
         """Ids of the vectors by which these documents' chunks are found."""
@@ -320,7 +320,7 @@ class DocumentStore:
             found = list[int]()
             for part in _parts(document_ids):
                 own = self._narrowed(select(chunks.c.vector_id).where(chunks.c.document_id.in_(part)), chunks)
-                found += connection.scalars(select(searched.c.vector_id).where(searched.c.chunk.in_(own)))
+                found += connection.scalars(rows.searched_ids(own))
             return found
 
     def chunks_of_vectors(self, vector_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -538,7 +538,7 @@ class DocumentStore:
             return []
         taken = documents.c.id == new["id"]
         replaced = select(chunks.c.vector_id).where(chunks.c.document_id == new["id"])
-        gone = list(connection.scalars(select(searched.c.vector_id).where(searched.c.chunk.in_(replaced))))
+        gone = list(connection.scalars(rows.searched_ids(replaced)))
         discard_chunks(connection, [new["id"]])
         connection.execute(delete(documents).where(taken))
         connection.execute(insert(documents), {**old, **new})

@@ -14,7 +14,7 @@ from ragcache.errors import ConfigError, DuplicateDocumentError, IngestError
 from ragcache.store.filters import Filter, Own, compile_filter
 from ragcache.store.json_values import check_metadata, text_problem
 from ragcache.store.places import place_text
-from ragcache.store.schema import chunks, documents, searched
+from ragcache.store.schema import chunks, documents, windows
 
 NOT_STORED = -1
 
@@ -208,10 +208,10 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
     return query.where(compile_filter(where, chunks.c.metadata, dialect, own))
 
 
-def select_searched_ids(where: Filter | None, dialect: str) -> Select[Any]:
-    """Ids of the vectors by which the chunks that pass the filter are found. Raises FilterError."""
-    query = select(searched.c.vector_id)
-    return query.where(searched.c.chunk.in_(select_vector_ids(where, dialect))) if where else query
+def searched_ids(own: Select[Any]) -> Select[Any]:
+    """Turn a query for chunks' own vector ids into that for the ids of the vectors by which they are found."""
+    found = own.outerjoin(windows, windows.c.chunk == chunks.c.vector_id)
+    return found.with_only_columns(func.coalesce(windows.c.vector_id, chunks.c.vector_id))
 
 
 def chunk(row: RowMapping) -> Chunk:

@@ -38,7 +38,7 @@ from ragcache.retrieval.vector_index import SearchResult, ranked, rows_among
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
-from ragcache.store.records import VectorBatch, select_searched_ids, vector_batch
+from ragcache.store.records import VectorBatch, select_vector_ids, vector_batch
 from ragcache.store.schema import PREFIX, chunks, counters, has_windows, windows
 
 EXTENSION = "vector"
@@ -126,19 +126,22 @@ class PgVectorIndex:
         check_least("k", k, 1)
         if np.shape(vector) != (self.dimension,) or not np.isfinite(vector).all():
             raise ConfigError(f"the vector has shape {np.shape(vector)}; it needs {self.dimension} finite numbers")
-        found = [row for part in self._parts for row in self._nearest(part.table, vector, k, where)]
+        found = [row for part in self._parts for row in self._nearest(part, vector, k, where)]
         ids, scores = zip(*found, strict=True) if found else ((), ())
         best = ranked(np.array(ids, np.int64), np.array(scores, np.float32))
         return SearchResult(best.ids[:k], best.scores[:k])
 
-    def _nearest(self, table: Table, vector: Vectors, k: int, where: Filter | None) -> Sequence[Row[tuple[int, float]]]:
-        column = table.c.embedding
+    def _nearest(self, part: _Part, vector: Vectors, k: int, where: Filter | None) -> Sequence[Row[tuple[int, float]]]:
+        table, column = part.table, part.table.c.embedding
         negative: ColumnElement[float] = column.op(f'OPERATOR("{self._schema}".<#>)', return_type=Double())(
             cast(literal(_as_text(vector), Text), column.type)
         )
         query = select(table.c.vector_id, -negative).order_by(negative).limit(k)
         if where:
-            query = query.where(table.c.vector_id.in_(select_searched_ids(where, self._db.dialect)))
+            passing = select_vector_ids(where, self._db.dialect)
+            if part.source is windows:
+                passing = select(windows.c.vector_id).where(windows.c.chunk.in_(passing))
+            query = query.where(table.c.vector_id.in_(passing))
         with self._db.read() as connection:
             width = min(MOST_EF_SEARCH, max(HNSW_EF_SEARCH, 2 * k))
             connection.execute(text(f"SET LOCAL hnsw.ef_search = {width}"))
