@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 # Links in a clone, files in a wheel.
 EXAMPLES = (Path(ragcache.__file__).resolve().parent / "demo" / "corpus").resolve().parent
+GUIDES = [EXAMPLES.parent / "docs" / page for page in ("tutorial.md", "scale.md", "compare.md")]
+"""What the real model reads in a clone: passages of some hundred tokens. The example corpus has notes of one line."""
+ABOUT_GUIDES = (
+    "What does vLLM's own prefix caching reuse?",
+    "Where are documents kept when several servers answer?",
+    "Which command asks a question over a store?",
+)
 QUESTIONS_SUFFIX = "_questions.jsonl"
 REAL, TOY = "smollm2", "mini"
 MAX_TOKENS = 48
@@ -95,7 +102,8 @@ def demo(
     """Ingest the example corpus or a folder, ask some questions, and compare the default method with full prefill.
 
     Over the example corpus the bundled model answers first, which was trained for reuse and on that corpus, then
-    smollm2, a small real model, which is fetched once. A folder is read by smollm2 alone; by mini if it cannot be had.
+    smollm2, a small real model, which is fetched once: in a clone over pages of its documentation. A folder is read by
+    smollm2 alone; by mini if it cannot be had.
     """
     corpus = folder or corpus
     both = models.model is None and store is None and corpus == EXAMPLES / "corpus"
@@ -105,32 +113,39 @@ def demo(
         corpus = corpus.relative_to(Path.cwd())  # sources are shown by this path
     if not corpus.exists():
         raise ConfigError(f"{corpus}: there is no corpus here; run from a clone of the repository or give --corpus")
+    read = [corpus]
     if both:
-        _compare(replace(models, model=TOY), corpus, _own_store(TOY, None), asked, count, k)
+        _compare(replace(models, model=TOY), read, _own_store(TOY, None), asked, count, k)
         say(f"\nThe same with {REAL}, a small model that was not trained for reuse:\n")
     model = models.model or (REAL if _has_real() else TOY)
-    store = store or _own_store(model, folder)
+    if both and model == REAL and questions is None and all(page.is_file() for page in GUIDES):
+        read, asked = GUIDES, [DemoQuestion(text, "", 1) for text in ABOUT_GUIDES[:count]]
+    store = store or (Path(".demo") / "kb-guides" if read is GUIDES else _own_store(model, folder))
     if not (both and model == TOY):
         if model == TOY and models.model is None:
             say(f"Going on with {TOY}, which knows the example corpus and nothing else.")
-        _compare(replace(models, model=model), corpus, store, asked, count, k)
+        _compare(replace(models, model=model), read, store, asked, count, k)
     _print_next(store)
 
 
 def _compare(
-    models: ModelOptions, corpus: Path, store: Path, asked: Sequence[DemoQuestion], count: int, k: int
+    models: ModelOptions, read: Sequence[Path], store: Path, asked: Sequence[DemoQuestion], count: int, k: int
 ) -> None:
-    """Ingest the corpus, and ask one model the questions by its default method and by full prefill."""
+    """Ingest what is to be read, and ask one model the questions by its default method and by full prefill."""
     options = StoreOptions(store=store)
-    say(f"Reading {corpus} into {store} with {models.model} ...")
+    say(f"Reading {', '.join(map(_shown, read))} into {store} with {models.model} ...")
     with open_with_models(options, models, create=True) as kb:
-        print_report(kb.ingest(corpus, progress=on_terminal()))
+        print_report(kb.ingest(read, progress=on_terminal()))
         asked = asked or _about_titles(kb, count)
     # Opened again, as the next process would be: the first blocks come from disk.
     with open_with_models(options, models) as kb:
         _warm_up(kb, asked[0], k)
         compared = [_ask_and_print(kb, question, k) for question in asked]
     _print_summary(compared)
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _has_real() -> bool:

