@@ -96,7 +96,9 @@ class PgVectorIndex:
             return frozenset(id for part in self._parts for id in connection.scalars(select(part.table.c.vector_id)))
 
     def __len__(self) -> int:
-        return len(self.ids)
+        with self._db.read() as connection:
+            counts = (connection.scalar(select(func.count()).select_from(part.table)) for part in self._parts)
+            return sum(int(count or 0) for count in counts)
 
     def follow(self, _documents: DocumentStore) -> None:
         """Copy the vectors of chunks stored since the tables were last filled; a reader leaves that to others."""
