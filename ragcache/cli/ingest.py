@@ -100,11 +100,7 @@ def _any_of(field: str, patterns: Iterable[str]) -> dict[str, Any] | None:
 
 
 LOCAL_RAY = "local"
-KvMode = Annotated[
-    Literal["eager", "lazy", "hot"],
-    option("--kv", "Compute KV now (eager), on first use (lazy), or keep that of passages in demand alone (hot)."),
-]
-HotAfter = Annotated[int, option("--hot-after", "With --kv hot: a passage is hot at its so manieth retrieval.", min=1)]
+KvMode = Annotated[Literal["eager", "lazy"], option("--kv", "Compute KV now (eager) or at the first use (lazy).")]
 
 
 @command
@@ -118,7 +114,6 @@ def ingest(
     chunks: ChunkOptions,
     reading: ReadLimitOptions,
     kv: KvMode = "eager",
-    hot_after: HotAfter = 2,
     sync: Annotated[
         bool, option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones.")
     ] = False,
@@ -150,7 +145,7 @@ def ingest(
             say_note(kb.estimate_kv(paths))
         with bars() as progress:
             report = kb.ingest(
-                paths, kv=kv, hot_after=hot_after, sync=sync, dry_run=dry_run, ray=cluster,
+                paths, kv=kv, sync=sync, dry_run=dry_run, ray=cluster,
                 progress=progress, timeout_s=wait,
             )  # fmt: skip
     finish(report, as_json, named=sync or dry_run)

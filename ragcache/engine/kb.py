@@ -232,7 +232,6 @@ class RagCache(Store):
         inputs: Inputs,
         *,
         kv: str | None = None,
-        hot_after: int | None = None,
         split: bool = True,
         replace: bool = True,
         sync: bool = False,
@@ -244,7 +243,7 @@ class RagCache(Store):
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
-        kv, hot_after: None: as the store was opened (StoreConfig); where the model runs in another engine, kv="lazy"
+        kv: None: as the store was opened (StoreConfig); where the model runs in another engine, kv="lazy"
         replace:  False: a document whose id is stored with another text fails (DocumentExistsError)
         split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
@@ -261,7 +260,6 @@ class RagCache(Store):
             self._parts.ingestor.ingest,
             given,
             kv=self._kv_mode() if kv is None else kv,
-            hot_after=self.config.hot_after if hot_after is None else hot_after,
             chunker=None if split else self._parts.whole,
             replace=replace,
             sync=sync,

@@ -419,13 +419,6 @@ class _Question:
             return self._kv.put(handle, block, "memory")
         if not chunk.is_stored:
             return self._kv.keep_foreign(handle, block, self._encoder.owner, chunk.token_ids)
-        if chunk.uses_left:  # kv="hot"
-            try:
-                self._documents.count_use(chunk.id)
-            except (StoreReadOnlyError, StoreFullError, StoreBusyError) as error:
-                log.warning("the retrieval of chunk %s is not counted: %s", chunk.id, error)
-        if chunk.uses_left > 1:  # this was not the last retrieval without KV
-            return self._kv.put(handle, block, "nowhere")
         return self._store(chunk, handle, block)
 
     def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:

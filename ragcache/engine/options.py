@@ -69,7 +69,7 @@ class StoreConfig(Config):
                   made. An empty store of a model that was not trained for reuse then gets 2, and a primer
     neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
                   as the store was made, similarity for a new one
-    kv, hot_after: what `ingest` does where it is not told otherwise, see `Ingestor.ingest`
+    kv:           the `kv` of an `ingest` without its own, see `Ingestor.ingest`
     approximate:  False: questions are read exactly, unless they say approximate=True; see `GenerationOptions`
     measure_s:    at the first opening with a model; later openings measure the disk alone, in a third of that time; 0
                   measures nothing
@@ -148,7 +148,6 @@ class StoreConfig(Config):
         ),
     ] = field(default=None, repr=False)  # it may hold a password
     kv: str = "eager"
-    hot_after: int = 2
     approximate: bool = True
     foreign_cache: Annotated[
         int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")

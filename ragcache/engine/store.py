@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -120,8 +120,7 @@ class Store:
                 f"chunk {pending!r} has no KV yet; open the store with its models to compute and pin it"
             )
         keys = [str(chunk.handle) for chunk in chunks] if encoder is None else encoder.keys(chunks)
-        # Pinned is wanted, however often it was retrieved.
-        missing = [replace(chunk, uses_left=0) for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
+        missing = [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in kv]
         if missing and encoder is not None:
             from ragcache.engine.loader import BlockLoader
             from ragcache.engine.rates import ALWAYS

@@ -31,7 +31,6 @@ from ragcache.errors import (
     PromptError,
     ReaderError,
     check_choice,
-    check_least,
 )
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk, headings_above
@@ -60,8 +59,7 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
-KV_MODES = ("eager", "lazy", "hot")
-HOT_AFTER = 2
+KV_MODES = ("eager", "lazy")
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,6 @@ class Ingestor:
         inputs: Iterable[Input] | Input,
         *,
         kv: str = "eager",
-        hot_after: int = HOT_AFTER,
         chunker: Chunker | PassthroughSplitter | None = None,
         replace: bool = True,
         sync: bool = False,
@@ -119,8 +116,7 @@ class Ingestor:
         alone otherwise. An input that cannot be ingested is in the report's `failed`, and the others go on. After an
         interruption, running again finishes: it computes only what is not on disk.
 
-        kv: "eager" computes KV blocks now; "lazy" leaves them to the first use; "hot" keeps those alone of chunks that
-            were retrieved `hot_after` times (the first uses compute and keep nothing)
+        kv: "eager" computes KV blocks now; "lazy" leaves them to the first use
         chunker: cuts these inputs; None: the ingestor's own
         sync: the given files and folders are all that there is of them: documents from files under them that have
             vanished are deleted at the end, and one whose content is found at another path under them moves there, with
@@ -135,8 +131,7 @@ class Ingestor:
         for a given path that is not there or cannot be read; then nothing was changed.
         """
         check_choice("kv", kv, KV_MODES)
-        check_least("hot_after", hot_after, 1)
-        if kv != "lazy":
+        if kv == "eager":
             _ = self.names.encoder
         if cluster is not None and kv == "eager" and self.kv.lacks_basis:
             raise BasisError(
@@ -153,9 +148,8 @@ class Ingestor:
             closing(self._bench(chunker or self.chunker)) as bench,
             nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
         ):
-            uses = hot_after if kv == "hot" else 0
             return IngestRun(
-                self, bench, work, kv == "eager", progress, uses=uses, replace=replace, sync=sync, dry_run=dry_run
+                self, bench, work, kv == "eager", progress, replace=replace, sync=sync, dry_run=dry_run
             ).run(inputs)
 
     def copy(
@@ -170,9 +164,9 @@ class Ingestor:
         embedded and encoded by the models of this one. The other store is not changed.
 
         A document whose passage is too long for the model is in the report's `failed`. After an interruption, running
-        again finishes. Options and errors as for `ingest`; kv is "eager" or "lazy".
+        again finishes. Options and errors as for `ingest`.
         """
-        check_choice("kv", kv, ("eager", "lazy"))
+        check_choice("kv", kv, KV_MODES)
         if kv == "eager":
             _ = self.names.encoder
         whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
@@ -228,7 +222,6 @@ class IngestRun:
 
     bench: for what is needed of single documents
     work:  reads and computes, given the report to fill and what to tell of progress
-    uses:  times that a chunk without KV is to be retrieved before its KV is kept
     copied: another store's documents, in place of inputs, and what gives their passages ids of this model's tokenizer
     """
 
@@ -237,7 +230,6 @@ class IngestRun:
     work: Callable[[IngestReport, Say], Work]
     eager: bool
     progress: Progress | None
-    uses: int = 0
     replace: bool = True
     sync: bool = False
     dry_run: bool = False
@@ -535,7 +527,6 @@ class IngestRun:
             NewChunk(
                 id, chunk.text, chunk.token_ids, own[0],
                 handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
-                uses_left=self.uses,
                 metadata=dict(chunk.metadata),
                 windows=list(own[1:]),
             )

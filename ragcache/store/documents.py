@@ -209,18 +209,10 @@ class DocumentStore:
             advance(connection, "generation", 0)
             for chunk_id, handle in handles.items():
                 to_garbage(connection, chunks.c.id == chunk_id)
-                values = {"handle": handle} if handle is None else {"handle": handle, "uses_left": 0}
-                changed = connection.execute(update(chunks).where(chunks.c.id == chunk_id).values(values))
+                changed = connection.execute(update(chunks).where(chunks.c.id == chunk_id).values(handle=handle))
                 if not changed.rowcount:
                     raise NoSuchDocumentError(f"{self.database.where}: no chunk {chunk_id!r}; it may have been deleted")
             rescue(connection)
-
-    def count_use(self, chunk_id: str) -> None:
-        """A chunk whose KV is not kept yet was retrieved (kv="hot"); an unknown chunk is ignored."""
-        counted = update(chunks).where(chunks.c.id == chunk_id, chunks.c.uses_left > 0)
-        with self.database.write() as connection:
-            advance(connection, "generation", 0)
-            connection.execute(counted.values(uses_left=chunks.c.uses_left - 1))
 
     # Documents and chunks
 

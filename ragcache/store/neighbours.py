@@ -101,8 +101,8 @@ class NeighbourTable:
         return recorded
 
     def without_kv(self) -> list[str]:
-        """Ids of the chunks whose KV is to be computed, but of those that are to be retrieved more often before."""
-        query = select(chunks.c.id).where(chunks.c.handle.is_(None), chunks.c.uses_left == 0)
+        """Return the ids of the chunks without KV, in the order in which they were stored."""
+        query = select(chunks.c.id).where(chunks.c.handle.is_(None))
         with self._db.read() as connection:
             return list(connection.scalars(query.order_by(chunks.c.vector_id)))
 

@@ -49,7 +49,6 @@ class NewChunk:
                place
     handle:    names the chunk's KV block; None when its KV is not computed yet
     metadata:  the chunk's own, on top of its document's
-    uses_left: times that it is to be retrieved before its KV is kept
     """
 
     id: str
@@ -58,7 +57,6 @@ class NewChunk:
     embedding: NDArray[np.float32]
     handle: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    uses_left: int = 0
     windows: Sequence[NDArray[np.float32]] = ()
 
 
@@ -93,7 +91,6 @@ class Chunk:
     metadata:  the document's with the chunk's own on top
     vector_id: the chunk's name in the vector index; never given to another chunk; NOT_STORED for a passage from outside
     source, title: the document's
-    uses_left: times that it is still to be retrieved before its KV is kept; 0: it is kept when it is computed
     neighbours: ids of the chunks that its KV is read behind, in the order of reading, where that is looked up
     cut_from: where token_ids are a part of the passage: all of its ids, and how many of them stand before the part
     """
@@ -109,7 +106,6 @@ class Chunk:
     created_at: float
     source: str
     title: str
-    uses_left: int = 0
     neighbours: tuple[tuple[int, ...], ...] = ()
     cut_from: tuple[tuple[int, ...], int] | None = None
 
@@ -185,7 +181,7 @@ def document(row: RowMapping) -> StoredDocument:
 
 def select_chunks() -> Select[Any]:
     """Chunks without their embeddings, with source and title of their documents."""
-    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
+    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens", "uses_left")]
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
 

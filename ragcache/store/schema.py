@@ -104,7 +104,7 @@ chunks = Table(
     Column("vector_id", BigInteger, nullable=False, unique=True),
     Column("handle", _Text, nullable=True, index=True),  # null: its KV was not computed yet
     Column("created_at", Double, nullable=False),
-    # kv="hot": times that it is still to be retrieved before its KV is kept.
+    # Nothing reads it: schemas from version 2 on have it.
     Column("uses_left", Integer, nullable=False, server_default="0"),
 )
 

@@ -102,8 +102,8 @@ def test_an_interrupted_copy_goes_on(open_kb, other, folder, tmp_path):
     report = copy.copy(first)
     assert (len(done), report.unchanged) == (2, done)
     assert [one.id for one in copy.documents()] == [one.id for one in first.documents()]
-    with pytest.raises(ConfigError, match="kv 'hot' is unknown"):
-        copy.copy(first, kv="hot")
+    with pytest.raises(ConfigError, match="kv 'later' is unknown"):
+        copy.copy(first, kv="later")
 
 
 def test_a_passage_that_is_too_long_is_reported(open_kb, folder, tmp_path):

@@ -49,30 +49,12 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
             assert kb.doctor().sound
 
 
-def test_hot_keeps_from_the_second_retrieval_on(open_kb) -> None:
-    config = rc.StoreConfig(load="always", prefix_bytes=0)
-    with open_kb(store=config) as kb:
-        report = kb.ingest(documents(), kv="hot")
-        assert (report.computed_tokens, kb.info().blocks) == (0, 0)
-        first = kb.ask(QUESTION, k=1)
-        assert [hit.kv for hit in first.hits] == ["computed"]
-        assert kb.info().blocks == 0
-        assert kb.store.kv.stats().bytes_by_tier["memory"] == 0
-    with open_kb(store=config) as kb:
-        assert origins(kb) == ["computed"], "the count outlived the process, and this one is the second"
-        assert kb.info().blocks == 1
-        again = kb.ask(QUESTION, k=1)
-        assert [hit.kv for hit in again.hits] == ["memory"]
-        assert again.text == first.text
-        assert kb.info().pending == 3
-
-
 def test_the_store_says_what_ingest_does_where_it_is_not_told(open_kb) -> None:
-    with open_kb(store=rc.StoreConfig(load="always", kv="hot", hot_after=1, prefix_bytes=0)) as kb:
+    with open_kb(store=rc.StoreConfig(load="always", kv="lazy", prefix_bytes=0)) as kb:
         assert kb.ingest(documents()).computed_tokens == 0
-        assert [origins(kb), origins(kb)] == [["computed"], ["memory"]], "hot after one"
-        with pytest.raises(ConfigError, match="hot_after is 0"):
-            kb.ingest(documents(), hot_after=0)
+        assert [origins(kb), origins(kb)] == [["computed"], ["memory"]]
+        with pytest.raises(ConfigError, match="kv 'hot' is unknown"):
+            kb.ingest(documents(), kv="hot")
         assert kb.ingest(rc.Document("new", "Some more about Kelbrook.\n"), kv="eager").computed_tokens > 0
 
 
@@ -82,7 +64,7 @@ def test_pinned_documents_stay_and_are_computed_where_needed(open_kb, tmp_path) 
         one = block_bytes(plain)["disk"]
     config = rc.StoreConfig(load="always", disk_bytes=int(2.5 * one), memory_bytes=0)
     with open_kb(store=config) as kb:
-        kb.ingest(documents(), kv="hot", hot_after=9)
+        kb.ingest(documents(), kv="lazy")
         (key,) = kb.pin("rivers")
         assert kb.info().pinned == 1
         for _ in range(2):

@@ -154,11 +154,10 @@ def test_a_library_without_models_deletes_as_well(near):
         assert library.doctor().sound
 
 
-@pytest.mark.parametrize("mode", ["lazy", "hot"])
-def test_neighbours_are_found_at_first_use_where_kv_is(open_near, oracle, mode):
+def test_neighbours_are_found_at_first_use_where_kv_is(open_near, oracle):
     kb = open_near()
     for id, text in TEXTS.items():
-        report = kb.ingest(rc.Document(id, text), kv=mode, hot_after=1)
+        report = kb.ingest(rc.Document(id, text), kv="lazy")
         assert report.computed_tokens == 0
     first = kb.ask(QUESTION, k=6, sampling=SHORT)
     assert {source.kv for source in first.hits} == {"computed"}
@@ -368,10 +367,9 @@ def test_every_chunk_is_read_behind_those_before_it_in_its_document(behind, orac
     assert behind.doctor().sound
 
 
-@pytest.mark.parametrize("mode", ["lazy", "hot"])
-def test_what_is_computed_at_first_use_is_the_same(behind, open_behind, tmp_path, mode):
+def test_what_is_computed_at_first_use_is_the_same(behind, open_behind, tmp_path):
     other = open_behind(path=tmp_path / "other")
-    other.ingest([FIRST, SECOND], kv=mode, hot_after=1)
+    other.ingest([FIRST, SECOND], kv="lazy")
     for line in LINES:
         other.ask(line, k=4, sampling=SHORT)
     found = {id: handle for id, handle in handles(other).items() if handle}

@@ -20,7 +20,7 @@ from ragcache.cli.flags import (
     Wait,
     open_with_models,
 )
-from ragcache.cli.ingest import HotAfter, KvMode, print_report
+from ragcache.cli.ingest import KvMode, print_report
 from ragcache.cli.terminal import command, say_error
 from ragcache.errors import CancelledError, ReaderError, StoreBusyError
 
@@ -33,7 +33,6 @@ def watch(
     chunks: ChunkOptions,
     reading: ReadLimitOptions,
     kv: KvMode = "eager",
-    hot_after: HotAfter = 2,
     wait: Wait = WAIT_S,
 ) -> None:
     """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
@@ -48,7 +47,7 @@ def watch(
         def sync(paths: Sequence[Path]) -> bool:
             """Whether it was done, or need not be done any more."""
             try:
-                report = kb.ingest(paths, kv=kv, hot_after=hot_after, sync=True, timeout_s=wait, cancelled=stop)
+                report = kb.ingest(paths, kv=kv, sync=True, timeout_s=wait, cancelled=stop)
             except CancelledError:
                 return True
             except (StoreBusyError, ReaderError) as error:

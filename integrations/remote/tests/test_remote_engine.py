@@ -254,9 +254,8 @@ def test_no_weights_are_needed(open_kb, model_directory, vllm, tmp_path):
 def test_documents_come_and_go_without_kv(front, vllm, caplog):
     kb = front()
     new = rc.Document("new", "The harbour of Selby freezes.")
-    for mode in ("eager", "hot"):
-        with pytest.raises(ConfigError, match='add documents with kv="lazy" here'):
-            kb.ingest(new, kv=mode)
+    with pytest.raises(ConfigError, match='add documents with kv="lazy" here'):
+        kb.ingest(new, kv="eager")
     assert kb.ingest(new, progress=True).added == ["new"]
     assert "stored without KV" in caplog.text
     assert kb.ask("Which harbour freezes?", k=1).hits[0].kv == "computed"
