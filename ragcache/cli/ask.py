@@ -52,11 +52,6 @@ def ask(
     Where `ragcache serve` runs over the store on this machine, it is asked (with RAGCACHE_API_KEY as its key), and no
     model is loaded. Options of how a store is opened, and --whole, have the store opened here.
     """
-    if answer.approximate is False and models.method not in (None, "auto"):  # a store's own method gives way
-        from ragcache.engine.verdict import refuse_approximate
-        from ragcache.fusion import get_method
-
-        refuse_approximate(get_method(str(models.method), **method_options(models.option or ())), None)
     if not local and not whole:
         found = _served(question, store, models, answer, {"timeout_s": timeout_s}, quiet=as_json)
         if found is not None:

@@ -48,7 +48,7 @@ from ragcache.engine.questions import Questions, answer_of, ask_many
 from ragcache.engine.rates import RateFigures, machine_key
 from ragcache.engine.store import Store
 from ragcache.engine.store_config import open_store
-from ragcache.engine.verdict import AUTO, FULL, refuse_approximate
+from ragcache.engine.verdict import AUTO
 from ragcache.errors import ConfigError, check_type
 from ragcache.fusion import get_method, methods
 from ragcache.fusion.method import FusionMethod
@@ -149,8 +149,6 @@ class RagCache(Store):
             method, method_options = get_method(method, **method_options), {}
         keep, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
         settings, config = ingest or IngestConfig(), store or StoreConfig()
-        if not config.approximate:
-            refuse_approximate(method, keep)
         chosen = OpenOptions(method, method_options, keep, recipe, system, question_format, cut, settings, tenant)
         opened = open_store(path, config, create=create)
         try:
@@ -198,12 +196,12 @@ class RagCache(Store):
     @property
     def method(self) -> str:
         """Name of the method that questions are read with, unless they name another; "auto": each one decides."""
-        return self._parts.choice.name if self.config.approximate else FULL
+        return self._parts.choice.name
 
     @property
     def reads_blocks(self) -> bool:
         """Whether that method reads passages from their KV, wherever they stand."""
-        return self.config.approximate and self._parts.choice.method.reuses_blocks
+        return self._parts.choice.method.reuses_blocks
 
     @property
     def admission(self) -> Admission:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
-from ragcache.errors import Config, ConfigError, UnknownOptionError, check_choice, check_least, check_type
+from ragcache.errors import Config, ConfigError, UnknownOptionError, check_choice, check_least
 from ragcache.retrieval.search import Search
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
@@ -70,7 +70,6 @@ class StoreConfig(Config):
     neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
                   as the store was made, similarity for a new one
     kv:           the `kv` of an `ingest` without its own, see `Ingestor.ingest`
-    approximate:  False: questions are read exactly, unless they say approximate=True; see `GenerationOptions`
     measure_s:    at the first opening with a model; later openings measure the disk alone, in a third of that time; 0
                   measures nothing
     """
@@ -148,7 +147,6 @@ class StoreConfig(Config):
         ),
     ] = field(default=None, repr=False)  # it may hold a password
     kv: str = "eager"
-    approximate: bool = True
     foreign_cache: Annotated[
         int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")
     ] = 10 << 30
@@ -168,7 +166,6 @@ class StoreConfig(Config):
             raise ConfigError(f"answer_bytes is {self.answer_bytes}; it must be at least 1, or None for a default")
         for name in ("foreign_cache", "speculative_bytes", "measure_s", "graph_bytes"):
             check_least(name, getattr(self, name) or 0, 0)
-        check_type("approximate", self.approximate, bool, "give True or False")
         check_choice("load", self.load, get_args(Load))
         if self.neighbours is not None:
             from ragcache.kv.block_key import Recipe
@@ -203,9 +200,6 @@ class GenerationOptions(TypedDict, total=False):
 
     method:         another fusion method than the one the store was opened with
     method_options: options of `method`, or of the store's own method
-    approximate:    False: no KV but that of prefixes which earlier prompts left, so that the answer is full prefill's;
-                    `method="full"`, which a lossy method or evict beside it is refused by. True: in a store that was
-                    opened with approximate=False, its method; None: as it was opened
     evict:          what each layer and KV head keeps of the passages' tokens once the first token of the answer is
                     known: a budget or a SnapKV; None: what the store was opened with
     sampling:       a `Sampling`; greedy when None
@@ -224,7 +218,6 @@ class GenerationOptions(TypedDict, total=False):
 
     method: str | FusionMethod | None
     method_options: Mapping[str, Any] | None
-    approximate: bool | None
     evict: SnapKV | int | None
     sampling: Sampling | None
     on_overflow: Overflow
@@ -330,10 +323,6 @@ class AnswerOptions:
     on_overflow: Annotated[
         Overflow, Option("--on-overflow", "Passages that do not fit: refuse, or leave whole ones out.")
     ] = "error"
-    approximate: Annotated[
-        bool | None,
-        Option("--approximate/--exact", "Whether KV of passages is reused; exact: of prompts' beginnings alone."),
-    ] = None
     evict: Annotated[
         int | None,
         Option(

@@ -12,7 +12,6 @@ from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from types import NoneType
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -31,12 +30,10 @@ from ragcache.engine.request import Clock, Kept, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import (
     AUTO,
-    EXACTLY,
     FULL,
     Choice,
     cannot_keep,
     choose_method,
-    refuse_approximate,
     warn_if_unchecked,
 )
 from ragcache.errors import ConfigError, blaming, check_choice, check_text, check_type
@@ -205,15 +202,10 @@ class Questions:
         parts = self._parts
         sampling = options.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
-        approximate, budget = options.get("approximate"), options.get("evict")
-        check_type("approximate", approximate, (bool, NoneType), "give True, False or None")
-        exact = not (parts.config.approximate if approximate is None else approximate)
         with blaming("method"):
-            choice = self._choice(options.get("method"), options.get("method_options") or {}, exact=exact)
-        with blaming("evict"):  # the call's own, or the store's, which approximate=False puts aside
-            evict = (None if exact else parts.evict) if budget is None else SnapKV.of(budget)
-        if exact:
-            refuse_approximate(choice.method, evict)
+            choice = self._choice(options.get("method"), options.get("method_options") or {})
+        with blaming("evict"):
+            evict = parts.evict if options.get("evict") is None else SnapKV.of(options["evict"])
         reading = RequestOptions(
             choice,
             evict,
@@ -231,10 +223,10 @@ class Questions:
             parts.reader.check(reading)
         return reading
 
-    def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any], *, exact: bool) -> Choice:
+    def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> Choice:
         own = self._parts.choice
-        if not options and (name is None or (exact and name == AUTO)):
-            return own if not exact or own.method.name == FULL else own.exactly(EXACTLY)
+        if not options and name is None:
+            return own
         chosen = choose_method(self._parts.card, name or own.method.name, options, self._parts.stored)
         same = chosen.method == own.method
         return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts

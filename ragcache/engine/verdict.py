@@ -13,7 +13,6 @@ from ragcache.errors import ConfigError, RagCacheError
 from ragcache.files import atomic_write, write_all
 from ragcache.fusion import get_method, labelled_name, method_label
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import Recipe
 from ragcache.models.card import ModelCard
 
@@ -31,7 +30,6 @@ ASKED_UNCHECKED = (
 )
 TRAINED = "The model was trained for this method. Nothing to do."
 CHEAPEST = "The fastest of the methods that passed `ragcache check` over this store. Nothing to do."
-EXACTLY = "Read whole: approximate=False asks for full prefill's own answers. Nothing to do."
 NONE_SAFE = "Read whole: no method passed `ragcache check` over this store. Nothing to do."
 NOTHING_TO_REUSE = (
     "Read whole: the prompt holds no passage whose KV could be reused. Add documents to the store, or precompute those "
@@ -280,19 +278,6 @@ def choose_method(
         _warn_if_unsafe(verdict, chosen)
         return Choice(chosen, TRAINED, stored.recipe)
     return _unchecked(lm, stored) if verdict is None else _checked(verdict, stored)
-
-
-def refuse_approximate(method: str | FusionMethod | None, evict: SnapKV | None) -> None:
-    """Raises ConfigError for what contradicts approximate=False."""
-    lossy = "evict" if evict is not None else ""
-    if isinstance(method, FusionMethod) and (method.reuses_blocks or method.needs_training):
-        lossy = f"method {method.name!r}"
-    if lossy:
-        raise ConfigError(
-            f"{lossy} is approximate, and approximate=False wants exact answers; leave one of them out, or ask with "
-            "approximate=True",
-            "approximate",
-        )
 
 
 def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:

@@ -140,13 +140,6 @@ def test_ask_passes_its_options_on(store):
         assert found["text"] != usual, flags
 
 
-def test_ask_refuses_a_method_that_contradicts_exact(store):
-    command = ("ask", "Cat?", "--store", store, "--max-tokens", "2", "--exact", "--json")
-    refused = invoke(*command, "--method", "epic")
-    assert (refused.exit_code, "method 'epic' is approximate" in refused.stderr) == (2, True)
-    assert json_of(invoke(*command, "--method", "full"))["method"] == "full"
-
-
 def test_ask_reads_the_whole_store(store):
     command = ("ask", "Cat?", "--store", store, "--max-tokens", "2", "--whole", "--json")
     first, second = (json.loads(invoke(*command).stdout) for _ in range(2))  # each opens the store anew

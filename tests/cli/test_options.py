@@ -249,7 +249,6 @@ def test_options_reach_the_engine():
         "fetch_k": 9,
         "rerank": True,
         "score_threshold": 0.1,
-        "approximate": False,
         "evict": 7,
         "order": "shared",
         "hint": False,

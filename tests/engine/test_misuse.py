@@ -9,7 +9,6 @@ from engine_texts import TEXTS, user
 from plain_oracle import greedy
 
 import ragcache as rc
-from ragcache.engine.verdict import EXACTLY
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StoreClosedError, UnknownHandleError
 from ragcache.prompt import Prompt, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
@@ -180,17 +179,17 @@ def test_a_question_chooses_among_as_many_candidates_as_it_says(kb):
         kb.chat(TURNS, k=2, mmr_lambda=0.5, fetch_k=1)
 
 
-# approximate
+# method="full"
 
 
-EXACT = {"approximate": False, "sampling": rc.Sampling(max_tokens=6)}
+EXACT = {"method": "full", "sampling": rc.Sampling(max_tokens=6)}
 
 
 def last_answer(found) -> rc.Answer:
     return found if isinstance(found, rc.Answer) else list(found)[-1].answer
 
 
-def test_without_approximation_answers_are_those_of_a_model_alone(kb, oracle):
+def test_full_answers_as_a_model_alone_in_a_store_that_reuses(kb, oracle):
     """Passages are read, and a prompt's beginning is reused still: the second time all but its end is known."""
     assert kb.method == "reposition"
     first, again = (kb.ask(QUESTION, 3, **EXACT) for _ in range(2))
@@ -198,42 +197,12 @@ def test_without_approximation_answers_are_those_of_a_model_alone(kb, oracle):
     chunks = [hit.chunk.token_ids for hit in first.hits]
     prompt = Prompt(text.prefix_ids, chunks, text.suffix_ids(kb.lm.tokenizer, QUESTION))
     assert first.text == again.text == greedy(*oracle, prompt, None, 6)
-    assert (first.method, first.method_reason) == ("full", EXACTLY)
+    assert first.method == "full"
     assert {hit.kv for hit in first.hits} == {"unused"}
     assert first.usage.computed_tokens > 100 > 2 >= again.usage.computed_tokens
 
 
-LOSSY = ({"method": "reposition"}, {"method": "epic", "method_options": {"first_tokens": 3}}, {"evict": 9})
-
-
-def test_every_call_takes_it_and_refuses_what_contradicts_it(kb):
+def test_every_call_takes_full(kb):
     for call, given in list(CALLS.items())[1:]:  # all but `retrieve`
         more = {"k": 2} if "chat" in call or call in ("ask", "stream") else {}
         assert last_answer(getattr(kb, call)(given, **more, **EXACT)).method == "full", call
-        assert last_answer(getattr(kb, call)(given, **more, **EXACT, method="auto")).method == "full", call
-        for lossy in LOSSY:
-            with pytest.raises(ConfigError, match=r"is approximate, and approximate=False wants exact") as refused:
-                last_answer(getattr(kb, call)(given, **more, **EXACT, **lossy))
-            assert refused.value.option == "approximate"
-        with pytest.raises(ConfigError, match="approximate is 'no'"):
-            last_answer(getattr(kb, call)(given, approximate="no"))
-
-
-def test_a_store_may_be_opened_so_and_a_question_say_otherwise(kb, open_kb):
-    wanted = kb.ask(QUESTION, 3, **EXACT).text
-    kb.close()
-    exact = open_kb(method=None, store=rc.StoreConfig(approximate=False))
-    assert (exact.method, exact.reads_blocks) == ("full", False)
-    answer = exact.ask(QUESTION, 3, sampling=EXACT["sampling"])
-    assert (answer.text, answer.method) == (wanted, "full")
-    with pytest.raises(ConfigError, match="ask with approximate=True"):
-        exact.ask(QUESTION, 3, method="reposition")
-    loose = exact.ask(QUESTION, 3, method="reposition", approximate=True)
-    assert (loose.method, {hit.kv for hit in loose.hits}) == ("reposition", {"disk"})
-
-
-@pytest.mark.parametrize("lossy", [{"method": "reposition"}, {"method": None, "evict": 9}])
-def test_a_store_that_contradicts_itself_is_not_made(open_kb, tmp_path, lossy):
-    with pytest.raises(ConfigError, match="is approximate"):
-        open_kb(tmp_path / "new", **lossy, store=rc.StoreConfig(approximate=False))
-    assert not (tmp_path / "new").exists()

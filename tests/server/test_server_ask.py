@@ -89,8 +89,6 @@ def test_its_options_are_those_of_the_call(kb, store, address, opened):
     found = json.loads(ask(store, *OPTIONS, *given, "--model", "its weights", "--json").stdout)
     assert (found["text"], found["method"]) == (right.text, "epic(first_tokens=3)")
     assert [hit["chunk_id"] for hit in found["hits"]] == [hit.chunk.id for hit in right.hits]
-    exact = json.loads(ask(store, *OPTIONS, "--exact", "--json").stdout)
-    assert exact["method"] == "full"
     assert opened == []
 
 

@@ -205,7 +205,7 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
         kb.ingest([rc.Document("a", "Something else.")])
         answer = kb.ask("Who has boats?", k=1, sampling=sampling)
         given = kb.ask("Who has boats?", hits=kb.retrieve("boats", k=1), sampling=sampling)
-        exact = kb.ask("Who has boats?", k=1, sampling=sampling, approximate=False)
+        exact = kb.ask("Who has boats?", k=1, sampling=sampling, method="full")
         tokenizer = kb.lm.tokenizer
     model, layers = oracle_model(str(options.model)), saved_layers(report.out / "cartridge.safetensors")
     ids = prompt_format(tokenizer).suffix_ids(tokenizer, "Who has boats?")
@@ -217,15 +217,7 @@ def test_a_store_answers_with_it(trained, tmp_path, monkeypatch):
     assert (answer.hits, given.hits, len(exact.hits)) == ([], [], 1), "sources are what was read"
     assert answer.method == "cartridge"
     assert answer.usage.prompt_tokens == 24 + len(ids)
-    assert exact.method == "full", "a cartridge is none of what approximate=False allows"
-    with pytest.raises(ConfigError, match="'cartridge' is approximate"):
-        rc.RagCache.open(
-            tmp_path / "kb",
-            model=options.model,
-            embedder=BagOfWords(),
-            method=Cartridge(),
-            store=rc.StoreConfig(approximate=False),
-        )
+    assert exact.method == "full"
 
 
 def test_a_conversation_goes_on_behind_it_and_its_passages(trained, tmp_path, monkeypatch):

@@ -59,8 +59,8 @@ class ChatRagCache(BaseChatModel):
     max_tokens (also max_completion_tokens), temperature, top_p, top_k, seed, stop, min_p, presence_penalty,
     frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
                  are in the response metadata, as OpenAI's chat model has them there
-    method, method_options, approximate, evict, on_overflow, order, hint, reasoning_effort, enable_thinking,
-    thinking_budget, chat_template_kwargs: see `rc.GenerationOptions`
+    method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
+    chat_template_kwargs: see `rc.GenerationOptions`
     context:     "last", or "keep": every turn keeps the passages that stand in its message
     drop_turns:  leave out the oldest messages where they do not fit the model; False: ContextTooLongError
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.GenerationOptions`
@@ -88,7 +88,6 @@ class ChatRagCache(BaseChatModel):
     stop: list[str] | str | None = None
     method: str | None = None
     method_options: Mapping[str, Any] | None = None
-    approximate: bool | None = None
     evict: int | None = Field(default=None, ge=1)
     on_overflow: str = "error"
     order: str = "relevance"
