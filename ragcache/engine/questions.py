@@ -205,7 +205,8 @@ class Questions:
         with blaming("method"):
             choice = self._choice(options.get("method"), options.get("method_options") or {})
         with blaming("evict"):
-            evict = parts.evict if options.get("evict") is None else SnapKV.of(options["evict"])
+            budget = options.get("evict")
+            evict = parts.evict if budget is None else SnapKV.of(budget)
         reading = RequestOptions(
             choice,
             evict,
