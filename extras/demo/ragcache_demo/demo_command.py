@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = (Path(ragcache.__file__).resolve().parent / "demo" / "corpus").resolve().parent
 GUIDES = [EXAMPLES.parent / "docs" / page for page in ("tutorial.md", "scale.md", "compare.md")]
 """What the real model reads in a clone: passages of some hundred tokens. The example corpus has notes of one line."""
-ABOUT_GUIDES = (
-    "What does vLLM's own prefix caching reuse?",
-    "Where are documents kept when several servers answer?",
-    "Which command asks a question over a store?",
-)
+ABOUT_GUIDES = ("What is a passage?", "What is kept in PostgreSQL?", "What does llama.cpp reuse?")
 QUESTIONS_SUFFIX = "_questions.jsonl"
 REAL, TOY = "smollm2", "mini"
 MAX_TOKENS = 48
