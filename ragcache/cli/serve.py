@@ -88,7 +88,8 @@ def run_server(
         say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
     hide_bars_in_pipes()
-    if len(settings.api_keys) > 1 and store.is_new and store.neighbours_from is None:
+    several = len(settings.api_keys) > 1
+    if several and store.is_new and store.neighbours_from is None:
         store = replace(store, neighbours_from="document")  # no key's documents change what others' answers rest on
     with (
         listen(address.host, address.port) as bound,
@@ -97,8 +98,7 @@ def run_server(
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
 
-        found = kb.info()
-        if len(settings.api_keys) > 1 and found.neighbours and found.neighbours_from == "similarity":
+        if several and (found := kb.info()).neighbours and found.neighbours_from == "similarity":
             log.warning(
                 "%s: passages are encoded behind similar ones of any document, so that one key's documents can change "
                 "the answers to another key's questions; make the store with --neighbours-from document",

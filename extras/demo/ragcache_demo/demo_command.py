@@ -105,8 +105,7 @@ def demo(
     both = models.model is None and store is None and corpus == EXAMPLES / "corpus"
     known = questions or (_beside(corpus) if folder is None or _beside(corpus).exists() else None)
     asked = choose(load_questions(known), count) if known else []
-    if corpus.is_relative_to(Path.cwd()):
-        corpus = corpus.relative_to(Path.cwd())  # sources are shown by this path
+    corpus = _relative(corpus)  # sources are shown by this path
     if not corpus.exists():
         raise ConfigError(f"{corpus}: there is no corpus here; run from a clone of the repository or give --corpus")
     read = [corpus]
@@ -129,7 +128,7 @@ def _compare(
 ) -> None:
     """Ingest what is to be read, and ask one model the questions by its default method and by full prefill."""
     options = StoreOptions(store=store)
-    say(f"Reading {', '.join(map(_shown, read))} into {store} with {models.model} ...")
+    say(f"Reading {', '.join(str(_relative(path)) for path in read)} into {store} with {models.model} ...")
     with open_with_models(options, models, create=True) as kb:
         print_report(kb.ingest(read, progress=on_terminal()))
         asked = asked or _about_titles(kb, count)
@@ -140,8 +139,9 @@ def _compare(
     _print_summary(compared)
 
 
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+def _relative(path: Path) -> Path:
+    """Return the path as seen from the current directory, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _has_real() -> bool:
