@@ -17,9 +17,8 @@ from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
 from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
-from ragcache.engine.request import Clock, Kept, Request, RequestOptions
-from ragcache.engine.verdict import NOTHING_TO_REUSE
-from ragcache.fusion.fuse import FuseOutput, fuse
+from ragcache.engine.request import Request, RequestOptions
+from ragcache.fusion.fuse import FuseOutput, prefill
 from ragcache.fusion.method import FusionMethod, Scope
 from ragcache.fusion.place_check import place_kernel
 from ragcache.ingest.encoder import ModelEncoder
@@ -34,8 +33,6 @@ from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
 from ragcache.plugins import Registry
-from ragcache.prompt import Prompt, PromptEnds
-from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import Chunk
@@ -65,85 +62,66 @@ class LocalEngine:
         self._eos = eos_token_ids(self.lm)
         self._scope = Scope()
 
-    def check(self, reading: RequestOptions) -> None:
-        self.prompts.check(reading.method)
-        reading.sampling.check_ids(self.lm.vocab_size, self.lm.name)
+    def check(self, options: RequestOptions) -> None:
+        self.prompts.check(options.method)
+        options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
 
-    def stream(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
-    ) -> Generator[Event, None, None]:
+    def stream(self, request: Request) -> Generator[Event, None, None]:
         """Wait until there is memory for prompt and answer, then read and answer.
 
-        Raises AnswerTooLargeError, CancelledError, TimedOutError, and what `Prompts.prompt` raises.
+        Raises AnswerTooLargeError, CancelledError and TimedOutError.
         """
         use_graphs(self.lm, self.graph_bytes)
-        asked = self._request(ends, hits, reading, clock, kept)
-        prompt, reading, limit = asked.prompt, asked.reading, asked.limit
-        method, need = reading.method, self._need(prompt, reading)
+        prompt, options, clock, limit = request.prompt, request.options, request.clock, request.limit
+        method, need = options.method, self._need(request)
         # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
         keep = method.reuses_blocks and bool(prompt.chunk_ids)
-        key = asked.context_key if self.lookup.shares_context_of(method) else None
+        key = request.context_key if self.lookup.shares_context_of(method) else None
         waiting = time.perf_counter()
-        with translate_device_errors(), self.contexts.admit(key, need, limit, keep=keep) as seat:
+        with translate_device_errors(), self.contexts.admit(key, need, limit, keep=keep) as shared:
             clock.queue_s = time.perf_counter() - waiting
             with ExitStack() as leases:
                 with limited(limit):
-                    ready = leases.enter_context(self.lookup.resolve(asked, seat.placed))
-                yield Sources(ready.sources, reading.choice.label, reading.choice.why)
+                    resolved = leases.enter_context(self.lookup.resolve(request, shared.placed))
+                yield Sources(resolved.sources, options.choice.label, options.choice.why)
                 limit.check()
                 # Over the context of another question where there is one; else others may find this one's.
-                with limited(limit), seat.placing(limit) as tell:
+                with limited(limit), shared.placing(limit) as publish:
                     started = time.perf_counter()
-                    fused = fuse(
+                    fused = prefill(
                         self.lm,
-                        ready.path.parts if ready.path is not None and ready.path.layout.separate else prompt,
-                        method,
-                        ready.loaded.blocks,
-                        recipe=self.lookup.encoder.recipe if method.reuses_blocks else None,
-                        reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, reading),
-                        evict=reading.evict,
-                        exact=ready.prefix.exact if seat.placed is None else None,
-                        base=seat.placed,
-                        scope=self._scope_of(asked),
+                        request.plan,
+                        resolved.loaded.blocks,
+                        reserve_tokens=self.prompts.room_at_first(prompt.num_tokens, options),
+                        evict=options.evict,
+                        exact=resolved.prefix.exact if shared.placed is None else None,
+                        base=shared.placed,
+                        scope=self._scope_of(request),
                     )
-                    if tell is not None:
-                        tell(fused.share())
+                    if publish is not None:
+                        publish(fused.share())
                 if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
                     self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
                     self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
-            times, loaded, written = fused.timings, ready.loaded, OutputProcessor()
-            encode_s = ready.prefix.encode_s + loaded.encode_s + times.encode_s
-            clock.read(times.prefill_s, ready.prefix.load_s + loaded.load_s, encode_s, times.place_s)
+            times, loaded, output = fused.timings, resolved.loaded, OutputProcessor()
+            encode_s = resolved.prefix.encode_s + loaded.encode_s + times.encode_s
+            clock.read(times.prefill_s, resolved.prefix.load_s + loaded.load_s, encode_s, times.place_s)
             try:
-                most = self._most(fused.prompt_tokens, reading)
-                most = min(most, self.prompts.room(fused.next_position, reading))
-                yield from write(self.lm, asked, self._decode(asked, fused, written, seat, most), most, written)
+                most = self._most(fused.prompt_tokens, options)
+                most = min(most, self.prompts.room(fused.next_position, options))
+                yield from write(self.lm, request, self._decode(request, fused, output, shared, most), most, output)
             finally:
-                self.lookup.keep(asked, ready, written.ids if written.has_run_all else written.ids[:-1], fused)
+                self.lookup.keep(request, resolved, output.ids if output.has_run_all else output.ids[:-1], fused)
                 fused.cache.release()
-            if kept is not None:
-                kept.answered(asked.hits, written.turn, written.said(self.lm))
-            yield Done(written.answer(asked, ready.sources, ready.usage(fused, written)))
+            if request.kept is not None:
+                request.kept.answered(request.hits, output.turn, output.said(self.lm))
+            yield Done(output.answer(request, resolved.sources, resolved.usage(fused, output)))
 
-    def _request(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None
-    ) -> Request:
-        """The question with its prompt, and by full prefill where nothing of that can be reused."""
-        limit = reading.limit(clock.started)
-        if kept is None:  # a conversation's order is what it was, and its later prompts would lack the hint
-            reading = self.prompts.settled(ends, hits, reading)
-            ends, hits = self.prompts.ordered(ends, hits, reading)
-        prompt, dropped = self.prompts.prompt(ends, hits, reading)
-        if kept is None and not prompt.chunk_ids and reading.method.reuses_blocks:
-            # On from what earlier prompts have in common with it: no method places, weighs or evicts anything.
-            reading = replace(reading.exactly(NOTHING_TO_REUSE), evict=None)
-        return Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
-
-    def _scope_of(self, asked: Request) -> Scope:
+    def _scope_of(self, request: Request) -> Scope:
         """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
         passage was deleted meanwhile."""
         scope = self._scope  # before the look at what is stored: with any later change a new scope begins
-        return scope if asked.reading.method.remembers and self.lookup.is_of_store(asked) else Scope()
+        return scope if request.options.method.remembers and self.lookup.is_of_store(request) else Scope()
 
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone."""
@@ -174,43 +152,43 @@ class LocalEngine:
     def pass_stats(self) -> PassStats:
         return self.lm.scheduler.stats()
 
-    def _need(self, prompt: Prompt, reading: RequestOptions) -> MemoryNeed:
+    def _need(self, request: Request) -> MemoryNeed:
         """Memory for the prompt, what the method adds, and the answer as far as it is limited; and for what stands
         behind the passages alone."""
-        read = reading.method.layout(self.lm, prompt.parts, self.lookup.encoder.recipe).num_tokens
-        room, most = self.prompts.room_at_first(read, reading), self._most(read, reading)
+        read, options = request.plan.layout.num_tokens, request.options
+        room, most = self.prompts.room_at_first(read, options), self._most(read, options)
         whole, own = (
             Size(
                 before + room,
                 kv_bytes(self.lm, before + room),
                 kv_bytes(self.lm, before + most) if most > room else 0,
             )
-            for before in (read, len(prompt.suffix_ids))
+            for before in (read, len(request.prompt.suffix_ids))
         )
         return MemoryNeed(whole, own)
 
-    def _most(self, read: int, reading: RequestOptions) -> int:
+    def _most(self, read: int, options: RequestOptions) -> int:
         """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
         the context is not full before: the other half is for what others begin with."""
-        room, first = self.prompts.room(read, reading), self.prompts.room_at_first(read, reading)
+        room, first = self.prompts.room(read, options), self.prompts.room_at_first(read, options)
         budget = self.contexts.admission.budget_bytes
         free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
         return max(first, min(room, tokens_within(self.lm, free) - read))
 
     def _decode(
-        self, asked: Request, fused: FuseOutput, written: OutputProcessor, seat: SharedPrefixRef, most: int
+        self, request: Request, fused: FuseOutput, output: OutputProcessor, shared: SharedPrefixRef, most: int
     ) -> Generator[int, None, None]:
-        cache, read, reading = fused.cache, fused.cache.own_tokens, asked.reading
+        cache, read, options = fused.cache, fused.cache.own_tokens, request.options
         thoughts = None
-        if reading.thinking is not None:
-            is_open = asked.has_begun_thoughts(self.lm.tokenizer)
-            thoughts = partial(ThoughtLimit, reading.thinking, self.lm.tokenizer, reading.thinking_budget, is_open)
+        if options.thinking is not None:
+            is_open = request.has_begun_thoughts(self.lm.tokenizer)
+            thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
 
         def more() -> int:
             """Room for half as much again as there is, within `most`."""
             used = cache.own_tokens
             wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
-            seat.grow(kv_bytes(self.lm, used + wanted), asked.limit)
+            shared.grow(kv_bytes(self.lm, used + wanted), request.limit)
             cache.make_room(wanted)
             return wanted
 
@@ -219,16 +197,16 @@ class LocalEngine:
             fused.cache,
             fused.next_logits,
             fused.next_position,
-            reading.sampling,
+            options.sampling,
             eos_ids=self._eos,
             never=fused.reserved_ids,
             prompt_ids=fused.layout.ids,
-            scores=written.scores,
-            limit=asked.limit,
+            scores=output.scores,
+            limit=request.limit,
             more=more,
             most=most,
             thoughts=thoughts,
-            room=self.prompts.room_at_first(fused.next_position, reading),
+            room=self.prompts.room_at_first(fused.next_position, options),
         )
 
 
@@ -250,15 +228,15 @@ class ResolvedKV:
     loaded: LoadedBlocks
     sources: list[Source]
 
-    def usage(self, fused: FuseOutput, written: OutputProcessor) -> Usage:
+    def usage(self, fused: FuseOutput, output: OutputProcessor) -> Usage:
         counts = fused.counts(self.prefix.created_tokens + self.loaded.encoded_tokens)
         return Usage(
             fused.prompt_tokens,
             counts.cached,
-            len(written.ids),
+            len(output.ids),
             counts.created,
             counts.computed,
-            written.reasoning_tokens,
+            output.reasoning_tokens,
         )
 
 
@@ -274,39 +252,39 @@ class KVLookup:
     _loader: BlockLoader
 
     @contextmanager
-    def resolve(self, asked: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
+    def resolve(self, request: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
         """Everything that the prompt is read from, which stays until the block ends.
 
         base: all that stands before its suffix, as another question placed it
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
-        path, loaded, encoder = self._path(asked), LoadedBlocks(), self.encoder
-        with self._prefix(asked, path, base) as prefix:
+        path, loaded, encoder = self._path(request), LoadedBlocks(), self.encoder
+        with self._prefix(request, path, base) as prefix:
             known, chunks = 0 if prefix.exact is None else prefix.exact.num_tokens, list[Chunk]()
             if path is not None and base is None:
                 placed = path.layout.placed(known)
                 chunks = [path.hits[piece.passage].chunk for piece in placed if piece.passage is not None]
-            elif asked.reading.method.reuses_blocks and base is None:
-                chunks = [hit.chunk for hit in asked.hits]
-                encoder = self._encoder_behind(asked.reading.method.prefix_ids(self.lm, asked.prompt), prefix)
+            elif request.options.method.reuses_blocks and base is None:
+                chunks = [hit.chunk for hit in request.hits]
+                encoder = self._encoder_behind(request.options.method.prefix_ids(self.lm, request.prompt), prefix)
             if chunks:
-                passing, ahead = encoder is not self.encoder, asked.reading.ahead
+                passing, ahead = encoder is not self.encoder, request.options.ahead
                 loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
             if path is not None and base is None:
-                sources = self._along(asked, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
+                sources = self._along(request, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
             else:
-                origins = loaded.origins or [UNUSED if base is None else SHARED] * len(asked.hits)
-                keys = loaded.handles or encoder.keys([hit.chunk for hit in asked.hits])
-                rows = zip(asked.hits, keys, origins, strict=True)
+                origins = loaded.origins or [UNUSED if base is None else SHARED] * len(request.hits)
+                keys = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
+                rows = zip(request.hits, keys, origins, strict=True)
                 sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
             yield ResolvedKV(path, prefix, loaded, sources)
 
-    def keep(self, asked: Request, ready: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
+    def keep(self, request: Request, resolved: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
         """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
-        path, reading = ready.path, asked.reading
-        method = reading.method
-        if path is None or reading.evict is not None or not self.keeps_context_of(method):
+        path, options = resolved.path, request.options
+        method = options.method
+        if path is None or options.evict is not None or not self.keeps_context_of(method):
             return
         if method.reuses_blocks or method.takes_exact:
             self._prefixes.keep(method, path, answer_ids, fused)
@@ -320,55 +298,53 @@ class KVLookup:
         """Whether questions over the same passages can stand on one context: a state is kept where blocks end alone."""
         return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
 
-    def is_of_store(self, asked: Request) -> bool:
+    def is_of_store(self, request: Request) -> bool:
         """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
-        own = tuple(asked.reading.method.prefix_ids(self.lm, asked.prompt)) == self.encoder.first_ids
-        ids = {hit.chunk.vector_id for hit in asked.hits}
+        own = tuple(request.options.method.prefix_ids(self.lm, request.prompt)) == self.encoder.first_ids
+        ids = {hit.chunk.vector_id for hit in request.hits}
         return (
             own
-            and asked.kept is None
-            and not asked.reading.found
+            and request.kept is None
+            and not request.options.found
             and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
         )
 
-    def _path(self, asked: Request) -> Path | None:
-        method, kept = asked.reading.method, asked.kept
-        goes_on = asked.reading.found and asked.reading.evict is None if method.reuses_blocks else method.takes_exact
+    def _path(self, request: Request) -> Path | None:
+        method, kept = request.options.method, request.kept
+        goes_on = (
+            request.options.found and request.options.evict is None if method.reuses_blocks else method.takes_exact
+        )
         if kept is None and not goes_on:
             return None
-        parts = asked.prompt.parts
-        if kept is not None:
-            parts = (*kept.earlier.prompt_parts(), *parts[1:])
-        layout = method.layout(self.lm, parts, self.encoder.recipe)
-        hits = [*(kept.earlier.hits if kept else ()), *asked.hits]
-        return Path(parts, layout, hits, len(asked.hits), self._prefixes.drops)
+        hits = [*(kept.earlier.hits if kept else ()), *request.hits]
+        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), self._prefixes.drops)
 
     def _prefix(
-        self, asked: Request, path: Path | None, base: SharedContext | None
+        self, request: Request, path: Path | None, base: SharedContext | None
     ) -> AbstractContextManager[PrefixKV]:
         """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what is known."""
-        method = asked.reading.method
+        method = request.options.method
         if base is not None or not (method.reuses_blocks or method.takes_exact):
             return nullcontext(PrefixKV())
         if path is None:
-            return self._prefixes.text(method.prefix_ids(self.lm, asked.prompt))
-        return self._known(asked, path)
+            return self._prefixes.text(method.prefix_ids(self.lm, request.prompt))
+        return self._known(request, path)
 
     @contextmanager
-    def _known(self, asked: Request, path: Path) -> Iterator[PrefixKV]:
+    def _known(self, request: Request, path: Path) -> Iterator[PrefixKV]:
         """What the tree has, all but the last token at most, and nothing of the suffix where its rows vote on what is
         evicted; of a store that is read whole, everything before the question."""
-        prompt, reading = asked.prompt, asked.reading
-        most = path.layout.num_tokens - 1 if reading.evict is None else prompt.context_tokens
-        with self._prefixes.match(reading.method, path, most) as (lease, load_s):
+        prompt, options = request.prompt, request.options
+        most = path.layout.num_tokens - 1 if options.evict is None else prompt.context_tokens
+        with self._prefixes.match(options.method, path, most) as (lease, load_s):
             count = 0 if lease is None else lease.num_tokens
-            if reading.found and count <= len(prompt.prefix_ids):
+            if options.found and count <= len(prompt.prefix_ids):
                 with self._prefixes.text(prompt.prefix_ids) as prefix:
                     yield prefix
-            elif reading.whole is None or count >= prompt.context_tokens:
+            elif options.whole is None or count >= prompt.context_tokens:
                 yield PrefixKV(lease, load_s=load_s)
             else:
-                prefix = self._whole.read(prompt.ids[: prompt.context_tokens], reading.whole)
+                prefix = self._whole.read(prompt.ids[: prompt.context_tokens], options.whole)
                 yield prefix._replace(load_s=prefix.load_s + load_s)
 
     def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
@@ -386,7 +362,7 @@ class KVLookup:
             neighbourhood=own.neighbourhood,
         )
 
-    def _along(self, asked: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
+    def _along(self, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
         """This turn's passages, and those of them that were read before, with where their KV came from."""
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
         keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
@@ -398,7 +374,7 @@ class KVLookup:
                 handle, origin = key, known_as if piece.end <= known else UNUSED
             sources.append(Source(hit.chunk, hit.score, handle, origin))
         by_ids = {tuple(source.chunk.token_ids): source for source in sources}
-        again = asked.kept.earlier.again if asked.kept else ()
+        again = request.kept.earlier.again if request.kept else ()
         return [
             *sources[len(sources) - path.asked :],
             *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
@@ -417,13 +393,11 @@ class Engine(Protocol):
     @property
     def prompts(self) -> Prompts: ...
 
-    def check(self, reading: RequestOptions) -> None:
+    def check(self, options: RequestOptions) -> None:
         """Raises ConfigError for a question that cannot be read this way."""
 
-    def stream(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
-    ) -> Generator[Event, None, None]:
-        """Sources, then tokens, then the whole answer."""
+    def stream(self, request: Request) -> Generator[Event, None, None]:
+        """Yield sources, then tokens, then the whole answer."""
 
     def drop_deleted(self) -> None:
         """Let go of what was computed over passages that are gone."""
@@ -441,7 +415,7 @@ class Engine(Protocol):
 
 
 class Connection(Protocol):
-    """Another engine, reached at an address. Nothing is sent before it is asked."""
+    """Another engine, reached at an address. Nothing is sent before it is request."""
 
     url: str
 

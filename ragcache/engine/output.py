@@ -56,22 +56,22 @@ class OutputProcessor:
             return encode_text(card.tokenizer, self.text)
         return self.ids
 
-    def answer(self, asked: Request, hits: list[Source], usage: Usage) -> Answer:
+    def answer(self, request: Request, hits: list[Source], usage: Usage) -> Answer:
         """The whole answer."""
-        choice = asked.reading.choice
+        choice = request.options.choice
         return Answer(
             self.text,
             hits,
-            asked.clock.timings(),
+            request.clock.timings(),
             usage,
             choice.label,
-            asked.dropped,
+            request.dropped,
             self.finish,
-            None if asked.reading.sampling.logprobs is None else tuple(self.logprobs),
+            None if request.options.sampling.logprobs is None else tuple(self.logprobs),
             tuple(self.calls),
             choice.why,
             self.reasoning,
-            asked.reading.dropped_turns,
+            request.options.dropped_turns,
         )
 
     def add(self, card: ModelCard, token: int) -> None:
@@ -123,23 +123,23 @@ def _text(card: ModelCard, before: list[int], token: int) -> str:
 
 
 def write(
-    card: ModelCard, asked: Request, steps: Generator[int, None, None], most: int, written: OutputProcessor
+    card: ModelCard, request: Request, steps: Generator[int, None, None], most: int, written: OutputProcessor
 ) -> Iterator[Event]:
     """Write the answer whose tokens `steps` gives, `most` of them at most, into `written`. `steps` is closed when this
     ends."""
-    tools, thinking = asked.reading.tools, asked.reading.thinking
-    is_open = asked.has_begun_thoughts(card.tokenizer)
+    tools, thinking = request.options.tools, request.options.thinking
+    is_open = request.has_begun_thoughts(card.tokenizer)
     markers = thinking.markers(card.tokenizer) if thinking else ()
     format = answer_format(tools.format if tools else None, thinking, markers, is_open=is_open)
     if format is not None:
         opened = thinking.open if thinking and is_open else ""
         calls = (tools.most, tools.shown) if tools else (None, ())
         written.parser = ToolParser(format, *calls, opened)
-    begun = asked.prompt.suffix_ids[-1:] if asked.reading.continues else ()  # says how the answer's text begins
-    pieces = Detokenizer(card.tokenizer, asked.reading.sampling.stop, format.markers if format else (), begun)
+    begun = request.prompt.suffix_ids[-1:] if request.options.continues else ()  # says how the answer's text begins
+    pieces = Detokenizer(card.tokenizer, request.options.sampling.stop, format.markers if format else (), begun)
     try:
         for token in steps:
-            asked.clock.first_token()
+            request.clock.first_token()
             written.add(card, token)
             pieces.stops = written.parser is None or not written.parser.is_thinking
             yield from written.events(pieces.push(token))

@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 from ragcache.engine.conversation import Conversation
 from ragcache.engine.history import History
-from ragcache.engine.request import RequestOptions
+from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.engine.verdict import NOTHING_TO_REUSE, cannot_read_between
 from ragcache.errors import ConfigError, ContextTooLongError
-from ragcache.fusion.fuse import block_recipe
+from ragcache.fusion.fuse import PromptPlan, block_recipe
 from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import BlockKeys
 from ragcache.models.card import ModelCard
-from ragcache.prompt import NOTHING_SHOWN, Prompt, PromptEnds, PromptFormat, Shown, encode_text, prompt_format
+from ragcache.prompt import NOTHING_SHOWN, Part, Prompt, PromptEnds, PromptFormat, Shown, encode_text, prompt_format
 from ragcache.retrieval.retriever import Hit
 
 # An answer that may be as long as the context has memory for so many tokens when it begins.
@@ -129,7 +129,7 @@ class Prompts:
         conversation: Conversation,
         make: Callable[[Conversation], T],
         count: Callable[[T], int],
-        reading: RequestOptions,
+        options: RequestOptions,
         passages: int = 0,
         *,
         drops: bool,
@@ -144,7 +144,7 @@ class Prompts:
         before it. Raises ContextTooLongError for turns that do not fit and may not go.
         """
         made, longest, old = make(conversation), self.lm.max_positions, conversation.old
-        total, room = count(made), self.room_before_answer(reading)
+        total, room = count(made), self.room_before_answer(options)
         if total + passages <= room or not old or (total <= longest and not drops):
             return made, conversation.num_gone
         too_long = f"the conversation has {total} tokens and {self.lm.name} takes {longest}"
@@ -161,7 +161,7 @@ class Prompts:
             if count(made) + passages <= room:
                 break
         if passages and count(made) + passages > longest:
-            return self.shortened(conversation, make, count, reading, drops=drops)  # `on_overflow` decides about them
+            return self.shortened(conversation, make, count, options, drops=drops)  # `on_overflow` decides about them
         if count(made) > longest:
             raise ContextTooLongError(
                 f"{too_long}, and {count(made)} are its system messages and the last question; shorten these"
@@ -170,18 +170,18 @@ class Prompts:
         log.info("%s: its %d oldest messages are left out", too_long, turns)
         return made, turns
 
-    def room_before_answer(self, reading: RequestOptions) -> int:
+    def room_before_answer(self, options: RequestOptions) -> int:
         """Tokens of a prompt that leaves room for an answer: for the longest, and at most a quarter of the context."""
         longest = self.lm.max_positions
-        return longest - min(reading.sampling.max_tokens or ANSWER_TOKENS, longest // 4)
+        return longest - min(options.sampling.max_tokens or ANSWER_TOKENS, longest // 4)
 
-    def prompt(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> tuple[Prompt, int]:
+    def prompt(self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions) -> tuple[Prompt, int]:
         """The prompt over as many hits as fit, and how many were left out.
 
         Raises PromptError (more passages than the method can read under "error"), ContextTooLongError (too long under
         "error", or without any passage).
         """
-        method = reading.method
+        method = options.method
         room = self.lm.max_positions - len(ends.prefix_ids) - len(ends.suffix_ids)
         if room < 0:
             raise ContextTooLongError(
@@ -190,12 +190,12 @@ class Prompts:
             )
         chunks = [hit.chunk.token_ids for hit in hits]
         whole = Prompt(ends.prefix_ids, chunks, ends.suffix_ids, ends.label_ids if hits else ())
-        if hits and reading.on_overflow == "error":
+        if hits and options.on_overflow == "error":
             method.check(self.lm, whole)
         added = method.additions(self.lm)
         lengths = [len(chunk) for chunk in chunks]
         kept = _fitting([len(label) for label in whole.labels], lengths, room, added)
-        if kept < len(hits) and reading.on_overflow == "error":
+        if kept < len(hits) and options.on_overflow == "error":
             total = whole.num_tokens + added.num_tokens(lengths)
             raise ContextTooLongError(
                 f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
@@ -204,9 +204,9 @@ class Prompts:
         cut = replace(whole, chunk_ids=whole.chunk_ids[:kept], label_ids=whole.label_ids[:kept])
         return cut, len(hits) - kept
 
-    def check_keeps(self, reading: RequestOptions) -> None:
+    def check_keeps(self, options: RequestOptions) -> None:
         """Raises ConfigError where a conversation's context cannot be kept this way."""
-        method = reading.method
+        method = options.method
         if not method.keeps_context:
             raise ConfigError(
                 f"method {method.name!r} cannot keep the context of earlier turns; choose full, reposition, "
@@ -225,91 +225,121 @@ class Prompts:
                 'the store with recipe="primer"',
                 "context",
             )
-        if reading.evict is not None:
+        if options.evict is not None:
             raise ConfigError('evict and context="keep" exclude each other: one drops what the other keeps', "context")
 
     def fit(
-        self, earlier: History, suffix_ids: Sequence[int], hits: Sequence[Hit], reading: RequestOptions
+        self, earlier: History, suffix_ids: Sequence[int], hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, History, list[Hit]]:
         """A kept conversation's prompt: everything before this turn's passages as its prefix, and the passages that are
         not in it yet. While prompt and answer do not fit the model, passages of the oldest turn that has any go."""
-        added = reading.method.additions(self.lm)
+        added = options.method.additions(self.lm)
         while True:
             earlier, new = earlier.knowing(hits)
-            prefix_ids = reading.method.layout(self.lm, earlier.prompt_parts(), self.names.recipe).ids
+            prefix_ids = options.method.layout(self.lm, earlier.prompt_parts(), self.names.recipe).ids
             chunks = [hit.chunk.num_tokens for hit in new]
             passages = sum(chunks) + added.num_tokens(chunks)
-            total = len(prefix_ids) + passages + len(suffix_ids) + (reading.sampling.max_tokens or ANSWER_TOKENS)
+            total = len(prefix_ids) + passages + len(suffix_ids) + (options.sampling.max_tokens or ANSWER_TOKENS)
             fewer = earlier.without_oldest() if total > self.lm.max_positions else None
             if fewer is None:
                 return PromptEnds(prefix_ids, suffix_ids), earlier, new
             earlier = fewer
 
-    def settled(self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions) -> RequestOptions:
-        """Return `reading`, with `full` as its method if that method gives way.
+    def request(
+        self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions, clock: Clock, kept: Kept | None = None
+    ) -> Request:
+        """Return the question over as many hits as fit, with the plan of its prompt.
 
-        It gives way if there are no passages, if the method cannot read the text between them, or if the choice is
-        open and `full` runs no more tokens. Raises what `prompt` raises.
+        Without `kept`, `full` reads what the method could not: see `_settled`. A conversation that keeps its context
+        keeps its order and its method. Raises what `prompt` raises.
         """
-        choice = reading.choice
-        if not choice.gives_way:
-            return reading
-        if not hits:
-            return reading.exactly(NOTHING_TO_REUSE)
-        if ends.label_ids and not reading.method.keeps_context_with(self.lm):
-            return reading.exactly(cannot_read_between(reading.method))
+        plan = None
+        if kept is None:
+            options, plan = self._settled(ends, hits, options)
+            ends, hits = self.ordered(ends, hits, options)
+        prompt, dropped = self.prompt(ends, hits, options)
+        plan = plan or self._plan(prompt, options, kept)
+        limit = options.limit(clock.started)
+        return Request(plan, prompt, hits[: len(hits) - dropped], dropped, options, clock, limit, kept)
+
+    def _settled(
+        self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
+    ) -> tuple[RequestOptions, PromptPlan | None]:
+        """Return `options`, with `full` as the method where it takes over, and the plan if that had to be made.
+
+        `full` takes over if no passage is in the prompt, if the method gives way and cannot read the text between
+        passages, or if the choice is open and `full` runs no more tokens.
+        """
+        method, choice = options.method, options.choice
+        if not method.reuses_blocks:
+            return options, None
+        if choice.gives_way and hits and ends.label_ids and not method.keeps_context_with(self.lm):
+            return options.exactly(cannot_read_between(method)), None
+        prompt, _ = self.prompt(ends, hits, options)
+        if not prompt.chunk_ids:  # no method places, weighs or evicts anything
+            return replace(options.exactly(NOTHING_TO_REUSE), evict=None), None
         if not choice.is_open:
-            return reading
-        exact = reading.exactly(choice.why)
-        prompt, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
+            return options, None
+        plan = self._plan(prompt, options)
+        exact = options.exactly(choice.why)
+        whole, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
         # The prefix is counted for neither: its KV is computed once for the whole store.
-        full = prompt.num_tokens - max(len(prompt.prefix_ids), self._known(exact.method, prompt.ids))
-        prompt, _ = self.prompt(ends, hits, reading)
-        layout = reading.method.layout(self.lm, prompt.parts, self.names.recipe)
-        reuse = len(layout.running(len(prompt.prefix_ids)).ids) + reading.method.num_reruns(layout)
-        return replace(reading, choice=choice.settled(full, reuse))
+        full = whole.num_tokens - max(len(whole.prefix_ids), self._known(exact.method, whole.ids))
+        reuse = len(plan.layout.running(len(prompt.prefix_ids)).ids) + method.num_reruns(plan.layout)
+        settled = replace(options, choice=choice.settled(full, reuse))
+        return settled, plan if settled.method is method else None
+
+    def _plan(self, prompt: Prompt, options: RequestOptions, kept: Kept | None = None) -> PromptPlan:
+        """Plan the prompt, as its parts where it goes on from KV that ends behind its prefix."""
+        method, goes_on = options.method, options.found and options.evict is None
+        read: Prompt | Sequence[Part] = prompt
+        if kept is not None:
+            read = (*kept.earlier.prompt_parts(), *prompt.parts[1:])
+        elif goes_on and method.reuses_blocks:
+            read = prompt.parts
+        return PromptPlan.of(self.lm, method, read, self.names.recipe, evict=options.evict)
 
     def ordered(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions
+        self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit]]:
         """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
 
         Methods that read blocks ignore the order: a block is reusable at any position. Passages with labels stay.
         Counts what is read, by which later questions are ordered.
         """
-        ends, hits = self._in_order(ends, hits, reading)
-        if _takes_order(ends, reading):
+        ends, hits = self._in_order(ends, hits, options)
+        if _takes_order(ends, options):
             self._read_counts.count([tuple(hit.chunk.token_ids) for hit in hits])
         return ends, hits
 
     def _in_order(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions
+        self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit]]:
         """`ordered`, without counting."""
-        if not _takes_order(ends, reading):
+        if not _takes_order(ends, options):
             return ends, hits
         once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
-        if reading.on_overflow == "trim":
-            once = once[: len(once) - self.prompt(ends, once, reading)[1]]
+        if options.on_overflow == "trim":
+            once = once[: len(once) - self.prompt(ends, once, options)[1]]
         passages = [tuple(hit.chunk.token_ids) for hit in once]
-        known = partial(self._known, reading.method)
+        known = partial(self._known, options.method)
         order = shared_order(known, self._read_counts, tuple(ends.prefix_ids), passages)
-        hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if reading.hint else []
+        hint = encode_text(self.lm.tokenizer, relevance_hint(order)) if options.hint else []
         return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
 
-    def room(self, prompt_tokens: int, reading: RequestOptions) -> int:
+    def room(self, prompt_tokens: int, options: RequestOptions) -> int:
         """For the longest answer that there can be."""
         left = max(0, self.lm.max_positions - prompt_tokens)
-        return left if reading.sampling.max_tokens is None else min(reading.sampling.max_tokens, left)
+        return left if options.sampling.max_tokens is None else min(options.sampling.max_tokens, left)
 
-    def room_at_first(self, prompt_tokens: int, reading: RequestOptions) -> int:
+    def room_at_first(self, prompt_tokens: int, options: RequestOptions) -> int:
         """For an answer when it begins: for all of it where the caller limits it."""
-        room = self.room(prompt_tokens, reading)
-        return min(room, ANSWER_TOKENS) if reading.sampling.max_tokens is None else room
+        room = self.room(prompt_tokens, options)
+        return min(room, ANSWER_TOKENS) if options.sampling.max_tokens is None else room
 
 
-def _takes_order(ends: PromptEnds, reading: RequestOptions) -> bool:
-    return reading.order == "shared" and reading.method.takes_exact and not ends.label_ids
+def _takes_order(ends: PromptEnds, options: RequestOptions) -> bool:
+    return options.order == "shared" and options.method.takes_exact and not ends.label_ids
 
 
 def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: AddedTokens) -> int:

@@ -26,7 +26,7 @@ from ragcache.engine.loader import Prefetch
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextMode, GenerationOptions, retrieval
 from ragcache.engine.passages import Passage, PassageFinder, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
-from ragcache.engine.request import Clock, Kept, RequestOptions
+from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import (
     AUTO,
@@ -61,10 +61,6 @@ class Written(NamedTuple):
     dropped: int = 0
 
 
-Asked = tuple[PromptEnds, Sequence[Hit], RequestOptions, Clock, Kept | None]
-"""Arguments of `Engine.stream`."""
-
-
 class Questions:
     """Questions to one store. Options are checked at the call, and the work begins with the first event.
     Thread-safe."""
@@ -82,7 +78,7 @@ class Questions:
         return questions
 
     def retrieve(
-        self, question: str | NDArray[np.float32], k: int, options: Mapping[str, Any], ahead: Prefetch | None = None
+        self, question: str | NDArray[np.float32], k: int, keywords: Mapping[str, Any], ahead: Prefetch | None = None
     ) -> list[Hit]:
         """ahead: begins to read what is likely to be among the hits."""
         check_type("question", question, (str, np.ndarray), "give its text, or its vector")
@@ -90,73 +86,75 @@ class Questions:
         if isinstance(question, str):
             check_text(question)
         on_candidates, documents = None if ahead is None else ahead.begin, self._parts.store.documents
-        return self._parts.retriever.retrieve(question, k, **options, on_candidates=on_candidates, documents=documents)
+        return self._parts.retriever.retrieve(question, k, **keywords, on_candidates=on_candidates, documents=documents)
 
-    def ask(self, question: str, k: int, options: AskOptions) -> Iterator[Event]:
+    def ask(self, question: str, k: int, keywords: AskOptions) -> Iterator[Event]:
         check_type("question", question, str, "give its text")
-        if options.get("whole"):
-            return self._ask_whole(question, options)
-        reading, ends = self._asked(question, options)
-        self._parts.reader.prompts.check_system(options.get("system"), reading.method)
-        hits = options.get("hits")
-        find = partial(self._find, hits, question, k, options, reading)
-        return self._read(lambda _: Written(ends(), [question]), find, reading, retrieves=hits is None)
+        if keywords.get("whole"):
+            return self._ask_whole(question, keywords)
+        options, ends = self._question(question, keywords)
+        self._parts.reader.prompts.check_system(keywords.get("system"), options.method)
+        hits = keywords.get("hits")
+        find = partial(self._find, hits, question, k, keywords, options)
+        return self._read(lambda _: Written(ends(), [question]), find, options, retrieves=hits is None)
 
-    def _ask_whole(self, question: str, options: AskOptions) -> Iterator[Event]:
+    def _ask_whole(self, question: str, keywords: AskOptions) -> Iterator[Event]:
         """A question over every passage, by full prefill."""
-        named = options.get("method")
-        chosen: AskOptions = {**options, "method": FULL if named in (None, AUTO) else named}
-        reading, ends = self._asked(question, chosen)
-        check_whole(options, reading.method)
+        named = keywords.get("method")
+        chosen: AskOptions = {**keywords, "method": FULL if named in (None, AUTO) else named}
+        options, ends = self._question(question, chosen)
+        check_whole(keywords, options.method)
         documents, prompts = self._parts.store.documents, self._parts.reader.prompts
-        reading = replace(reading, whole=documents.generation())  # before they are listed: a change is then noticed
+        options = replace(options, whole=documents.generation())  # before they are listed: a change is then noticed
 
         def find() -> Sequence[Given]:
             self.drop_deleted()
             return whole_hits(documents, prompts, ends())
 
-        return self._read(lambda _: Written(ends(), [question]), find, reading)
+        return self._read(lambda _: Written(ends(), [question]), find, options)
 
-    def complete(self, parts: str | Sequence[str | Hit | Passage | int], options: GenerationOptions) -> Iterator[Event]:
-        reading = self._reading(options)
+    def complete(
+        self, parts: str | Sequence[str | Hit | Passage | int], keywords: GenerationOptions
+    ) -> Iterator[Event]:
+        options = self._request_options(keywords)
         self.drop_deleted()
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
         self._parts.card.check_text("".join(texts), "the prompt")
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
         written = Written(ends, texts if given else ["".join(texts)])
-        return self._read(lambda _: written, lambda: given, reading)
+        return self._read(lambda _: written, lambda: given, options)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Iterator[Event]:
-        passages, k, context = options.get("passages"), options.get("k"), options.get("context", "last")
-        tools = tool_use(options, self._parts.card.tokenizer)
-        shown = self._shown(options)
+    def chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> Iterator[Event]:
+        passages, k, context = keywords.get("passages"), keywords.get("k"), keywords.get("context", "last")
+        tools = tool_use(keywords, self._parts.card.tokenizer)
+        shown = self._shown(keywords)
         shown = shown._replace(tools=tools.shown if tools else ())
         conversation = Conversation(self._parts.card.tokenizer, messages, shown)
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         check_choice("context", context, get_args(ContextMode))
-        reading = replace(self._reading(options, templated=True), continues=conversation.continues)
-        system = self._system(conversation, options, reading)
+        options = replace(self._request_options(keywords, templated=True), continues=conversation.continues)
+        system = self._system(conversation, keywords, options)
         if tools is not None:
-            reading = replace(reading, tools=tools, sampling=tools.sampling(reading.sampling))
-        reader, drops = self._parts.reader, options.get("drop_turns", True)
+            options = replace(options, tools=tools, sampling=tools.sampling(options.sampling))
+        reader, drops = self._parts.reader, keywords.get("drop_turns", True)
         conversation = reader.prompts.bounded(conversation, shown, drops=drops)
         if k is not None and not self._parts.store.documents.documents(limit=1):
             k = None  # there is nothing to retrieve: a plain chat
         if context == "last" and passages is None and k is None:
             self.drop_deleted()
             (whole, given), dropped = reader.prompts.shortened(
-                conversation, lambda read: read.as_written(system), self._written_tokens, reading, drops=drops
+                conversation, lambda read: read.as_written(system), self._written_tokens, options, drops=drops
             )
             written = Written(whole, conversation.given_text, dropped)
-            return self._read(lambda _: written, lambda: given, reading)
+            return self._read(lambda _: written, lambda: given, options)
         if context == "keep":
-            self._look(conversation.given_text, reading)
+            self._look(conversation.given_text, options)
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
-            return self._read_kept(conversation, k, options, reading, system, drops)
+            return self._read_kept(conversation, k, keywords, options, system, drops)
         count = DEFAULT_K if k is None else k
-        find = partial(self._find, passages, conversation.question, count, options, reading)
+        find = partial(self._find, passages, conversation.question, count, keywords, options)
         first = reader.prompts.names.recipe.needs_prefix
 
         def write(passages: int) -> Written:
@@ -164,13 +162,13 @@ class Questions:
                 conversation,
                 lambda read: Written(read.around_passages(reader.prompts.format, system, first=first), read.given_text),
                 lambda written: _ends_tokens(written.ends),
-                reading,
+                options,
                 passages,
                 drops=drops,
             )
             return written._replace(dropped=dropped)
 
-        return self._read(write, find, reading, retrieves=passages is None)
+        return self._read(write, find, options, retrieves=passages is None)
 
     def drop_deleted(self) -> None:
         """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
@@ -184,67 +182,67 @@ class Questions:
 
     # Options
 
-    def _asked(self, question: str, options: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
+    def _question(self, question: str, keywords: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
         """How a question is read, and what makes its prompt's ends."""
         self._parts.card.check_text(question, "the question")
-        self._parts.card.check_text(options.get("system") or "", "the system prompt")
-        reading, shown = self._reading(options, templated=True), self._shown(options)
-        return reading, partial(self._parts.reader.prompts.question_ends, question, options.get("system"), shown)
+        self._parts.card.check_text(keywords.get("system") or "", "the system prompt")
+        options, shown = self._request_options(keywords, templated=True), self._shown(keywords)
+        return options, partial(self._parts.reader.prompts.question_ends, question, keywords.get("system"), shown)
 
-    def _shown(self, options: GenerationOptions) -> Shown:
+    def _shown(self, keywords: GenerationOptions) -> Shown:
         """What the chat template is told. Raises ConfigError."""
-        effort, enable, given = (options.get(name) for name in TEMPLATE_OPTIONS)
+        effort, enable, given = (keywords.get(name) for name in TEMPLATE_OPTIONS)
         variables = template_variables(self._parts.card.tokenizer, effort, enable, given)
-        return self._parts.reader.prompts.showing(variables, stored=bool(options.get("whole")))
+        return self._parts.reader.prompts.showing(variables, stored=bool(keywords.get("whole")))
 
-    def _reading(self, options: GenerationOptions, *, templated: bool = False) -> RequestOptions:
+    def _request_options(self, keywords: GenerationOptions, *, templated: bool = False) -> RequestOptions:
         """templated: whether the chat template makes the prompt, and may have the model think"""
         parts = self._parts
-        sampling = options.get("sampling") or Sampling()
+        sampling = keywords.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
         with blaming("method"):
-            choice = self._choice(options.get("method"), options.get("method_options") or {})
+            choice = self._choice(keywords.get("method"), keywords.get("method_options") or {})
         with blaming("evict"):
-            budget = options.get("evict")
+            budget = keywords.get("evict")
             evict = parts.evict if budget is None else SnapKV.of(budget)
-        reading = RequestOptions(
+        options = RequestOptions(
             choice,
             evict,
             sampling,
-            options.get("on_overflow", "error"),
-            options.get("cancelled"),
-            options.get("timeout_s"),
+            keywords.get("on_overflow", "error"),
+            keywords.get("cancelled"),
+            keywords.get("timeout_s"),
             Prefetch(parts.loader) if parts.loader and parts.loader.chooses and choice.method.reuses_blocks else None,
-            options.get("order", "relevance"),
-            options.get("hint", True),
+            keywords.get("order", "relevance"),
+            keywords.get("hint", True),
             thinking=thinking_of(parts.card.tokenizer) if templated else None,
-            thinking_budget=options.get("thinking_budget"),
+            thinking_budget=keywords.get("thinking_budget"),
         )
         with blaming("method"):
-            parts.reader.check(reading)
-        return reading
+            parts.reader.check(options)
+        return options
 
-    def _choice(self, name: str | FusionMethod | None, options: Mapping[str, Any]) -> Choice:
+    def _choice(self, name: str | FusionMethod | None, method_options: Mapping[str, Any]) -> Choice:
         own = self._parts.choice
-        if not options and name is None:
+        if not method_options and name is None:
             return own
-        chosen = choose_method(self._parts.card, name or own.method.name, options, self._parts.stored)
+        chosen = choose_method(self._parts.card, name or own.method.name, method_options, self._parts.stored)
         same = chosen.method == own.method
         return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts
 
-    def _system(self, conversation: Conversation, options: ChatOptions, reading: RequestOptions) -> str | None:
+    def _system(self, conversation: Conversation, keywords: ChatOptions, options: RequestOptions) -> str | None:
         """The system prompt of a conversation without a system message. Raises ConfigError."""
-        given = options.get("system")
+        given = keywords.get("system")
         if given is None:
             return self._parts.system
         self._parts.card.check_text(given, "the system prompt")
         if any(turn.role == "system" for turn in conversation.turns):
             raise ConfigError("system= and a system message exclude each other; give one of them")
-        self._parts.reader.prompts.check_system(given, reading.method)
+        self._parts.reader.prompts.check_system(given, options.method)
         return given
 
     def _with_found(
-        self, written: Written, hits: list[Hit], reading: RequestOptions
+        self, written: Written, hits: list[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit], RequestOptions]:
         """Return the prompt around these passages and the stored ones that its text quotes: its ids are the same,
         whatever is found. Raises what `Prompts.prompt` raises."""
@@ -252,22 +250,22 @@ class Questions:
         recipe = prompts.names.recipe
         parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None  # of a block that is as read
         # Passages that may be left out, or change places, do so among those that came with the prompt alone.
-        is_settled = not hits or reading.order == "relevance"
-        if self._reuses_text(reading) and is_settled and not prompts.prompt(ends, hits, reading)[1]:
+        is_settled = not hits or options.order == "relevance"
+        if self._reuses_text(options) and is_settled and not prompts.prompt(ends, hits, options)[1]:
             ends, found = self.finder.cut(ends, hits, self._parts.store.documents, parts=parts)
         if len(found) == len(hits):
-            self._look(written.own, reading)
-        return ends, found, replace(reading, found=len(found) > len(hits))
+            self._look(written.own, options)
+        return ends, found, replace(options, found=len(found) > len(hits))
 
-    def _look(self, texts: Sequence[str], reading: RequestOptions) -> None:
+    def _look(self, texts: Sequence[str], options: RequestOptions) -> None:
         """Say so, once, where stored passages come as text to a method that would have used their KV."""
-        if reading.method.reuses_blocks:
+        if options.method.reuses_blocks:
             self.finder.warn(texts)
 
-    def _reuses_text(self, reading: RequestOptions) -> bool:
+    def _reuses_text(self, options: RequestOptions) -> bool:
         """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no
         token beside (link tokens, markers): what a prompt says never depends on what was found before."""
-        method, recipe = reading.method, self._parts.reader.prompts.names.recipe
+        method, recipe = options.method, self._parts.reader.prompts.names.recipe
         adds = method.additions(self._parts.card) != NO_ADDITIONS or self._parts.card.is_recurrent
         return method.reuses_blocks and method.keeps_context and not adds and not recipe.needs_prefix
 
@@ -284,12 +282,12 @@ class Questions:
         given: Sequence[Given] | None,
         question: str,
         k: int,
-        options: AskOptions | ChatOptions,
-        reading: RequestOptions,
+        keywords: AskOptions | ChatOptions,
+        options: RequestOptions,
     ) -> Sequence[Given]:
         """The passages given, else those retrieved."""
         if given is None:
-            return self.retrieve(question, k, retrieval(options), reading.ahead)
+            return self.retrieve(question, k, retrieval(keywords), options.ahead)
         self.drop_deleted()
         return given
 
@@ -297,7 +295,7 @@ class Questions:
         self,
         write: Callable[[int], Written],
         find: Callable[[], Sequence[Given]],
-        reading: RequestOptions,
+        options: RequestOptions,
         *,
         retrieves: bool = False,
     ) -> Iterator[Event]:
@@ -308,38 +306,39 @@ class Questions:
         """
         parts = self._parts
 
-        def prepare(clock: Clock) -> Asked:
+        def prepare(clock: Clock) -> Request:
             written = write(0)
-            parts.reader.prompts.prompt(written.ends, [], reading)  # what cannot be asked is not worth a search
-            given = find() if reading.method.takes_passages else ()
+            parts.reader.prompts.prompt(written.ends, [], options)  # what cannot be asked is not worth a search
+            given = find() if options.method.takes_passages else ()
             hits = find_passages(given, parts.store.documents, parts.whole)
             passages = sum(hit.chunk.num_tokens for hit in hits)
-            if passages + _ends_tokens(written.ends) > parts.reader.prompts.room_before_answer(reading):
+            if passages + _ends_tokens(written.ends) > parts.reader.prompts.room_before_answer(options):
                 written = write(passages)
             fresh = _not_held(hits, written.own) if retrieves else hits
-            ends, read, options = self._with_found(written, fresh, reading)
+            ends, read, request_options = self._with_found(written, fresh, options)
             clock.retrieve_s = time.perf_counter() - clock.started
-            return ends, read, replace(options, dropped_turns=written.dropped), clock, None
+            request_options = replace(request_options, dropped_turns=written.dropped)
+            return parts.reader.prompts.request(ends, read, request_options, clock)
 
-        return self._answers(prepare, reading.ahead)
+        return self._answers(prepare, options.ahead)
 
     def _read_kept(
         self,
         conversation: Conversation,
         k: int | None,
-        options: ChatOptions,
-        reading: RequestOptions,
+        keywords: ChatOptions,
+        options: RequestOptions,
         system: str | None,
         drops: bool,
     ) -> Iterator[Event]:
         parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
-        if reading.choice.gives_way and not reading.method.keeps_context_with(parts.card):
-            reading = reading.exactly(cannot_keep(reading.method))
+        if options.choice.gives_way and not options.method.keeps_context_with(parts.card):
+            options = options.exactly(cannot_keep(options.method))
 
-        def prepare(clock: Clock) -> Asked:
-            reader.prompts.check_keeps(reading)
+        def prepare(clock: Clock) -> Request:
+            reader.prompts.check_keeps(options)
             self.drop_deleted()
-            talk = ConversationContext(conversation, parts.turns, tokenizer, options.get("filter"), system)
+            talk = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
             form = None if k is None else reader.prompts.format
@@ -348,32 +347,35 @@ class Questions:
                 hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
                 return *talk.read(read.in_pieces(form, system), given), hits
 
-            fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, reading, drops=drops)
+            fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, options, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()
-            reader.prompts.prompt(reader.prompts.fit(earlier, suffix_ids, [], reading)[0], [], reading)
+            reader.prompts.prompt(reader.prompts.fit(earlier, suffix_ids, [], options)[0], [], options)
             if k is not None:
-                hits = self.retrieve(conversation.question, k, retrieval(options), reading.ahead)
+                hits = self.retrieve(conversation.question, k, retrieval(keywords), options.ahead)
                 hits = _not_held(hits, conversation.given_text)
-                if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(reading):
+                if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(options):
                     (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
             clock.retrieve_s = time.perf_counter() - clock.started
-            ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, reading)
-            return ends, new, replace(reading, dropped_turns=dropped), clock, Kept(earlier, talk.remember)
+            ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, options)
+            request_options = replace(options, dropped_turns=dropped)
+            return reader.prompts.request(ends, new, request_options, clock, Kept(earlier, talk.remember))
 
-        return self._answers(prepare, reading.ahead)
+        return self._answers(prepare, options.ahead)
 
-    def _answers(self, prepare: Callable[[Clock], Asked], ahead: Prefetch | None) -> Iterator[Event]:
+    def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Event]:
         """The engine's events, with what is to be said once. prepare: makes the prompt, once the clock runs"""
         model, root = self._parts.card.name, self._parts.store.layout.root
         try:
-            asked = prepare(Clock(time.perf_counter()))
-            if self._warns_of_mini and is_other_text(asked[1]):
+            request = prepare(Clock(time.perf_counter()))
+            if self._warns_of_mini and is_other_text(request.hits):
                 self._warns_of_mini = False
                 log.warning(MINI_NOTICE, model)
-            with closing(self._parts.reader.stream(*asked)) as events:
+            with closing(self._parts.reader.stream(request)) as events:
                 for event in events:
                     if self._warns_of_unchecked and isinstance(event, Sources) and event.hits:
-                        self._warns_of_unchecked = not warn_if_unchecked(model, root, asked[2].choice, event.method)
+                        self._warns_of_unchecked = not warn_if_unchecked(
+                            model, root, request.options.choice, event.method
+                        )
                     yield event
         finally:
             if ahead is not None:

@@ -18,6 +18,7 @@ from ragcache.engine.options import Order, Overflow
 from ragcache.engine.tool_use import ToolUse
 from ragcache.engine.verdict import Choice
 from ragcache.errors import ConfigError, check_choice, check_least
+from ragcache.fusion.fuse import PromptPlan
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.models.deadline import Limit
@@ -90,12 +91,19 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One question that is being answered, and how many of its passages had to be left out."""
+    """One question that is being answered.
 
+    plan:    the prompt with everything that earlier turns keep, as the method reads it
+    prompt:  the same as one prefix, this question's passages and a suffix
+    hits:    this question's passages
+    dropped: how many of the best passages were left out
+    """
+
+    plan: PromptPlan
     prompt: Prompt
     hits: Sequence[Hit]
     dropped: int
-    reading: RequestOptions
+    options: RequestOptions
     clock: Clock
     limit: Limit
     kept: Kept | None
@@ -103,18 +111,18 @@ class Request:
     def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the prompt ends with the opening of the model's thoughts; where the answer goes on with the prompt's
         end, inside of them."""
-        thinking, reading = self.reading.thinking, self.reading
-        return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=reading.continues)
+        thinking, inside = self.options.thinking, self.options.continues
+        return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=inside)
 
     @cached_property
     def context_key(self) -> Hashable | None:
         """Key of everything before the suffix; None where other questions cannot share it."""
-        prompt, reading = self.prompt, self.reading
-        if self.kept is not None or reading.evict is not None or not reading.method.shares_context:
+        prompt, options = self.prompt, self.options
+        if self.kept is not None or options.evict is not None or not options.method.shares_context:
             return None
         if not prompt.prefix_ids and not prompt.chunk_ids:
             return None
-        return repr(reading.method), prompt.parts[:-1], tuple(hit.chunk.cut_from for hit in self.hits)
+        return repr(options.method), prompt.parts[:-1], tuple(hit.chunk.cut_from for hit in self.hits)
 
 
 @dataclass

@@ -100,6 +100,55 @@ class FuseOutput(PrefillOutput):
         return TokenCounts.of(self.prompt_tokens, self.computed_tokens, self.encoded_tokens + created)
 
 
+@dataclass(frozen=True, eq=False)
+class PromptPlan:
+    """A prompt as a method reads it: where every token stands, and how the passages' blocks are encoded.
+
+    prompt: as it was given
+    parts:  texts and groups of passages, in order
+    added:  tokens that the method puts between them
+    """
+
+    prompt: Prompt | Sequence[Part]
+    method: FusionMethod
+    parts: Sequence[Part]
+    recipe: Recipe
+    layout: Layout
+    added: AddedTokens
+
+    @classmethod
+    def of(
+        cls,
+        lm: ModelCard,
+        method: FusionMethod,
+        prompt: Prompt | Sequence[Part],
+        recipe: str | Recipe | None = None,
+        *,
+        blocks: Sequence[KVBlock] | None = None,
+        evict: SnapKV | int | None = None,
+    ) -> Self:
+        """Plan how `method` reads `prompt`.
+
+        Raises ConfigError, PromptError or StaleBlockError for what the method cannot read.
+        """
+        check_method(lm, method)
+        parts = _parts(lm, method, prompt, evict)
+        added = method.added_to(lm, parts)
+        has_passages = any(isinstance(part, Passages) and part.chunk_ids for part in parts)
+        used = _used_recipe(lm, method, recipe, blocks, added if has_passages else None)
+        return cls(prompt, method, parts, used, method.layout(lm, parts, used), added)
+
+    @property
+    def chunks(self) -> list[Sequence[int]]:
+        """The token ids of every passage."""
+        return [chunk for part in self.parts if isinstance(part, Passages) for chunk in part.chunk_ids]
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """Ids before the first passage of a Prompt; none for a list of parts."""
+        return [*self.prompt.prefix_ids, *self.added.behind_prefix] if isinstance(self.prompt, Prompt) else []
+
+
 def encode(
     lm: LanguageModel,
     prompt: Prompt,
@@ -156,21 +205,41 @@ def fuse(
     Raises ConfigError (method, option, recipe, evict, exact, base), StaleBlockError (blocks of another model or another
     prompt), ContextTooLongError, PromptError.
     """
-    chosen = get_method(method, **options)
-    check_method(lm, chosen)
-    parts = _parts(lm, chosen, prompt, evict)
-    chunks = [chunk for part in parts if isinstance(part, Passages) for chunk in part.chunk_ids]
-    added = chosen.added_to(lm, parts)
-    recipe = _used_recipe(lm, chosen, recipe, blocks, added if chunks else None)
-    layout = chosen.layout(lm, parts, recipe)
-    encodes = chunks and layout.separate and blocks is None and base is None
+    plan = PromptPlan.of(lm, get_method(method, **options), prompt, recipe, blocks=blocks, evict=evict)
+    return prefill(
+        lm,
+        plan,
+        blocks,
+        prefix_block=prefix_block,
+        reserve_tokens=reserve_tokens,
+        evict=evict,
+        exact=exact,
+        base=base,
+        scope=scope,
+    )
+
+
+def prefill(
+    lm: LanguageModel,
+    plan: PromptPlan,
+    blocks: Sequence[KVBlock] | None = None,
+    *,
+    prefix_block: KVBlock | None = None,
+    reserve_tokens: int = 64,
+    evict: SnapKV | int | None = None,
+    exact: Exact | None = None,
+    base: SharedContext | None = None,
+    scope: Scope | None = None,
+) -> FuseOutput:
+    """Read a prompt that is planned already. `fuse` describes the arguments and the errors."""
+    method, layout, recipe, prompt = plan.method, plan.layout, plan.recipe, plan.prompt
+    encodes = plan.chunks and layout.separate and blocks is None and base is None
     if encodes and recipe.sees_prefix and not isinstance(prompt, Prompt):
         raise ConfigError(
             f"recipe {recipe} encodes passages behind a Prompt's prefix, and a list of parts has none; give the "
             "blocks, a Prompt, or recipe='isolated'"
         )
-    prefix_ids = chosen.prefix_ids(lm, prompt) if isinstance(prompt, Prompt) else []
-    suffix_tokens = parts[-1].num_tokens
+    prefix_ids, suffix_tokens = plan.prefix_ids, plan.parts[-1].num_tokens
     if prefix_block is not None and layout.separate:
         if exact is not None:
             raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
@@ -178,38 +247,38 @@ def fuse(
         exact = ExactBlock(prefix_block, lm.rope, lm.shape)
     if exact is not None:
         must_run = 1 if evict is None else suffix_tokens
-        _check_exact(chosen, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None, must_run)
-    _check_base(chosen, layout, base, suffix_tokens)
+        _check_exact(method, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None, must_run)
+    _check_base(method, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
     request = PrefillRequest(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
-    request, encoded = _with_blocks(request, chunks, recipe, prefix_ids, blocks)
+    request, encoded = _with_blocks(request, plan.chunks, recipe, prefix_ids, blocks)
     if lm.shape.states and not layout.running(request.known).behind:
         raise PromptError(
             f"text stands between two passages, and {lm.name} has recurrent layers, whose blocks are joined "
             "side by side alone; choose full, or put it before, behind or into a passage"
         )
     if evict is None:
-        done = chosen.prefill(request)
+        output = method.prefill(request)
     else:
         passages = sum(len(piece.ids) for piece in layout.passages)
         behind = layout.num_tokens - len(prefix_ids) - passages
-        ballot = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
-        with observing(ballot):
-            done = chosen.prefill(request)
-        with request.running(done.cache):
-            done = replace(done, kept_tokens=ballot.evict(done.cache, reserve_tokens))
+        observer = SnapKVObserver(SnapKV.of(evict), len(prefix_ids), behind, suffix_tokens)
+        with observing(observer):
+            output = method.prefill(request)
+        with request.running(output.cache):
+            output = replace(output, kept_tokens=observer.evict(output.cache, reserve_tokens))
     return FuseOutput(
-        **vars(done),
+        **vars(output),
         prompt=prompt,
         layout=layout,
         timings=request.times,
         encoded_tokens=encoded,
-        reserved_ids=added.reserved,
+        reserved_ids=plan.added.reserved,
     )
 
 
 def _used_recipe(
-    lm: LanguageModel,
+    lm: ModelCard,
     method: FusionMethod,
     recipe: str | Recipe | None,
     blocks: Sequence[KVBlock] | None,
@@ -224,7 +293,7 @@ def _used_recipe(
 
 
 def _parts(
-    lm: LanguageModel,
+    lm: ModelCard,
     method: FusionMethod,
     prompt: Prompt | Sequence[Part],
     evict: SnapKV | int | None,

@@ -19,7 +19,7 @@ from ragcache.engine.content_index import EDGE, WINDOW, ContentIndex
 from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError
 from ragcache.fusion import get_method
-from ragcache.fusion.fuse import fuse
+from ragcache.fusion.fuse import prefill
 from ragcache.prompt import PromptEnds
 from ragcache_demo.bag_of_words import BagOfWords
 
@@ -322,14 +322,16 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
     (hit,) = bpe_kb.retrieve("river Arno", k=1)
     own, blocks = hit.chunk.token_ids, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_engine, "fuse", lambda *given, **named: blocks.append(given[3]) or fuse(*given, **named))
+        patch.setattr(
+            local_engine, "prefill", lambda *given, **named: blocks.append(given[2]) or prefill(*given, **named)
+        )
         ids = [*own[5:7], *own[2:], *own[:1]]
         cut = bpe_kb._questions.finder.cut
         ends, hits = cut(PromptEnds((), ids), [], bpe_kb.store.documents, parts=True)
         assert [one.chunk.token_ids for one in hits] == [own[2:]]
         assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
-        reading = bpe_kb._questions._reading({"sampling": ONE})
-        list(bpe_kb._reader.stream(ends, hits, reading, Clock(0.0)))
+        reading = bpe_kb._questions._request_options({"sampling": ONE})
+        list(bpe_kb._reader.stream(bpe_kb._reader.prompts.request(ends, hits, reading, Clock(0.0))))
     (whole,) = bpe_kb._parts.names.encode([own])
     torch.testing.assert_close(blocks[0][0].keys, whole.keys[:, :, 2:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks[0][0].values, whole.values[:, :, 2:], atol=1e-5, rtol=1e-5)

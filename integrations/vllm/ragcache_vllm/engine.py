@@ -12,7 +12,7 @@ from ragcache.engine.loader import COMPUTED
 from ragcache.engine.local_engine import UNUSED
 from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prompts import Prompts
-from ragcache.engine.request import Clock, Kept, Request, RequestOptions
+from ragcache.engine.request import Clock, Request, RequestOptions
 from ragcache.engine.verdict import FULL
 from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
@@ -23,8 +23,6 @@ from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats
-from ragcache.prompt import PromptEnds
-from ragcache.retrieval.retriever import Hit
 from ragcache.store.kv_store import KVStore
 from ragcache_vllm.client import Completion, VllmClient
 from ragcache_vllm.request_layout import RequestLayout
@@ -74,52 +72,47 @@ class VllmEngine:
         self._engine = engine
         self._eos = eos_token_ids(card)
 
-    def check(self, reading: RequestOptions) -> None:
-        self.prompts.check(reading.method)
-        reading.sampling.check_ids(self.card.vocab_size, self.card.name)
-        if reading.evict is not None:
+    def check(self, options: RequestOptions) -> None:
+        self.prompts.check(options.method)
+        options.sampling.check_ids(self.card.vocab_size, self.card.name)
+        if options.evict is not None:
             raise ConfigError(
                 f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out",
                 "evict",
             )
-        if reading.thinking_budget is not None:
+        if options.thinking_budget is not None:
             raise ConfigError(
                 f"thinking_budget is kept where the tokens are chosen, which is {self._engine.url}; leave it out",
                 "thinking_budget",
             )
-        if reading.method.reuses_blocks and not self.prompts.names.recipe.is_dense:
+        if options.method.reuses_blocks and not self.prompts.names.recipe.is_dense:
             raise ConfigError(
                 f"this store's blocks are of recipe {self.prompts.names.recipe}: they leave out tokens, and "
                 f"{self._engine.url} reads passages whole; leave out the engine, or make a store with all KV"
             )
-        self._reruns(reading, Layout(()))
+        self._reruns(options, Layout(()))
 
-    def stream(
-        self, ends: PromptEnds, hits: Sequence[Hit], reading: RequestOptions, clock: Clock, kept: Kept | None = None
-    ) -> Generator[Event, None, None]:
-        """Raises EngineError, ModelMismatchError, CancelledError, TimedOutError, and what `Prompts.prompt` raises."""
-        limit = reading.limit(clock.started)
-        if kept is None:
-            reading = self.prompts.settled(ends, hits, reading)
-            ends, hits = self.prompts.ordered(ends, hits, reading)
-        prompt, dropped = self.prompts.prompt(ends, hits, reading)
-        asked = Request(prompt, hits[: len(hits) - dropped], dropped, reading, clock, limit, kept)
-        request = self._request(asked)
-        yield Sources(request.sources, reading.choice.label, reading.choice.why)
-        limit.check()
-        most = self.prompts.room(len(request.ids), reading)
-        written, answering = OutputProcessor(), None
+    def stream(self, request: Request) -> Generator[Event, None, None]:
+        """Raises EngineError, ModelMismatchError, CancelledError and TimedOutError."""
+        options = request.options
+        completion = self._request(request)
+        yield Sources(completion.sources, options.choice.label, options.choice.why)
+        request.limit.check()
+        most = self.prompts.room(len(completion.ids), options)
+        output, answering = OutputProcessor(), None
         try:
             if most:
-                answering = self._engine.complete(self._body(request, reading, most), limit, request.routing_key)
-                yield from write(self.card, asked, self._steps(answering, reading, clock, written), most, written)
+                body = self._body(completion, options, most)
+                answering = self._engine.complete(body, request.limit, completion.routing_key)
+                steps = self._steps(answering, options, request.clock, output)
+                yield from write(self.card, request, steps, most, output)
                 answering.end()
         finally:
             if answering is not None:
                 answering.close()
-        if kept is not None:
-            kept.answered(asked.hits, written.turn, written.said(self.card))
-        yield Done(self._answer(asked, request, answering, written))
+        if request.kept is not None:
+            request.kept.answered(request.hits, output.turn, output.said(self.card))
+        yield Done(self._answer(request, completion, answering, output))
 
     def drop_deleted(self) -> None:
         """Nothing: the engine looks for every block that it is asked to load."""
@@ -136,43 +129,39 @@ class VllmEngine:
     def pass_stats(self) -> PassStats:
         return PassStats()
 
-    def _request(self, asked: Request) -> CompletionRequest:
+    def _request(self, request: Request) -> CompletionRequest:
         """Raises ConfigError for a layout that no blocks can be placed by."""
-        parts, hits = asked.prompt.parts, list(asked.hits)
-        if asked.kept is not None:
-            parts = (*asked.kept.earlier.prompt_parts(), *parts[1:])
-            hits = [*asked.kept.earlier.hits, *hits]
-        names, method = self.prompts.names, asked.reading.method
-        layout = method.layout(self.card, parts, names.recipe)
-        handles = [names.key(hit.chunk.token_ids) for hit in hits]
+        hits = [*(request.kept.earlier.hits if request.kept else ()), *request.hits]
+        layout = request.plan.layout
+        handles = [self.prompts.names.key(hit.chunk.token_ids) for hit in hits]
         if not layout.separate or not handles:
-            return CompletionRequest(layout.ids, None, _sources(asked, handles, [UNUSED] * len(handles)))
-        reruns = self._reruns(asked.reading, layout)
+            return CompletionRequest(layout.ids, None, _sources(request, handles, [UNUSED] * len(handles)))
+        reruns = self._reruns(request.options, layout)
         stored = self._kv.lookup(handles)
         absent = sum(handle not in stored for handle in handles)
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
-            return CompletionRequest(layout.ids, None, _sources(asked, handles, [COMPUTED] * len(handles)))
-        sent = self._layout(asked, layout, reruns)
+            return CompletionRequest(layout.ids, None, _sources(request, handles, [COMPUTED] * len(handles)))
+        sent = self._layout(request, layout, reruns)
         return CompletionRequest(
-            layout.ids, sent, _sources(asked, handles, [stored[handle].tier for handle in handles])
+            layout.ids, sent, _sources(request, handles, [stored[handle].tier for handle in handles])
         )
 
-    def _reruns(self, reading: RequestOptions, layout: Layout) -> list[Span]:
-        reruns = reading.method.reruns(layout)
+    def _reruns(self, options: RequestOptions, layout: Layout) -> list[Span]:
+        reruns = options.method.reruns(layout)
         if reruns is None:
             plain = [name for name, kind in METHODS.items() if not kind.needs_training and reads(self.card, kind())]
             own = dict.fromkeys(plain if self.card.reuse is None else [self.card.default_method, FULL])
             raise ConfigError(
-                f"method {reading.method.name!r} chooses or weighs tokens while the model runs, and {self._engine.url} "
+                f"method {options.method.name!r} chooses or weighs tokens while the model runs, and {self._engine.url} "
                 f"runs it without; use {' or '.join(map(repr, own))} there, or leave out the engine"
             )
         return reruns
 
-    def _layout(self, asked: Request, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
+    def _layout(self, request: Request, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
         names, first = self.prompts.names, self.prompts.names.first_ids
         blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
-        seen = len(asked.reading.method.prefix_ids(self.card, asked.prompt)) if names.recipe.sees_prefix else 0
+        seen = len(request.options.method.prefix_ids(self.card, request.prompt)) if names.recipe.sees_prefix else 0
         if names.recipe.primer_ids and tuple(layout.ids[:seen]) != tuple(first):
             raise ConfigError(
                 "this store's blocks are read behind its own prefix and a primer, and a request to another engine "
@@ -188,56 +177,56 @@ class VllmEngine:
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and key in self._kv
 
-    def _body(self, request: CompletionRequest, reading: RequestOptions, most: int) -> dict[str, Any]:
+    def _body(self, completion: CompletionRequest, options: RequestOptions, most: int) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "prompt": request.ids,
+            "prompt": completion.ids,
             "max_tokens": most,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **_sampling(reading.sampling),
+            **_sampling(options.sampling),
             # As the embedded engine ends answers: by these ids, whatever vLLM takes for the end.
             "ignore_eos": True,
-            "stop_token_ids": [*self._eos, *reading.sampling.stop_token_ids],
+            "stop_token_ids": [*self._eos, *options.sampling.stop_token_ids],
         }
-        biases = {**reading.sampling.logit_bias, **dict.fromkeys(sorted(self.card.suppress_tokens), NEVER)}
+        biases = {**options.sampling.logit_bias, **dict.fromkeys(sorted(self.card.suppress_tokens), NEVER)}
         if biases:
             body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
-        if request.layout is not None:
-            body["kv_transfer_params"] = request.layout.to_params()
+        if completion.layout is not None:
+            body["kv_transfer_params"] = completion.layout.to_params()
         if self.prompts.names.tenant:  # vLLM's own prefix cache is one for all tenants
             body["cache_salt"] = digest({"tenant": self.prompts.names.tenant})
         return body
 
     def _steps(
-        self, answering: Completion, reading: RequestOptions, clock: Clock, written: OutputProcessor
+        self, answering: Completion, options: RequestOptions, clock: Clock, output: OutputProcessor
     ) -> Generator[int, None, None]:
-        """The answer's ids, without the one that ends it; their log-probabilities, if any, go into `written`."""
+        """The answer's ids, without the one that ends it; their log-probabilities, if any, go into `output`."""
         sent = time.perf_counter()
-        ends = {*self._eos, *reading.sampling.stop_token_ids}
+        ends = {*self._eos, *options.sampling.stop_token_ids}
         for rank, (id, scores) in enumerate(answering.tokens()):
             if not rank:
                 clock.read(prefill_s=time.perf_counter() - sent)
             if id in ends:
                 return
             if scores is not None:
-                written.scores.append(scores)
+                output.scores.append(scores)
             yield id
 
     def _answer(
-        self, asked: Request, request: CompletionRequest, answering: Completion | None, written: OutputProcessor
+        self, request: Request, completion: CompletionRequest, answering: Completion | None, output: OutputProcessor
     ) -> Answer:
         told = None if answering is None else answering.cached_tokens
-        if told is not None and told < request.stored_tokens:
+        if told is not None and told < completion.stored_tokens:
             log.warning(
                 "%s computed %d tokens that this store's blocks hold: its log says why; start it over this store",
                 self._engine.url,
-                request.stored_tokens - told,
+                completion.stored_tokens - told,
             )
-        cached = request.stored_tokens if told is None else told
-        num_tokens = len(request.ids)
-        usage = Usage(num_tokens, cached, len(written.ids), 0, num_tokens - cached, written.reasoning_tokens)
-        return written.answer(asked, request.sources, usage)
+        cached = completion.stored_tokens if told is None else told
+        num_tokens = len(completion.ids)
+        usage = Usage(num_tokens, cached, len(output.ids), 0, num_tokens - cached, output.reasoning_tokens)
+        return output.answer(request, completion.sources, usage)
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
@@ -264,11 +253,11 @@ def _form(sampling: Sampling) -> dict[str, Any]:
     return {"structured_outputs": given} if given else {}
 
 
-def _sources(asked: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
+def _sources(request: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
     """This turn's passages, and those of them that were read before."""
-    again = asked.kept.earlier.again if asked.kept is not None else ()
-    hits = [*asked.kept.earlier.hits, *asked.hits] if asked.kept is not None else asked.hits
+    again = request.kept.earlier.again if request.kept is not None else ()
+    hits = [*request.kept.earlier.hits, *request.hits] if request.kept is not None else request.hits
     found = {
         tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
     }
-    return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*asked.hits, *again)]
+    return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*request.hits, *again)]
