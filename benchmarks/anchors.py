@@ -29,7 +29,8 @@ from benchmarks.report import Goal, Result, show, write
 from ragcache.fusion import get_method
 from ragcache.prompt import prompt_format
 from ragcache_eval.case import Case
-from ragcache_eval.metrics import Estimate, estimate, exact_match
+from ragcache_eval.intervals import Estimate, estimate
+from ragcache_eval.metrics import exact_match
 from ragcache_eval.reading import PromptReader, write_answer
 from ragcache_eval.registry import MAX_ANSWER_TOKENS, RegistrySettings, registry_cases
 from ragcache_papers.llmlingua2 import Compressor

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import ConfigError
+from ragcache_eval.intervals import RESAMPLES
 from ragcache_eval.journal import Score
 from ragcache_eval.methods import FULL
-from ragcache_eval.metrics import RESAMPLES
 from ragcache_eval.runner import NO_PASSAGES
 
 MOST_KL = 0.2

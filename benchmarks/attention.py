@@ -34,8 +34,8 @@ from ragcache.errors import ConfigError
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.models.attention import Attended, observing
 from ragcache.prompt import Prompt
+from ragcache_eval.intervals import Estimate, estimate
 from ragcache_eval.methods import MethodSpec, parse_methods
-from ragcache_eval.metrics import Estimate, estimate
 from ragcache_eval.reading import PromptReader
 from ragcache_eval.runner import Runner, RunSettings, case_digest
 

@@ -30,8 +30,8 @@ from ragcache.engine.kb import RagCache
 from ragcache.errors import IngestError
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
-from ragcache.ingest.pipeline import IngestConfig
 from ragcache.ingest.report import IngestReport
+from ragcache.ingest.store_writer import IngestConfig
 from ragcache.models.load import DTYPES
 from ragcache.retrieval.embedder import Embedder, load_embedder
 

@@ -35,7 +35,7 @@ from benchmarks.timing import Timing
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.retrieval.embedder import Embedder
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_eval.metrics import estimate
+from ragcache_eval.intervals import estimate
 from ragcache_eval.registry import MAX_ANSWER_TOKENS
 
 VLLM_BLOCK = 16

@@ -37,8 +37,8 @@ from ragcache.engine.verdict import MethodVerdict, Verdict
 from ragcache.errors import ConfigError
 from ragcache.prompt import prompt_format
 from ragcache_eval.case import Case
+from ragcache_eval.intervals import RESAMPLES, estimate
 from ragcache_eval.methods import FULL, MethodSpec, parse_methods
-from ragcache_eval.metrics import RESAMPLES, estimate
 from ragcache_eval.registry import PAGE_KINDS
 
 CHECKPOINTS = ("base=mini-long", "link5=mini-long-link")

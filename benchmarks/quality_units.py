@@ -21,7 +21,7 @@ import torch
 
 import ragcache as rc
 from ragcache.errors import ConfigError
-from ragcache.kv.prefix_cache import Exact
+from ragcache.kv.exact import Exact
 from ragcache.models.card import eos_token_ids
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_eval.case import Case

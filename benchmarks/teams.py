@@ -23,7 +23,7 @@ from benchmarks.report import Goal, Result
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Timing, Variant, alternate, ratio, summarise
 from ragcache.codecs import get_codec
-from ragcache.codecs.base import example_block
+from ragcache.codecs.sample_block import example_block
 from ragcache.models.language_model import LanguageModel
 from ragcache.runtime import end_team, work_alone
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ragcache.fusion.snapkv import SnapKV
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.ingest.document import HANDLE_KEY, Document
-    from ragcache.ingest.pipeline import IngestConfig
     from ragcache.ingest.report import IngestReport, ProgressEvent
+    from ragcache.ingest.store_writer import IngestConfig
     from ragcache.kv.block import KVBlock
     from ragcache.kv.block_key import Recipe
     from ragcache.models.language_model import LanguageModel
@@ -116,7 +116,7 @@ _NAMES = {
     "fusion.recompute": "RecomputeContext RecomputeMethod",
     "ingest.chunker": "ChunkerConfig",
     "ingest.document": "HANDLE_KEY Document",
-    "ingest.pipeline": "IngestConfig",
+    "ingest.store_writer": "IngestConfig",
     "ingest.report": "IngestReport ProgressEvent",
     "kv.block": "KVBlock",
     "kv.block_key": "Recipe",

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from ragcache.models.adapter import Base, write_adapter
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 
 

@@ -5,7 +5,8 @@ import math
 
 import torch
 
-from ragcache.kv.block import KVBlock, MixedBlock, keep
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse_block import keep
 from ragcache.store.kv_store import KVStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,9 +10,10 @@ import numpy as np
 
 from ragcache.ingest.chunker import Chunker, ChunkerConfig
 from ragcache.ingest.context_chunks import Similar
-from ragcache.ingest.document import ReadLimits
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.pipeline import IngestConfig, Ingestor
+from ragcache.ingest.pipeline import Ingestor
+from ragcache.ingest.read_limits import ReadLimits
+from ragcache.ingest.store_writer import IngestConfig
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.models.language_model import LanguageModel

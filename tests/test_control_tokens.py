@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ragcache as rc
 from ragcache.engine.conversation import Conversation, Said, completion_ends
-from ragcache.ingest.chunker import ChunkTokenizer
+from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.prompt import CUT, encode_rendered, encode_text, prompt_format
 
 SYSTEM, QUESTION, ANSWER = "  You row boats. ", "Who rows on the <b> river\n\nat night? ", "The boat, [a] the oar."

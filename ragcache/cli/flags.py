@@ -1,4 +1,4 @@
-"""The options, in groups that commands share. Every option is an environment variable RAGCACHE_* too."""
+"""The options, in groups that commands share."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class ReadLimitOptions:
     def config(self) -> IngestConfig:
         """Raises ConfigError."""
         from ragcache import IngestConfig
-        from ragcache.ingest.document import ReadLimits
+        from ragcache.ingest.read_limits import ReadLimits
 
         limits = ReadLimits(self.read_time, self.read_memory, self.max_text, encoding=self.encoding)
         return IngestConfig(reading=limits)

@@ -21,7 +21,8 @@ from rich.text import Text
 
 from ragcache.engine.options import Option, said
 from ragcache.errors import ConfigError, RagCacheError
-from ragcache.ingest.report import ProgressEvent, progress_bars
+from ragcache.ingest.progress import progress_bars
+from ragcache.ingest.report import ProgressEvent
 from ragcache.ingest.report import bytes_text as bytes_text
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -31,9 +32,58 @@ Function = Callable[..., None]
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def option(flag: str, help: str, *, prefix: str = "", **more: Any) -> Any:
-    """An option `--some-name` (or `--some-name/--no-some-name`) with the environment variable RAGCACHE_SOME_NAME."""
-    variable = "RAGCACHE_" + prefix + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+ENVIRONMENT = frozenset(
+    {
+        "store",
+        "model",
+        "database",
+        "remote",
+        "embedder",
+        "reranker",
+        "engine",
+        "tenant",
+        "device",
+        "dtype",
+        "method",
+        "k",
+        "system",
+        "recipe",
+        "codec",
+        "memory",
+        "device-memory",
+        "disk",
+        "answer-memory",
+        "prefix-memory",
+        "host",
+        "port",
+        "api-keys-file",
+        "model-name",
+        "web",
+        "open-metrics",
+        "queue",
+        "slots",
+        "drain",
+        "timeout",
+        "max-tokens",
+        "temperature",
+        "max-body",
+        "max-upload",
+    }
+)
+"""Options that a deployment sets for every command: each is an environment variable too."""
+
+
+def option(flag: str, help: str, *, environment: bool = True, **more: Any) -> Any:
+    """Return typer's option `--some-name` or `--some-name/--no-some-name`.
+
+    Args:
+        flag: the option as it is written.
+        help: its text.
+        environment: whether RAGCACHE_SOME_NAME stands for it, if `ENVIRONMENT` names it.
+        more: typer's own arguments.
+    """
+    name = flag.split("/")[0].removeprefix("--")
+    variable = f"RAGCACHE_{name.replace('-', '_').upper()}" if environment and name in ENVIRONMENT else None
     return typer.Option(flag, envvar=variable, help=help, **more)
 
 

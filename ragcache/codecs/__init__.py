@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ragcache import plugins
-from ragcache.codecs.base import Bases as Bases
 from ragcache.codecs.base import Codec as Codec
-from ragcache.codecs.base import RawCodec as RawCodec
-from ragcache.codecs.floats import Bfloat16Codec, Fp8Codec
+from ragcache.codecs.basis import Bases as Bases
+from ragcache.codecs.floats import Bfloat16Codec
+from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
+from ragcache.codecs.none import RawCodec as RawCodec
 from ragcache.errors import ConfigError
 from ragcache.plugins import Registry
 

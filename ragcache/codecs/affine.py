@@ -98,33 +98,3 @@ def _rounded(numbers: Tensor, dtype: torch.dtype, sign: int) -> Tensor:
     rounded: NDArray[Any] = exact.astype({torch.float16: np.float16, torch.float32: np.float32}[dtype])
     wrong = rounded * np.float64(sign) < exact * sign
     return torch.from_numpy(np.where(wrong, np.nextafter(rounded, rounded.dtype.type(sign * np.inf)), rounded))
-
-
-# Codes of a few bits in bytes.
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack as many codes into a byte as fit: the first part of the tokens in the lowest bits, and so on.
-
-    [..., num_tokens, dim] -> [..., ceil(num_tokens * bits / 8), dim]. Parts of the tokens instead of neighbours: both
-    directions then move whole runs of bytes.
-    """
-    rows = -(-codes.shape[-2] * bits // 8)
-    packed = codes[..., :rows, :].clone()
-    for place in range(1, 8 // bits):
-        part = codes[..., place * rows : (place + 1) * rows, :]
-        packed[..., : part.shape[-2], :] |= part << (place * bits)
-    return packed
-
-
-def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write the codes to `out`, [..., num_tokens, dim]."""
-    if bits == 8:
-        out.copy_(packed)
-        return
-    rows, places = packed.shape[-2], 8 // bits
-    for place in range(places):
-        part = out[..., place * rows : (place + 1) * rows, :]
-        codes = packed[..., : part.shape[-2], :]
-        codes = codes >> (place * bits) if place else codes
-        part.copy_(codes & (2**bits - 1) if place < places - 1 else codes)

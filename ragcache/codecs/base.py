@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
+from ragcache.codecs.basis import Bases
 from ragcache.errors import BasisError, DamagedBlockError, UnencodableBlockError
-from ragcache.kv.block import HybridBlock, KVBlock, MixedBlock, SparseBlock, empty_block
-from ragcache.kv.cache_shape import CacheShape, LayerShape, StateShape
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.cache_shape import LayerShape, StateShape
+from ragcache.kv.recurrent_block import HybridBlock
+from ragcache.kv.sparse_block import SparseBlock
 from ragcache.kv.state import StateMap
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.prefix_cache import Exact
+    from ragcache.kv.exact import Exact
 
 
-_T = TypeVar("_T")
 _PART_OF = "part_of"
 _INT64 = 8  # bytes
 _KEPT, _TOKENS = "kept", "tokens"
@@ -211,90 +211,3 @@ def _is_scaled(numbers: Tensor | None, scales: Tensor | None) -> bool:
     if numbers is None or numbers.dtype != torch.int8:
         return scales is None
     return scales is not None and scales.dtype == torch.float32 and scales.shape == (*numbers.shape[:-1], 1)
-
-
-# Bases: what a codec learns from a store's own passages, and cannot decode its blocks without. A basis is kept as a
-# block, so that every tier keeps, checks and moves it like all other blocks. What its numbers mean is known to its
-# codec alone.
-
-
-class Bases:
-    """Bases by name, read when they are first needed.
-
-    name: of the basis that new blocks are encoded with; None: there is none yet
-
-    Safe to call from several threads.
-    """
-
-    def __init__(self, load: Callable[[str], KVBlock | None] = lambda _name: None, name: str | None = None) -> None:
-        """load: gives the block of a basis, or None"""
-        self.name = name
-        self._load = load
-        self._blocks: dict[str, KVBlock] = {}
-        self._held: dict[str, object] = {}
-        self._lock = threading.Lock()
-
-    def add(self, block: KVBlock) -> str:
-        """Encode new blocks with this basis; returns its name. Nothing is stored."""
-        self.name = basis_name(block)
-        self._blocks[self.name] = block
-        return self.name
-
-    def get(self, name: str, read: Callable[[KVBlock], _T]) -> _T:
-        """What `read`, always the same, makes of the basis's block.
-
-        Raises DamagedBlockError for one that cannot be found or read: its blocks have to be computed again.
-        """
-        with self._lock:
-            if name not in self._held:
-                block = self._blocks.get(name) or self._load(name)
-                if block is None:
-                    raise DamagedBlockError(f"basis {name} is gone: what it encoded has to be computed again")
-                self._held[name] = read(block)
-            return self._held[name]  # type: ignore[return-value]
-
-
-def basis_name(block: KVBlock) -> str:
-    """64 hex digits that depend on the rows alone; they are the basis's block key."""
-    state = hashlib.sha256()
-    for part in block.parts if isinstance(block, MixedBlock) else (block,):
-        for rows in (part.keys, part.values):
-            state.update(f"{rows.dtype} {tuple(rows.shape)} ".encode())
-            state.update(rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
-
-
-# The codec that changes nothing.
-
-
-class RawCodec(Codec):
-    """Keys and values as they are, in their own dtype. Decoding copies nothing."""
-
-    name: ClassVar[str] = "raw"
-    version: ClassVar[int] = 1
-    lossless: ClassVar[bool] = True
-
-    def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
-        return {"keys": block.keys, "values": block.values}
-
-    def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
-        if tensors.keys() != {"keys", "values"}:
-            raise DamagedBlockError(f"a raw block holds the tensors keys and values, not {sorted(tensors)}")
-        return KVBlock(tensors["keys"], tensors["values"])
-
-    def bound_alike(self, block: KVBlock) -> float:
-        return 0.0
-
-    def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
-        return num_layers * num_tokens * layer.numbers * itemsize
-
-
-# A block to try codecs on, before there are passages.
-
-
-def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
-    """A block of normally distributed numbers, always the same ones."""
-    generator = torch.Generator().manual_seed(0)
-    shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
-    # Drawn in float32: some dtypes have no generator of their own, and all are to hold the same numbers.
-    return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))

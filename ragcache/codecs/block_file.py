@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragcache.codecs import Bases, Codec, get_codec
-from ragcache.codecs.base import RawCodec
 from ragcache.codecs.container import (
     Claim,
     Container,
@@ -17,8 +16,10 @@ from ragcache.codecs.container import (
     unpack_container,
     write_container,
 )
+from ragcache.codecs.none import RawCodec
 from ragcache.errors import ConfigError, DamagedBlockError, PluginError, SchemaVersionError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse_block import SparseBlock
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from ragcache.engine.store_config import StoreParts
 from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
 from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
-from ragcache.retrieval.retriever import open_table
+from ragcache.retrieval.open_index import open_table
 from ragcache.retrieval.vector_index import KINDS, VectorIndex
 from ragcache.store.folder import refuse_unproven
 from ragcache.store.kv_store import collect_garbage

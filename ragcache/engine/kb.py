@@ -30,8 +30,8 @@ from ragcache.engine.assemble import (
     open_retriever,
     open_workers,
 )
-from ragcache.engine.estimate import KVEstimate, estimate_kv
 from ragcache.engine.loader import LoadCounts
+from ragcache.engine.many import answer_of, ask_many
 from ragcache.engine.options import (
     DEFAULT_K,
     AskOptions,
@@ -44,8 +44,9 @@ from ragcache.engine.options import (
 )
 from ragcache.engine.passages import Passage
 from ragcache.engine.precompute import Precompute, PrecomputeReport
-from ragcache.engine.questions import Questions, answer_of, ask_many
+from ragcache.engine.questions import Questions
 from ragcache.engine.rates import RateFigures, machine_key
+from ragcache.engine.size_estimate import KVEstimate, estimate_kv
 from ragcache.engine.store import Store
 from ragcache.engine.store_config import open_store
 from ragcache.engine.verdict import AUTO
@@ -56,9 +57,11 @@ from ragcache.fusion.snapkv import SnapKV
 from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
-from ragcache.ingest.pipeline import IngestConfig, Ingestor, Input
+from ragcache.ingest.ingest_run import Input
+from ragcache.ingest.pipeline import Ingestor
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
+from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixStats
@@ -66,7 +69,8 @@ from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
 from ragcache.prompt import encode_text
-from ragcache.retrieval.embedder import Embedder, Reranker
+from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.documents import DocumentStore
@@ -268,7 +272,7 @@ class RagCache(Store):
         )
         if progress is not True:
             return run(progress=progress or None)
-        from ragcache.ingest.report import progress_bars, say_line
+        from ragcache.ingest.progress import progress_bars, say_line
 
         if isinstance(self.lm, LanguageModel):
             say_line(str(self.estimate_kv(given)))

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
-from ragcache import plugins
-from ragcache.engine.admission import MemoryNeed, SharedPrefixes, SharedPrefixRef, Size, kv_bytes, tokens_within
-from ragcache.engine.answer import Done, Event, Source, Sources, Usage
+from ragcache.engine.admission import Size, kv_bytes, tokens_within
+from ragcache.engine.answer import Done, Event, Sources
 from ragcache.engine.estimate import PrefillEstimate
-from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
+from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.output import OutputProcessor, write
-from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
+from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.request import Request, RequestOptions
+from ragcache.engine.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
 from ragcache.fusion.fuse import FuseOutput, prefill
-from ragcache.fusion.method import FusionMethod, Scope
+from ragcache.fusion.method import Scope
 from ragcache.fusion.place_check import place_kernel
-from ragcache.ingest.encoder import ModelEncoder
-from ragcache.kv.buffers import SharedContext
 from ragcache.kv.prefix_cache import PrefixStats
-from ragcache.models.card import ModelCard, eos_token_ids
+from ragcache.models.card import eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode
 from ragcache.models.graphs import use_graphs
@@ -32,15 +29,8 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
-from ragcache.plugins import Registry
-from ragcache.store.documents import DocumentStore
-from ragcache.store.kv_store import KVStore
-from ragcache.store.records import Chunk
 
 WARM_TOKENS = 16
-UNUSED = "unused"
-EXACT = "exact"
-SHARED = "shared"
 
 
 @dataclass(eq=False, repr=False)
@@ -208,230 +198,3 @@ class LocalEngine:
             thoughts=thoughts,
             room=self.prompts.room_at_first(fused.next_position, options),
         )
-
-
-# The KV that is at hand for a prompt, and what has to be loaded or computed before it is read.
-
-
-@dataclass(frozen=True)
-class ResolvedKV:
-    """What a prompt is read from.
-
-    path:    the prompt as the prefix tree knows it; None where it is of no use to the method
-    prefix:  exact KV of its first tokens
-    loaded:  its passages' blocks
-    sources: its passages, with where their KV came from
-    """
-
-    path: Path | None
-    prefix: PrefixKV
-    loaded: LoadedBlocks
-    sources: list[Source]
-
-    def usage(self, fused: FuseOutput, output: OutputProcessor) -> Usage:
-        counts = fused.counts(self.prefix.created_tokens + self.loaded.encoded_tokens)
-        return Usage(
-            fused.prompt_tokens,
-            counts.cached,
-            len(output.ids),
-            counts.created,
-            counts.computed,
-            output.reasoning_tokens,
-        )
-
-
-@dataclass(eq=False, repr=False)
-class KVLookup:
-    """Brings what prompts are read from. Thread-safe."""
-
-    lm: LanguageModel
-    encoder: ModelEncoder
-    _documents: DocumentStore
-    _prefixes: Prefixes
-    _whole: WholeStore
-    _loader: BlockLoader
-
-    @contextmanager
-    def resolve(self, request: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
-        """Everything that the prompt is read from, which stays until the block ends.
-
-        base: all that stands before its suffix, as another question placed it
-
-        Raises CancelledError and TimedOutError within `limits.limited`.
-        """
-        path, loaded, encoder = self._path(request), LoadedBlocks(), self.encoder
-        with self._prefix(request, path, base) as prefix:
-            known, chunks = 0 if prefix.exact is None else prefix.exact.num_tokens, list[Chunk]()
-            if path is not None and base is None:
-                placed = path.layout.placed(known)
-                chunks = [path.hits[piece.passage].chunk for piece in placed if piece.passage is not None]
-            elif request.options.method.reuses_blocks and base is None:
-                chunks = [hit.chunk for hit in request.hits]
-                encoder = self._encoder_behind(request.options.method.prefix_ids(self.lm, request.prompt), prefix)
-            if chunks:
-                passing, ahead = encoder is not self.encoder, request.options.ahead
-                loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
-            if path is not None and base is None:
-                sources = self._along(request, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
-            else:
-                origins = loaded.origins or [UNUSED if base is None else SHARED] * len(request.hits)
-                keys = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
-                rows = zip(request.hits, keys, origins, strict=True)
-                sources = [Source(hit.chunk, hit.score, handle, origin) for hit, handle, origin in rows]
-            yield ResolvedKV(path, prefix, loaded, sources)
-
-    def keep(self, request: Request, resolved: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
-        """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
-        path, options = resolved.path, request.options
-        method = options.method
-        if path is None or options.evict is not None or not self.keeps_context_of(method):
-            return
-        if method.reuses_blocks or method.takes_exact:
-            self._prefixes.keep(method, path, answer_ids, fused)
-
-    def keeps_context_of(self, method: FusionMethod) -> bool:
-        """Whether what the method places can be shared and kept: where blocks hold other tokens in each head, every
-        question places its own."""
-        return self.encoder.recipe.is_dense or not method.reuses_blocks
-
-    def shares_context_of(self, method: FusionMethod) -> bool:
-        """Whether questions over the same passages can stand on one context: a state is kept where blocks end alone."""
-        return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
-
-    def is_of_store(self, request: Request) -> bool:
-        """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
-        own = tuple(request.options.method.prefix_ids(self.lm, request.prompt)) == self.encoder.first_ids
-        ids = {hit.chunk.vector_id for hit in request.hits}
-        return (
-            own
-            and request.kept is None
-            and not request.options.found
-            and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
-        )
-
-    def _path(self, request: Request) -> Path | None:
-        method, kept = request.options.method, request.kept
-        goes_on = (
-            request.options.found and request.options.evict is None if method.reuses_blocks else method.takes_exact
-        )
-        if kept is None and not goes_on:
-            return None
-        hits = [*(kept.earlier.hits if kept else ()), *request.hits]
-        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), self._prefixes.drops)
-
-    def _prefix(
-        self, request: Request, path: Path | None, base: SharedContext | None
-    ) -> AbstractContextManager[PrefixKV]:
-        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what is known."""
-        method = request.options.method
-        if base is not None or not (method.reuses_blocks or method.takes_exact):
-            return nullcontext(PrefixKV())
-        if path is None:
-            return self._prefixes.text(method.prefix_ids(self.lm, request.prompt))
-        return self._known(request, path)
-
-    @contextmanager
-    def _known(self, request: Request, path: Path) -> Iterator[PrefixKV]:
-        """What the tree has, all but the last token at most, and nothing of the suffix where its rows vote on what is
-        evicted; of a store that is read whole, everything before the question."""
-        prompt, options = request.prompt, request.options
-        most = path.layout.num_tokens - 1 if options.evict is None else prompt.context_tokens
-        with self._prefixes.match(options.method, path, most) as (lease, load_s):
-            count = 0 if lease is None else lease.num_tokens
-            if options.found and count <= len(prompt.prefix_ids):
-                with self._prefixes.text(prompt.prefix_ids) as prefix:
-                    yield prefix
-            elif options.whole is None or count >= prompt.context_tokens:
-                yield PrefixKV(lease, load_s=load_s)
-            else:
-                prefix = self._whole.read(prompt.ids[: prompt.context_tokens], options.whole)
-                yield prefix._replace(load_s=prefix.load_s + load_s)
-
-    def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """The store's own, or one that encodes behind another prefix where blocks depend on that."""
-        own = self.encoder
-        if not own.recipe.needs_prefix or ids == own.prefix_ids:
-            return own
-        return ModelEncoder(
-            self.lm,
-            own.recipe,
-            ids,
-            own.tenant,
-            read_prefix=lambda _: nullcontext(prefix.exact),
-            on_encoded=own.on_encoded,
-            neighbourhood=own.neighbourhood,
-        )
-
-    def _along(self, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
-        """This turn's passages, and those of them that were read before, with where their KV came from."""
-        fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
-        keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
-        sources = []
-        for (piece, hit), key in zip(path.passages, keys, strict=True):
-            if path.layout.separate and piece.end > known:
-                handle, origin = next(fresh)
-            else:
-                handle, origin = key, known_as if piece.end <= known else UNUSED
-            sources.append(Source(hit.chunk, hit.score, handle, origin))
-        by_ids = {tuple(source.chunk.token_ids): source for source in sources}
-        again = request.kept.earlier.again if request.kept else ()
-        return [
-            *sources[len(sources) - path.asked :],
-            *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),
-        ]
-
-
-# The contract of what computes answers.
-
-
-class Engine(Protocol):
-    """Answers prompts over hits that are already retrieved. Thread-safe.
-
-    `LocalEngine` runs the model in this process; those of `ENGINES` have another engine run it.
-    """
-
-    @property
-    def prompts(self) -> Prompts: ...
-
-    def check(self, options: RequestOptions) -> None:
-        """Raises ConfigError for a question that cannot be read this way."""
-
-    def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Yield sources, then tokens, then the whole answer."""
-
-    def drop_deleted(self) -> None:
-        """Let go of what was computed over passages that are gone."""
-
-    def clear(self) -> None:
-        """Let go of everything that is kept between questions."""
-
-    def warm_up(self) -> None:
-        """Pay for what the first question would pay for."""
-
-    def prefix_stats(self) -> PrefixStats: ...
-
-    def pass_stats(self) -> PassStats:
-        """Counts of the model's passes in this process."""
-
-
-class Connection(Protocol):
-    """Another engine, reached at an address. Nothing is sent before it is request."""
-
-    url: str
-
-    def longest_prompt(self) -> int | None:
-        """Tokens of prompt and answer that it takes; None where it does not say. Raises EngineError,
-        ModelMismatchError."""
-
-    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
-        """Whether it can read stored blocks by this method."""
-
-    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
-        """What answers by it, over a store's blocks."""
-
-    def close(self) -> None: ...
-
-
-ENGINES: Registry[Callable[[str, str, str | None], Connection]] = Registry(plugins.ENGINES)
-"""Other engines by the scheme of their addresses; each takes an address, the model's fingerprint and a key, and raises
-ConfigError for an address that is none of its own."""

@@ -12,7 +12,8 @@ from ragcache.engine.request import Request
 from ragcache.models.card import ModelCard
 from ragcache.models.generate import Detokenizer
 from ragcache.models.sampler import TokenScores
-from ragcache.models.tool_calls import Parsed, Thought, ToolCall, ToolParser, answer_format
+from ragcache.models.tool_calls import Thought, ToolCall, answer_format
+from ragcache.models.tool_parser import Parsed, ToolParser
 from ragcache.prompt import control_tokens, encode_text
 
 

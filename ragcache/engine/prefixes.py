@@ -20,18 +20,10 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder, OnEncoded
 from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
+from ragcache.kv.exact import Exact, ExactBlock, Read, read_cache, states_behind
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import (
-    Exact,
-    ExactBlock,
-    Owned,
-    PrefixCache,
-    PrefixMatch,
-    PrefixStats,
-    Read,
-    read_cache,
-    states_behind,
-)
+from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch, PrefixStats
+from ragcache.kv.prefix_nodes import Owned
 from ragcache.kv.state import State
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, PromptEnds

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from ragcache.codecs import Codec
-from ragcache.codecs.base import example_block
+from ragcache.codecs.sample_block import example_block
 from ragcache.engine.rates import RateFigures, Rates, machine_key
 from ragcache.files import PAGE, read_at
 from ragcache.kv.block_key import Recipe

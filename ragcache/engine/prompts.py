@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 from ragcache.engine.conversation import Conversation
 from ragcache.engine.history import History
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
+from ragcache.engine.shared_order import ReadCounts, relevance_hint, shared_order
 from ragcache.engine.verdict import NOTHING_TO_REUSE, cannot_read_between
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.fusion.fuse import PromptPlan, block_recipe
@@ -348,68 +347,3 @@ def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: Add
     while count and sum(labels[:count]) + sum(chunks[:count]) + added.num_tokens(chunks[:count]) > room:
         count -= 1
     return count
-
-
-# RAGBoost's ordering: passages in the order that lengthens the prefix shared with earlier prompts.
-
-
-COUNTED_PASSAGES = 1 << 16
-_SEARCHED = 256
-
-Ids = tuple[int, ...]
-
-
-class ReadCounts:
-    """How often each passage was read, by its tokens' hash. Thread-safe; the least recently read are forgotten."""
-
-    def __init__(self) -> None:
-        self._counts: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def count(self, passages: Sequence[Ids]) -> None:
-        with self._lock:
-            for ids in passages:
-                self._counts[hash(ids)] = self._counts.pop(hash(ids), 0) + 1
-            while len(self._counts) > COUNTED_PASSAGES:
-                self._counts.popitem(last=False)
-
-    def of(self, ids: Ids) -> int:
-        with self._lock:
-            return self._counts.get(hash(ids), 0)
-
-
-def shared_order(
-    known: Callable[[Sequence[int]], int], counts: ReadCounts, prefix_ids: Ids, passages: Sequence[Ids]
-) -> list[int]:
-    """Ranks of the passages: first the longest beginning that the tree has behind the prefix, then the others, those
-    that were read most often first, so that later prompts find them near the beginning; of equals the more relevant.
-
-    known: tokens of a sequence that the tree has. At most 256 sequences are looked at.
-    """
-    by_count = sorted(range(len(passages)), key=lambda rank: -counts.of(passages[rank]))
-    best: list[int] = []
-    best_tokens = 0
-    looked = 0
-    front: list[tuple[list[int], Ids]] = [([], prefix_ids)]
-    while front and looked < _SEARCHED:
-        order, ids = front.pop()
-        further = []
-        for rank in (rank for rank in by_count if rank not in order):
-            looked += 1
-            longer = (*ids, *passages[rank])
-            tokens = known(longer)
-            if tokens > max(best_tokens, len(ids)):
-                best, best_tokens = [*order, rank], tokens
-            if tokens == len(longer):
-                further.append(([*order, rank], longer))
-        front += reversed(further)
-    return best + [rank for rank in by_count if rank not in best]
-
-
-def relevance_hint(order: Sequence[int]) -> str:
-    """A line that tells the model which passages matter most, where they do not stand in that order: passages carry no
-    rank of their own, which would keep their KV from being reused."""
-    if list(order) == sorted(order):
-        return ""
-    places = sorted(range(len(order)), key=lambda place: order[place])
-    return f"Passages by relevance: {', '.join(str(place + 1) for place in places)}.\n"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
@@ -17,14 +14,15 @@ from typing import Any, NamedTuple, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.engine.aio import THREADS
-from ragcache.engine.answer import Answer, Done, Event, Sources
+from ragcache.engine.answer import Event, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.conversation import Conversation, Given, completion_ends
 from ragcache.engine.history import ConversationContext, History, inline_passages
 from ragcache.engine.loader import Prefetch
+from ragcache.engine.notices import MINI_NOTICE, is_other_text
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextMode, GenerationOptions, retrieval
-from ragcache.engine.passages import Passage, PassageFinder, find_passages
+from ragcache.engine.passage_finder import PassageFinder
+from ragcache.engine.passages import Passage, find_passages
 from ragcache.engine.prefixes import check_whole, whole_hits
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.engine.tool_use import tool_use
@@ -46,6 +44,8 @@ from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, think
 from ragcache.prompt import PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
+
+log = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):
@@ -397,53 +397,3 @@ def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
     earlier, suffix_ids, hits = read
     texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
     return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)
-
-
-# Whole answers from streams of events, one at a time or many side by side.
-
-
-def answer_of(events: deque[Event]) -> Answer:
-    """The answer that a stream ended with. events: its last one"""
-    if events and isinstance(events[-1], Done):
-        return events[-1].answer
-    raise ConfigError("the stream ended without an answer")  # an Engine that breaks its contract
-
-
-def ask_many(
-    ask: Callable[..., Answer], questions: Iterable[str], cancelled: threading.Event | None = None
-) -> list[Answer]:
-    """Answers in the order of the questions, asked from THREADS threads so that they share passes.
-
-    cancelled: the caller sets it to stop all of them
-
-    The first error is raised; questions that were not begun are dropped then, and running ones end.
-    """
-    if isinstance(questions, str):
-        raise ConfigError(f"questions is one text, {questions[:40]!r}; give a list of questions, or call `ask`")
-    stop = threading.Event() if cancelled is None else cancelled
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="ragcache-many") as pool:
-        try:
-            return list(pool.map(lambda question: ask(question, cancelled=stop), questions))
-        except BaseException:
-            if cancelled is None:  # another's event is not ours to set: what runs then runs to its end
-                stop.set()
-            raise
-
-
-# The bundled models over text that they never learned to read.
-
-
-log = logging.getLogger(__name__)
-# The bundled tokenizer knows the registry's words and few others. Over its passages it takes 0.19 to 0.24 tokens a
-# character, over encyclopedias, questions and program documentation 0.40 to 0.90.
-MOST_TOKENS_PER_CHARACTER = 0.32
-MINI_NOTICE = (
-    "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other text: do "
-    "not expect answers. Make a store with a model of the hub, such as HuggingFaceTB/SmolLM2-360M-Instruct (0.7 GB of "
-    "memory in bfloat16), Qwen/Qwen3-0.6B (1.2 GB) or meta-llama/Llama-3.2-1B-Instruct (2.5 GB): model=..., or --model"
-)
-
-
-def is_other_text(hits: Sequence[Hit]) -> bool:
-    characters = sum(len(hit.chunk.text) for hit in hits)
-    return sum(hit.chunk.num_tokens for hit in hits) > MOST_TOKENS_PER_CHARACTER * characters

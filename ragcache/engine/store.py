@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ragcache.engine.info import Info, UsageLog, info
+from ragcache.engine.info import Info, info
 from ragcache.engine.options import StoreConfig, check_names, names
 from ragcache.engine.rates import RateFigures
 from ragcache.engine.store_config import StoreParts, open_store
+from ragcache.engine.usage_log import UsageLog
 from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError, StoreClosedError
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
@@ -83,7 +84,7 @@ class Store:
     ) -> list[str]:
         """Delete documents by id, and those that pass the filter: text, embeddings, index entries, KV bytes in every
         tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
-        from ragcache.retrieval.retriever import delete_documents
+        from ragcache.retrieval.deletion import delete_documents
 
         self._check_open()
         wanted = [ids] if isinstance(ids, str) else list(ids)

@@ -23,7 +23,8 @@ from torch import Tensor
 from ragcache.engine.loader import BlockLoader
 from ragcache.errors import StoreError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch, common_length
+from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch
+from ragcache.kv.prefix_nodes import common_length
 from ragcache.runtime import work_alone
 from ragcache.store.counters import WarnOnce
 from ragcache.store.documents import DocumentStore
@@ -58,7 +59,7 @@ class StoredKV(NamedTuple):
         return self.parts[-1][0].stop
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See `ragcache.kv.prefix_cache.Read`. Raises LookupError for tokens that stand before these."""
+        """See `ragcache.kv.exact.Read`. Raises LookupError for tokens that stand before these."""
         if start < self.parts[0][0].start:
             raise LookupError("what stands before the stored KV was dropped meanwhile")
         keys, values = [], []

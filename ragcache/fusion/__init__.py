@@ -12,7 +12,8 @@ from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
 from ragcache.fusion.link import Link
 from ragcache.fusion.method import FusionMethod
-from ragcache.fusion.reposition import Concat, Reposition
+from ragcache.fusion.raw import Concat
+from ragcache.fusion.reposition import Reposition
 from ragcache.plugins import Registry
 
 METHODS: Registry[type[FusionMethod]] = Registry(

@@ -18,7 +18,7 @@ from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import Exact, ExactBlock
+from ragcache.kv.exact import Exact, ExactBlock
 from ragcache.models.attention import observing
 from ragcache.models.card import ModelCard
 from ragcache.models.kvzip import num_kept

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ragcache.kv.buffers import SharedContext
+    from ragcache.kv.exact import Exact
     from ragcache.kv.fused_cache import FusedCache, Place
-    from ragcache.kv.prefix_cache import Exact
     from ragcache.models.language_model import LanguageModel
     from ragcache.models.layerwise import BeforeLayer
 
@@ -212,7 +212,7 @@ class Placer:
 
     def place(self, cache: FusedCache, layer: int) -> None:
         if self._exact is not None:
-            from ragcache.kv.prefix_cache import place_exact
+            from ragcache.kv.exact import place_exact
 
             place_exact(cache, layer, self._exact)
         if not self._blocks:

@@ -62,7 +62,7 @@ def _is_right(lm: LanguageModel) -> bool:
         return False
     try:
         if lm.device.type == "cuda":
-            from ragcache.kv.buffers import Lane
+            from ragcache.kv.lane import Lane
 
             lm.pool.lane = Lane(lm.device)
         for codec in CODECS:

@@ -18,14 +18,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from tokenizers import Tokenizer
-
 from ragcache import plugins
-from ragcache.errors import Config, ConfigError, ContextTooLongError, check_least, check_text
-from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks, split_sentences
+from ragcache.errors import Config, ConfigError, check_least
+from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
+from ragcache.ingest.sentences import split_sentences
+from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks
 from ragcache.models.deadline import LIMIT
 from ragcache.plugins import Registry
-from ragcache.prompt import control_tokens, encode_text, exceeds
 from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
@@ -427,91 +426,3 @@ def _batched(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T
             some, size = [], 0
     if some:
         yield some
-
-
-# A language model's tokenizer as ingestion uses it: text of a chunk, alone, to ids.
-
-
-class ChunkTokenizer:
-    """Tokenises chunks alone: no special tokens added, and none recognised in the text.
-
-    A document that contains "<|im_end|>" gets the ids of those characters, never the control token: a passage must
-    not be able to end the prompt that quotes it. Safe to share between threads.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: a transformers tokenizer. Its own state stays untouched (a fast one is copied)."""
-        self._tokenizer = tokenizer
-        self._controls = control_tokens(tokenizer).keys() - {tokenizer.unk_token_id}  # unknown is what it is
-        self._fast: Tokenizer | None = None
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if isinstance(backend, Tokenizer):
-            self._fast = Tokenizer.from_str(backend.to_str())
-            self._fast.no_truncation()
-            self._fast.no_padding()
-            self._fast.encode_special_tokens = True
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text. Raises PromptError for half of a surrogate pair."""
-        if not texts:
-            return []
-        for text in texts:
-            check_text(text)
-        if self._fast is not None:
-            rows = [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
-        else:
-            rows = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        # Some control tokens are left: those that are not special, and those that the vocabulary itself spells.
-        return [
-            list(row) if self._controls.isdisjoint(row) else encode_text(self._tokenizer, text)
-            for text, row in zip(texts, rows, strict=True)
-        ]
-
-    def count(self, texts: Sequence[str]) -> list[int]:
-        """Number of ids of each text."""
-        return [len(ids) for ids in self.encode(texts)]
-
-
-# Texts that are passages already: one chunk each, kept as they are.
-
-
-NO_LIMIT = 1 << 20
-
-
-class PassthroughSplitter:
-    """Stands in for a Chunker where the caller's own documents are the passages (`ingest(..., split=False)`).
-
-    The text is stored as it was given. The model reads it with exactly one newline at its end, as it reads every chunk,
-    so that a passage has the same ids, and the same KV block, whoever hands it over.
-    """
-
-    settings: dict[str, Any] = {"chunker": "whole 1"}  # noqa: RUF012
-
-    def __init__(self, tokenizer: Any, max_tokens: int = NO_LIMIT) -> None:
-        """tokenizer: a transformers tokenizer. max_tokens: most that the model can read."""
-        self._tokens = ChunkTokenizer(tokenizer)
-        self._max_tokens = max_tokens
-
-    def split(self, text: str, places: Sequence[Place] = ()) -> list[TextChunk]:
-        place = PlaceIndex(text, places).between(0, len(text))
-        return [TextChunk(text, ids, (), place) for ids in self.encode([text])]
-
-    def chunk_id(self, document_id: str, ordinal: int) -> str:
-        return document_id
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text as a passage. Raises ContextTooLongError for one that is far too long to be tokenised."""
-        for text in texts:
-            self._check(text)
-        return self._tokens.encode([f"{text.rstrip()}\n" for text in texts])
-
-    def _check(self, text: str) -> None:
-        if exceeds(text, self._max_tokens, self._count):
-            raise ContextTooLongError(
-                f"a passage of {len(text):,} characters has more than the {self._max_tokens:,} tokens that the "
-                "model can read; cut it into several, or let it be cut (split=True)"
-            )
-
-    def _count(self, part: str) -> int:
-        LIMIT.get().check()
-        return self._tokens.count([part])[0]

@@ -13,7 +13,7 @@ from ragcache.codecs import Codec, RawCodec
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
-from ragcache.kv.prefix_cache import Exact
+from ragcache.kv.exact import Exact
 from ragcache.models.card import ModelCard
 from ragcache.models.deadline import LIMIT
 from ragcache.models.encode import AbandonedSignal

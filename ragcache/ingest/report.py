@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ragcache.errors import RagCacheError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 
 class ProgressEvent(NamedTuple):
@@ -116,42 +115,3 @@ def bytes_text(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-# Ingestion on the terminal.
-
-
-LABELS = {
-    "read": "Reading files",
-    "embed": "Embedding chunks",
-    "encode": "Precomputing KV (tokens)",
-    "commit": "Storing documents",
-}
-
-
-def say_line(text: str) -> None:
-    """A line on standard error, where the bars are."""
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def progress_bars(console: Console | None = None) -> Iterator[Progress]:
-    """A callback that draws one bar a stage, on standard error unless told otherwise."""
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.TextColumn("{task.description:<26}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-    )
-    with progress.Progress(*columns, console=console or Console(stderr=True)) as bars:
-        tasks = {stage: bars.add_task(label, total=None) for stage, label in LABELS.items()}
-
-        def show(event: ProgressEvent) -> None:
-            bars.update(tasks[event.stage], completed=event.done, total=event.total)
-
-        yield show
-        for task in bars.tasks:
-            bars.update(task.id, total=task.completed)

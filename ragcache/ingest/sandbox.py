@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from ragcache.errors import ReaderError, ReaderLimitError
-from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.document import Document
+from ragcache.ingest.read_limits import ReadLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.sandbox_child import OVER_MEMORY
 from ragcache.models.deadline import LIMIT, POLL_S

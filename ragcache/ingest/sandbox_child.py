@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragcache.errors import ReaderError, ReaderLimitError
-from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.document import Document
+from ragcache.ingest.read_limits import ReadLimits
 from ragcache.ingest.readers import SourceFile, read_file
 from ragcache.ingest.readers.plain import ENCODING
 

@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 from ragcache import plugins
 from ragcache.errors import IngestError, PromptError, ReaderError
-from ragcache.ingest.chunker import Chunker, PassthroughSplitter, TextChunk
+from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
-from ragcache.ingest.encoder import BlockKeys, ModelEncoder
+from ragcache.ingest.encoder import BlockKeys
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours
 from ragcache.models.batches import plan_batches
@@ -29,7 +30,6 @@ from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder, embed_windows
 from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
-from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 
 # Texts that the embedder is given together: cancelling takes effect behind them where it has no say of its own.
@@ -231,26 +231,3 @@ class LocalWorkers:
 def _wait(writes: Sequence[Future[None]]) -> None:
     for write in writes:
         write.result()
-
-
-# The basis of a store's codec, made from a sample of the first passages that are ingested.
-
-
-SAMPLE_TOKENS = 8192
-
-
-def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> None:
-    """Give the store's codec its basis: one that another process has made meanwhile, or one of these chunks' KV.
-
-    Raises BasisError when they have too few tokens, and what `KVStore.add_basis` and `IngestRun` raise.
-    """
-    name = documents.basis
-    if name is not None:
-        kv.use_basis(name)
-        return
-    every = max(1, sum(map(len, chunks)) // SAMPLE_TOKENS)
-    sample = chunks[::every]
-    blocks: list[KVBlock] = []
-    for batch in plan_batches(list(map(len, sample)), encoder.batch_tokens):
-        blocks += encoder.encode([sample[rank] for rank in batch])
-    documents.hold_basis(kv.add_basis(kv.fit_basis(blocks)))

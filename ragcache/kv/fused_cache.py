@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import Cache
 
 from ragcache.errors import ConfigError
-from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, Lane, SharedContext, Wait
+from ragcache.kv.buffers import BufferHandle, BufferPool, KVBuffers, SharedContext
 from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.lane import Lane, Wait
 from ragcache.kv.state import State
 
 Adjust = Callable[[Tensor, Tensor], Tensor]

@@ -11,25 +11,33 @@ same token read in another way has other KV. Sequences of different namespaces n
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock, empty_block
-from ragcache.kv.buffers import SharedContext
 from ragcache.kv.cache_shape import CacheShape
-from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.rope import Rope
-from ragcache.kv.state import State, compose
+from ragcache.kv.exact import Read
+from ragcache.kv.prefix_nodes import (
+    Elements,
+    End,
+    Node,
+    Owned,
+    Page,
+    Slice,
+    clip,
+    common_length,
+    cut,
+    ends_along,
+    reaching,
+)
+from ragcache.kv.state import State
 
 PAGE_TOKENS = 128
 
@@ -152,7 +160,7 @@ class PrefixCache:
         with self._lock:
             path = list(self._walk(namespace, wanted))
             if self.shape.states:
-                return max((at for at, _ in _ends(path)), default=0)
+                return max((at for at, _ in ends_along(path)), default=0)
             return sum(shared for _, shared in path)
 
     def insert(
@@ -266,7 +274,7 @@ class PrefixCache:
         slices: list[Slice] = []
         for node, shared in path:
             slices += cut(node.slices, 0, shared)
-        ends = _ends(path)
+        ends = ends_along(path)
         held: list[Page | End] = [*(one.page for one in slices), *(end for _, end in ends)]
         for page in held:
             page.uses += 1
@@ -422,197 +430,3 @@ class PrefixCache:
             parent.children[int(above.elements[0])] = above
         self._order[above] = None
         return above
-
-
-# Nodes of a prefix tree, and the pages that their edges share.
-
-
-Elements = NDArray[np.int64]
-
-
-class Owned(NamedTuple):
-    """Elements [start, stop) of a sequence belong to something that may be deleted: `owner` names it."""
-
-    start: int
-    stop: int
-    owner: int
-
-
-@dataclass(eq=False)
-class Page:
-    """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
-
-    uses: slices of it that nodes and leases hold; its bytes are free when there are none
-    """
-
-    held: KVBlock
-    uses: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.held.num_bytes
-
-
-@dataclass(eq=False)
-class End:
-    """States of recurrent layers behind the last element of a node. uses: nodes and leases that hold them"""
-
-    states: tuple[State, ...]
-    uses: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(state.num_bytes for state in self.states)
-
-
-class Slice(NamedTuple):
-    """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
-
-    page: Page
-    start: int
-    stop: int
-
-
-@dataclass(eq=False)
-class Node:
-    """An edge and what hangs below it.
-
-    elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
-    leases:   askers that are reading down to here
-    end:      states behind the edge, where a sequence was kept that ends there
-    """
-
-    elements: Elements
-    slices: list[Slice]
-    owned: list[Owned]
-    parent: Node | None
-    children: dict[int, Node] = field(default_factory=dict)
-    leases: int = 0
-    end: End | None = None
-
-
-def _ends(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
-    """States along a path of nodes, each with the number of elements before it. path: with elements shared by node"""
-    found, at = [], 0
-    for node, shared in path:
-        at += shared
-        if node.end is not None and shared == len(node.elements):
-            found.append((at, node.end))
-    return found
-
-
-def common_length(one: Elements | NDArray[np.int32], other: Elements | NDArray[np.int32]) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
-
-
-def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Slice]:
-    """Their tokens [first, last)."""
-    found, at = [], 0
-    for page, start, stop in slices:
-        begin, end = max(start, start + first - at), min(stop, start + last - at)
-        if begin < end:
-            found.append(Slice(page, begin, end))
-        at += stop - start
-    return found
-
-
-def reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """Like `clip`, and what ends before `start` owns the first element: all was computed over it, and the tokens above
-    may be known as another owner's alone."""
-    return clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
-
-
-def clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """The part in [start, stop), counted from start."""
-    parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
-    return [part for part in parts if part.start < part.stop]
-
-
-# KV of a prompt's first tokens, as a plain pass over them leaves it.
-
-
-Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
-"""Gives a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
-
-
-class Exact(Protocol):
-    """The KV that earlier passes left of the prompt's first `num_tokens` tokens, keys rotated to 0, 1, ..."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def states(self) -> Sequence[State]:
-        """Those of recurrent layers behind these tokens."""
-
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
-
-
-def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
-    """Place the first tokens of one layer, recurrent ones counted behind the others, into a cache."""
-    rank = layer - len(cache.lengths)
-    if rank >= 0:
-        cache.states[rank] = exact.states[rank] if exact.num_tokens else None
-        return
-    keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=cache.shape.device))
-    exact.copy_layer(layer, keys[0], values[0])
-
-
-@dataclass(frozen=True, eq=False)
-class ExactBlock:
-    """The isolated block of these tokens, rotated as it is copied."""
-
-    block: KVBlock
-    rope: Rope
-    shape: CacheShape
-
-    @property
-    def num_tokens(self) -> int:
-        return self.block.num_tokens
-
-    @property
-    def states(self) -> Sequence[State]:
-        pairs = zip(self.block.states, self.shape.states, strict=True)
-        return [compose(None, [one], shape.conv[1], self.shape.device) for one, shape in pairs]
-
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)
-        self.block.copy_values(layer, values)
-
-
-def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Give what `PrefixCache.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
-
-    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
-    """
-    order: dict[int, Tensor] = {}
-
-    def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        parts = [cache.layer_state(layer)] if isinstance(cache, SharedContext) else cache.parts(layer)
-        if layer not in order:
-            order[layer] = torch.cat([positions for _, _, positions in parts]).argsort()
-        index = order[layer][start:stop]
-        return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
-
-    return read
-
-
-def states_behind(cache: FusedCache | SharedContext, num_tokens: int) -> list[State]:
-    """States of recurrent layers behind so many tokens, which are all that the cache holds; else none."""
-    held = cache.num_tokens if isinstance(cache, SharedContext) else cache.get_seq_length()
-    return [state for state in cache.states if state is not None] if held == num_tokens else []
-
-
-def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
-    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
-    out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
-    start = 0
-    for part in parts:
-        here = (index >= start) & (index < start + part.shape[1])
-        out[:, here] = part.index_select(1, index[here] - start)
-        start += part.shape[1]
-    return out

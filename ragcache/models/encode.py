@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ragcache.kv.anchor_tokens import OPEN, Anchors
-from ragcache.kv.block import HybridBlock, KVBlock, empty_block
+from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.rope import Rope
 from ragcache.kv.state import State
 from ragcache.models.attention import CURRENT, EncodePass

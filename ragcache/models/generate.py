@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.deadline import Limit
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.requests import DecodingSequence
 from ragcache.models.sampler import Sampler, Sampling, TokenScores
-from ragcache.models.scheduler import DecodingSequence
 from ragcache.models.structured import Constraint
 from ragcache.models.thoughts import Form
 from ragcache.prompt import control_tokens

@@ -153,13 +153,3 @@ def _on_disk() -> Iterator[str]:
 
     for folder in Path(constants.HF_HUB_CACHE).glob("models--*"):
         yield folder.name.removeprefix("models--").replace("--", "/")
-
-
-# How much memory there is.
-
-
-def machine_bytes() -> int | None:
-    """Memory of the machine; None where the system does not say."""
-    if not hasattr(os, "sysconf"):
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ragcache.kv.block import KVBlock, keep
+from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Recipe
+from ragcache.kv.sparse_block import keep
 from ragcache.models.attention import CURRENT, Attended, FusedPass, observing
 from ragcache.models.card import ModelCard
 from ragcache.models.encode import AbandonedSignal

@@ -11,13 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, PromptError
 from ragcache.kv.anchor_tokens import gives_way
-from ragcache.kv.block import KVBlock, keep
+from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import BufferPool, SharedContext
 from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.exact import Exact, place_exact
 from ragcache.kv.fused_cache import FusedCache, Place
-from ragcache.kv.prefix_cache import Exact, place_exact
 from ragcache.kv.rope import Rope
+from ragcache.kv.sparse_block import keep
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batch import ForwardRequest, run_pieces
 from ragcache.models.batches import plan_batches

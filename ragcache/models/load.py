@@ -23,9 +23,8 @@ from ragcache.errors import (
     check_choice,
     check_type,
 )
-from ragcache.files import file_digest
 from ragcache.kv.block_key import digest
-from ragcache.models.adapter import ROWS_FILE, Adapter, Lora
+from ragcache.models.adapter import Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import (
@@ -36,8 +35,10 @@ from ragcache.models.checkpoint import (
     load_tokenizer,
     load_weights,
 )
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import ADAPTER, BUNDLED, resolve, split_file
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.lora import Lora
 from ragcache.models.machine import AUTO, find_device, suits
 from ragcache.models.packed import pack
 from ragcache.models.pull import obtain
@@ -262,36 +263,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-# A checkpoint's files, by a digest that needs no model: what another engine loads is compared with what a store was
-# made with.
-
-
-FILES = ("*.safetensors", "*.bin", "config.json")
-
-
-def checkpoint_digest(name: str) -> str | None:
-    """SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows); None where the
-    model is no directory here and not in the hub's cache either, or merged as it is loaded.
-
-    name: a directory or hub id, or a GGUF file of one
-
-    Raises AdapterError for an adapter that cannot be read.
-    """
-    place, file = split_file(name)
-    directory = find_directory(place)
-    if directory is None:
-        return None
-    if file:
-        return file_digest(directory / file["gguf_file"]).hex()
-    if Lora.find(directory) is not None:  # its weights are in no file
-        return None
-    if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that
-        rows = file_digest(directory / ROWS_FILE).hex()
-        return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), rows])
-    whole = hashlib.sha256()
-    for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
-        whole.update(path.name.encode())
-        whole.update(file_digest(path))
-    return whole.hexdigest()

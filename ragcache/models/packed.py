@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragcache.models.hub import machine_bytes
+from ragcache.models.machine_memory import machine_bytes
 
 # Without a word of the user's: the share of the machine's memory that packed weights may take.
 DEFAULT_SHARE = 8

@@ -38,7 +38,6 @@ from ragcache.models.hub import (
     Source,
     absence,
     is_whole,
-    machine_bytes,
     models_home,
     place_of,
     refuse_absent,
@@ -46,6 +45,7 @@ from ragcache.models.hub import (
     snapshot,
     split_file,
 )
+from ragcache.models.machine_memory import machine_bytes
 
 log = logging.getLogger(__name__)
 PIP_S = 900.0

@@ -13,12 +13,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,7 +26,6 @@ from ragcache.errors import (
     ContextTooLongError,
     EmbedderError,
     EmbedderMismatchError,
-    RerankerError,
     check_least,
     check_text,
 )
@@ -38,7 +33,8 @@ from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
 from ragcache.prompt import exceeds
-from ragcache.runtime import Home, team_ends
+from ragcache.retrieval.priority_lock import PASSAGES, QUESTION, PriorityLock
+from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -144,9 +140,9 @@ class SentenceEmbedder:
         some = range(1, self.dimension + 1) if getattr(config, "is_matryoshka", False) else (self.dimension,)
         stated = getattr(config, "matryoshka_dimensions", None)
         self.dimensions: Sequence[int] = sorted({*stated, self.dimension}) if stated else some
-        self._tokenizer = _tokenizer(model)
+        self._tokenizer = fast_tokenizer(model)
         prompts = [prompt for prompt in getattr(model, "prompts", {}).values() if prompt]  # put before every text
-        self.max_tokens = max(1, self.max_tokens - max(_lengths(self._tokenizer, prompts), default=0))
+        self.max_tokens = max(1, self.max_tokens - max(text_lengths(self._tokenizer, prompts), default=0))
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
     def __reduce__(self) -> tuple[Callable[..., Embedder], tuple[str, str, str]]:
@@ -167,7 +163,7 @@ class SentenceEmbedder:
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         LIMIT.get().check()
-        return _lengths(self._tokenizer, texts)
+        return text_lengths(self._tokenizer, texts)
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
         """Return vectors of `texts`, float32 [len(texts), dimension], in their order. Texts of more than max_tokens are
@@ -305,7 +301,7 @@ def _sha256(files: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def _tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | None:
+def fast_tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | None:
     """The model's tokenizer, without its state; None where it is no fast one."""
     backend = getattr(getattr(model, "tokenizer", None), "backend_tokenizer", None)
     if backend is None:
@@ -319,7 +315,7 @@ def _tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | None:
     return copy
 
 
-def _lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]:
+def text_lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]:
     """Lengths of texts as the model would see them whole. Without a tokenizer characters stand in for tokens."""
     if tokenizer is None:
         return [1 + len(text) // 4 for text in texts]
@@ -407,174 +403,17 @@ def embed_windows(embedder: Embedder, texts: Sequence[str], embed: Callable[[Seq
 
 def check_question(text: str, room: int, count: Count) -> None:
     """Raise ContextTooLongError for a question of more than QUESTION_WINDOWS windows of `room` tokens."""
-    if _is_longer(text, QUESTION_WINDOWS * room, count):
+    if is_longer(text, QUESTION_WINDOWS * room, count):
         raise ContextTooLongError(
             f"the question of {len(text):,} characters has more than the {QUESTION_WINDOWS * room:,} tokens that the "
             "embedder reads of one; ask a shorter one, and give a text that it is about as a passage or a document"
         )
 
 
-def _is_longer(text: str, most: int, count: Count) -> bool:
+def is_longer(text: str, most: int, count: Count) -> bool:
     return exceeds(text, most, lambda part: count([part])[0]) or count([text])[0] > most
 
 
 def fits_window(embedder: Embedder, text: str) -> bool:
     """Return whether the embedder reads the text at once, and not in windows."""
     return not isinstance(embedder, BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens
-
-
-# A lock that questions get before everything else.
-
-
-QUESTION, PASSAGES = 0, 1
-
-
-class PriorityLock:
-    """Goes to the lowest rank that waits, and among equals to whoever came first. A plain lock goes to whoever happens
-    to wake up, which is most often the one that has just released it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tickets = count()
-        self._waiting: list[tuple[int, int]] = []
-        self._held = False
-        self._home = Home("this embedder or reranker was loaded", "load it")
-
-    @contextmanager
-    def hold(self, rank: int) -> Iterator[None]:
-        """Raises CancelledError and TimedOutError within `limits.limited`, while it waits, and ForkedError."""
-        self._home.check()
-        limit = LIMIT.get()
-        with self._changed:
-            place = (rank, next(self._tickets))
-            self._waiting.append(place)
-            try:
-                while self._held or min(self._waiting) != place:
-                    limit.check()
-                    self._changed.wait(limit.poll_s())
-                self._held = True
-            finally:
-                self._waiting.remove(place)
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held = False
-                self._changed.notify_all()
-
-
-# Rerankers: models that read a question together with a passage, and say how well it answers.
-#
-# A name is a directory or hub id of a cross-encoder with one score, such as cross-encoder/ms-marco-MiniLM-L6-v2, loaded
-# by sentence-transformers as its own configuration says.
-
-
-# Pairs in one forward pass; between passes a caller that gave up is noticed.
-PAIRS = 8
-
-
-class Reranker(Protocol):
-    """A model that orders passages. Methods may be called from several threads."""
-
-    @property
-    def name(self) -> str:
-        """What requests call it."""
-        ...
-
-    def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Scores of the texts, higher for a better answer: float32 [len(texts)]."""
-        ...
-
-
-@dataclass(eq=False, repr=False)
-class CrossEncoderReranker:
-    """A Reranker over sentence-transformers' CrossEncoder. Scores are logits: a sigmoid would make ties of them."""
-
-    name: str
-    _model: CrossEncoder
-    _lock: PriorityLock = field(default_factory=PriorityLock)
-
-    def __post_init__(self) -> None:
-        self._tokenizer = _tokenizer(self._model)
-        self._limit = self._model.max_seq_length or NO_LIMIT_TOKENS
-        self._has_cut = False
-
-    def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the texts' scores. A text that does not fit beside the question gets its best window's score, and a
-        question is cut where less than a quarter of the model's window would be left for texts.
-
-        Raises CancelledError and TimedOutError within `limits.limited`, between batches.
-        """
-        question = self._beginning(question)
-        cut = self._cut(question, texts)
-        pairs = [(question, window.text) for windows in cut for window in windows]
-        found = [np.empty(0, np.float32)]
-        for start in range(0, len(pairs), PAIRS):
-            LIMIT.get().check()
-            found.append(self._score(pairs[start : start + PAIRS]))
-        ends = np.cumsum([len(windows) for windows in cut])[:-1]
-        return np.array([own.max() for own in np.split(np.concatenate(found), ends) if len(own)], np.float32)
-
-    def _cut(self, question: str, texts: Sequence[str]) -> list[list[Window]]:
-        count = partial(_lengths, self._tokenizer)
-        room = self._limit - count([question])[0] - 2  # special tokens of a pair
-        return [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
-
-    def _beginning(self, question: str) -> str:
-        """Return as much of the question as leaves texts a quarter of the model's window."""
-        most = self._limit - self._limit // 4 - 2
-        if not _is_longer(question, most, partial(_lengths, self._tokenizer)):
-            return question
-        if not self._has_cut:
-            self._has_cut = True
-            log.warning(
-                "a question of %d characters is longer than the reranker %r reads beside a passage: it reads the first "
-                "%d tokens of such questions; ask shorter ones, or with rerank=False",
-                len(question),
-                self.name,
-                most,
-            )
-        if self._tokenizer is None:
-            return question[: 4 * (most - 1)]
-        offsets = self._tokenizer.encode(question[:LONG_TEXT], add_special_tokens=False).offsets[: most - 2]
-        return question[: offsets[-1][1]] if offsets else ""
-
-    def _score(self, pairs: list[tuple[str, str]]) -> NDArray[np.float32]:
-        from torch.nn import Identity
-
-        with self._lock.hold(QUESTION), team_ends():
-            logits = self._model.predict(
-                pairs,
-                batch_size=PAIRS,
-                show_progress_bar=False,
-                activation_fn=Identity(),
-                convert_to_numpy=True,
-            )
-        return np.asarray(logits, dtype=np.float32)
-
-
-def load_reranker(name: str | Path, device: str = AUTO) -> Reranker:
-    """The cross-encoder of this directory or hub id.
-
-    Raises RerankerError when the model is absent, damaged or no cross-encoder with one score.
-    """
-    from sentence_transformers import CrossEncoder
-
-    try:
-        model = CrossEncoder(
-            str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else str(name),
-            device=str(find_device(device)),
-            trust_remote_code=False,
-        )
-    except Exception as error:  # sentence-transformers and the hub raise any kind
-        raise RerankerError(
-            f"the reranker {str(name)!r} cannot be loaded ({type(error).__name__}: {error}); give the directory of a "
-            "cross-encoder, or a hub id that this machine can reach"
-        ) from error
-    kinds = getattr(model.config, "architectures", None) or [""]
-    if kinds[0].endswith("Model"):  # transformers would give it a last layer of random numbers
-        raise RerankerError(f"{name}: this is a {kinds[0]}, which has no score for a pair; give a cross-encoder")
-    if model.num_labels != 1:
-        raise RerankerError(f"{name}: this model gives {model.num_labels} labels to a pair; give one with one score")
-    return CrossEncoderReranker(str(name), model.eval())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,17 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ragcache import plugins
-from ragcache.errors import ConfigError, DamagedIndexError, PromptError, check_choice, check_least
-from ragcache.plugins import Registry
-from ragcache.retrieval.embedder import Embedder, Reranker, embed_question
+from ragcache.errors import ConfigError, PromptError, check_choice, check_least
+from ragcache.retrieval.embedder import Embedder, embed_question
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
+from ragcache.retrieval.mmr import maximal_marginal_relevance
+from ragcache.retrieval.open_index import open_index
+from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
-from ragcache.retrieval.vector_index import KINDS, SearchIndex, TableIndex, VectorIndex
-from ragcache.store.directory import StoreLayout
+from ragcache.retrieval.vector_index import SearchIndex
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
-from ragcache.store.kv_store import KVStore, collect_garbage
 from ragcache.store.records import Chunk
 
 # Candidates per result wanted: for MMR and the reranker, and of each ranking that is fused.
@@ -279,95 +277,3 @@ def _check_options(
         raise ConfigError(f"mmr_lambda is {mmr_lambda}; it must lie in 0..1", "mmr_lambda")
     if fetch_k is not None and fetch_k < k:
         raise ConfigError(f"fetch_k is {fetch_k}; it must be at least k ({k})", "fetch_k")
-
-
-# Maximal marginal relevance: relevant passages that do not repeat each other.
-
-
-def maximal_marginal_relevance(scores: Vectors, vectors: Vectors, k: int, mmr_lambda: float) -> list[int]:
-    """Positions of at most k candidates, in the order chosen (Carbonell and Goldstein, 1998, equation 1).
-
-    scores: [n], inner products with the question. vectors: [n, dimension]. The next candidate maximises
-    mmr_lambda * score - (1 - mmr_lambda) * max(inner product with a chosen one): 1 is the plain ranking. Ties go to the
-    earlier candidate.
-    """
-    chosen: list[int] = []
-    if len(scores) == 0:
-        return chosen
-    similar = np.full(len(scores), -np.inf, dtype=np.float32)
-    left = np.ones(len(scores), dtype=bool)
-    while left.any() and len(chosen) < k:
-        # With nothing chosen yet there is no redundancy: the first is the most relevant, whatever the weight.
-        value = mmr_lambda * scores - (1 - mmr_lambda) * similar if chosen else scores
-        best = int(np.argmax(np.where(left, value, -np.inf)))
-        chosen.append(best)
-        left[best] = False
-        similar = np.maximum(similar, vectors @ vectors[best])
-    return chosen
-
-
-# Open the index of a store, of whatever kind.
-
-
-log = logging.getLogger(__name__)
-INDEXES: Registry[Callable[..., TableIndex]] = Registry(plugins.INDEXES)
-"""Kinds of index that the documents' database holds. Called with the `Database`, the dimension, `embedder=` and
-`stored=`, as a `VectorIndex` is."""
-
-
-def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
-    """The index saved at `path`, or an empty one where the file is absent, damaged, of another kind or embedder; kind
-    "pgvector" is a table of the database. Not yet brought up to date. Raises ConfigError, StoreNotFoundError."""
-    if kind not in KINDS:
-        return open_table(documents, kind, embedder, dimension)
-    stored = partial(documents.vectors_by_ids, dimension=dimension)
-    try:
-        saved = VectorIndex.load(path, stored) if path.exists() else None
-    except DamagedIndexError as error:
-        log.warning("%s", error)
-        saved = None
-    if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
-        return saved
-    return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
-
-
-def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:
-    """An index that the database holds. Raises ConfigError, StoreNotFoundError."""
-    if kind not in INDEXES:
-        check_choice("index kind", kind, (*KINDS, *INDEXES))
-    stored = partial(documents.vectors_by_ids, dimension=dimension)
-    return INDEXES[kind](documents.database, dimension, embedder=embedder, stored=stored)
-
-
-# Delete documents with all that was made of them.
-
-
-def delete_documents(
-    layout: StoreLayout,
-    documents: DocumentStore,
-    kv: KVStore,
-    retriever: Retriever | None,
-    ids: Iterable[str],
-    *,
-    timeout_s: float = 30.0,
-) -> list[str]:
-    """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.
-
-    retriever: keeps the index; None where nothing was embedded yet
-
-    Raises StoreBusyError, StoreReadOnlyError.
-    """
-    wanted = list(dict.fromkeys(ids))
-    with layout.writer(timeout_s):
-        if retriever is not None:
-            retriever.refresh()
-        gone = documents.vector_ids_of(wanted)
-        deleted = documents.delete_documents(wanted)
-        if retriever is not None:
-            retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)
-            # HNSW keeps removed vectors in its graph: not after a deletion that was asked for.
-            retriever.index.compact()
-        collect_garbage(documents, kv)
-        if deleted and retriever is not None:
-            retriever.save(layout.index)
-    return deleted

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from ragcache.codecs import Bases, Codec, get_codec
-from ragcache.codecs.base import basis_name
+from ragcache.codecs.basis import basis_name
 from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch

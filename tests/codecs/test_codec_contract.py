@@ -26,14 +26,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ragcache.codecs import CODECS, Codec, get_codec
-from ragcache.codecs.base import example_block
 from ragcache.codecs.block_file import codec_of, read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.codecs.layered import EncodedBlock
+from ragcache.codecs.sample_block import example_block
 from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock, empty_block, keep, pack_mask, unpack_mask
+from ragcache.kv.block import KVBlock, MixedBlock, empty_block
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
+from ragcache.kv.sparse_block import keep, pack_mask, unpack_mask
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LOSSY = sorted(name for name, codec in CODECS.items() if not codec.lossless)

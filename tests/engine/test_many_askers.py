@@ -15,15 +15,8 @@ from tiny_model import save_tiny_llama
 from waiting import WAIT_S, until
 
 import ragcache as rc
-from ragcache.engine.admission import (
-    Admission,
-    MemoryNeed,
-    SharedPrefixes,
-    SharedPrefixRef,
-    Size,
-    default_budget,
-    kv_bytes,
-)
+from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
+from ragcache.engine.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.buffers import BufferHandle, KVBuffers, SharedContext
 from ragcache.kv.prefix_cache import PrefixCache

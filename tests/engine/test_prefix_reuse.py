@@ -14,7 +14,7 @@ from tiny_model import LINK, save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine import prefixes
-from ragcache.engine.prompts import ReadCounts, relevance_hint, shared_order
+from ragcache.engine.shared_order import ReadCounts, relevance_hint, shared_order
 from ragcache.errors import ConfigError
 
 SHORT = rc.Sampling(max_tokens=6)

@@ -19,8 +19,8 @@ from waiting import at_once, in_own_loop
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelMismatchError, StoreClosedError
-from ragcache.retrieval.embedder import QUESTION as QUESTIONS_RANK
-from ragcache.retrieval.embedder import PriorityLock
+from ragcache.retrieval.priority_lock import QUESTION as QUESTIONS_RANK
+from ragcache.retrieval.priority_lock import PriorityLock
 from ragcache_demo.bag_of_words import BagOfWords
 
 

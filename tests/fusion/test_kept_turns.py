@@ -8,7 +8,8 @@ import ragcache as rc
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
-from ragcache.kv.prefix_cache import PrefixCache, read_cache
+from ragcache.kv.exact import read_cache
+from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 

@@ -5,7 +5,8 @@ from covering import covering
 from families import FAMILIES, assert_same, block_diagonal, causal_logits, oracle_logits, random_prompt
 
 import ragcache as rc
-from ragcache.kv.prefix_cache import PrefixCache, read_cache
+from ragcache.kv.exact import read_cache
+from ragcache.kv.prefix_cache import PrefixCache
 
 
 @pytest.mark.parametrize(("family", "seed"), covering(sorted(FAMILIES), range(3)), indirect=["family"])

@@ -18,7 +18,8 @@ from waiting import at_once
 
 from ragcache.errors import ConfigError
 from ragcache.ingest import text_blocks as structure
-from ragcache.ingest.text_blocks import split_blocks, split_sentences
+from ragcache.ingest.sentences import split_sentences
+from ragcache.ingest.text_blocks import split_blocks
 
 
 def squeezed(text: str) -> str:

@@ -17,7 +17,8 @@ from kit import Kit
 from waiting import until
 
 from ragcache.errors import CancelledError, ConfigError, ReaderError, ReaderLimitError
-from ragcache.ingest.document import MIB, Document, ReadLimits
+from ragcache.ingest.document import Document
+from ragcache.ingest.read_limits import MIB, ReadLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.models.deadline import LIMIT, Limit, limited

@@ -12,7 +12,7 @@ from random_texts import text_of
 from sqlalchemy import create_engine, text
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
-from ragcache.ingest import pipeline as run
+from ragcache.ingest import ingest_run as run
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import Moved
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.errors import AdapterError
 from ragcache.models.adapter import Adapter
-from ragcache.models.load import checkpoint_digest, load_card
+from ragcache.models.checkpoint_digest import checkpoint_digest
+from ragcache.models.load import load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.shape import shape_of

@@ -22,8 +22,8 @@ from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.models.deadline import NO_LIMIT
 from ragcache.models.generate import decode
 from ragcache.models.graphs import Bucket, GraphedPasses, use_graphs
+from ragcache.models.requests import DecodingSequence
 from ragcache.models.sampler import Sampling
-from ragcache.models.scheduler import DecodingSequence
 
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "gemma4", "deepseek_v2")
 ALONE = [Bucket(1, 1, 128), Bucket(1, 32, 128)]

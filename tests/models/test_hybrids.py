@@ -14,8 +14,9 @@ from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import Rates
 from ragcache.errors import ConfigError, DamagedBlockError, PromptError, StaleBlockError, UnencodableBlockError
 from ragcache.fusion import METHODS
-from ragcache.kv.block import HybridBlock
-from ragcache.kv.prefix_cache import PrefixCache, read_cache, states_behind
+from ragcache.kv.exact import read_cache, states_behind
+from ragcache.kv.prefix_cache import PrefixCache
+from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.state import StateMap
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
 from ragcache.store.eviction import PrefillRate

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError, ModelNotFoundError
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.merged_adapter import servable
 

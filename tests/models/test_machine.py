@@ -15,10 +15,11 @@ from ragcache.cli.flags import ModelOptions
 from ragcache.errors import ConfigError
 from ragcache.models import machine
 from ragcache.models.machine import DEVICES, find_device, suits
-from ragcache.retrieval.embedder import load_embedder, load_reranker
+from ragcache.retrieval.embedder import load_embedder
+from ragcache.retrieval.reranker import load_reranker
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_eval.check import asked_of
 from ragcache_eval.measured_model import EvaluatedModel
+from ragcache_eval.store_cases import asked_of
 from ragcache_eval.suites.capability import measure
 from ragcache_plan.commands import RateOptions
 from ragcache_train.train_options import TrainOptions

@@ -30,8 +30,9 @@ from ragcache.errors import (
 )
 from ragcache.models import hub
 from ragcache.models.card import eos_token_ids
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import models_home, place_of, resolve
-from ragcache.models.load import checkpoint_digest, load_card
+from ragcache.models.load import load_card
 from ragcache.models.pull import obtain, pull
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.shape import shape_of

@@ -16,7 +16,8 @@ from ragcache.kv.fused_cache import FusedCache
 from ragcache.models import scheduler as scheduler_module
 from ragcache.models.batch import ForwardRequest
 from ragcache.models.deadline import NO_LIMIT, Limit, limited
-from ragcache.models.scheduler import DecodingSequence, Scheduler
+from ragcache.models.requests import DecodingSequence
+from ragcache.models.scheduler import Scheduler
 
 SHAPE = CacheShape((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 WAIT_S = 20.0  # for what must happen; nothing is measured

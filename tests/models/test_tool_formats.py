@@ -7,7 +7,8 @@ from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
 
 from ragcache.errors import ConfigError
 from ragcache.models.generate import Detokenizer
-from ragcache.models.tool_calls import FORMATS, Thought, ToolParser, format_of
+from ragcache.models.tool_calls import FORMATS, Thought, format_of
+from ragcache.models.tool_parser import ToolParser
 
 F, G = ("f", {"a": 1}), ("g", {})
 XML = "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>"

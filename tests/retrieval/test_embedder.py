@@ -35,17 +35,15 @@ from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval import embedder as embedders
 from ragcache.retrieval.embedder import (
-    PASSAGES,
-    QUESTION,
     QUESTION_WINDOWS,
     BoundedEmbedder,
-    PriorityLock,
     TokenEmbedder,
     embed_question,
     load_embedder,
-    load_reranker,
     windows_of,
 )
+from ragcache.retrieval.priority_lock import PASSAGES, QUESTION, PriorityLock
+from ragcache.retrieval.reranker import load_reranker
 from ragcache_demo.bag_of_words import BagOfWords
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]

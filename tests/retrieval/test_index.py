@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from waiting import beside
 
 from ragcache.errors import ConfigError, DamagedIndexError, StoreReadOnlyError
-from ragcache.retrieval.retriever import maximal_marginal_relevance
+from ragcache.retrieval.mmr import maximal_marginal_relevance
 from ragcache.retrieval.vector_index import VectorIndex
 
 DIMENSION = 4

@@ -21,7 +21,8 @@ from ragcache_eval.registry import (
     wording,
     write_document,
 )
-from ragcache_eval.registry.documents import WORLD_A_PASSAGE, capitalised, with_article
+from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
+from ragcache_eval.registry.documents import capitalised, with_article
 from ragcache_eval.registry.world import RELATIONS
 from tools.mini.packed import PackedBatch
 from tools.mini.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, SYSTEM_LINE, token_id

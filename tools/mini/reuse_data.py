@@ -28,7 +28,7 @@ from ragcache_eval.registry import (
     passage_text,
     write_document,
 )
-from ragcache_eval.registry.documents import WORLD_A_PASSAGE
+from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
 from tools.mini.batches import ALIKE_SHARE, alike
 
 PASSAGES = (2, 16)

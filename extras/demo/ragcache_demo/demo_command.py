@@ -70,7 +70,7 @@ class Comparison:
 
 
 # RAGCACHE_STORE and its like must not lead the demo into a store of the user's.
-_own = partial(option, prefix="DEMO_")
+_own = partial(option, environment=False)
 
 
 @command

@@ -41,7 +41,7 @@ class QuestionOptions:
         """Name and dtype of the model that the store was made with; the bundled one where there is no store."""
         if self.store is None:
             return "mini", None
-        from ragcache_eval.check import opened
+        from ragcache_eval.store_cases import opened
 
         with opened(self.store, self.database) as found:
             bound = found.documents.properties()
@@ -53,15 +53,15 @@ class QuestionOptions:
         if self.store is None:
             return 0, ()
         from ragcache.models.primer import bound_primer
-        from ragcache_eval.check import neighbours_of, opened
+        from ragcache_eval.store_cases import neighbours_of, opened
 
         with opened(self.store, self.database) as found:
             return neighbours_of(found).number, bound_primer(found.documents.properties())
 
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
         """The questions, after a description of them in words."""
-        from ragcache_eval.check import asked_of, made_from, opened
         from ragcache_eval.sources import load_cases
+        from ragcache_eval.store_cases import asked_of, made_from, opened
 
         if self.store is None:
             source = self.data or f"registry:passages={self.k}"
@@ -152,7 +152,7 @@ def _profiled(
     runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], count: int, neighbours: int
 ) -> list[MethodSpec]:
     """The methods, `prophet` with the layers that were found. Raises ConfigError where it is not among them."""
-    from ragcache_eval.check import Profile, can_profile
+    from ragcache_eval.profile import Profile, can_profile
 
     found = []
     for spec in specs:

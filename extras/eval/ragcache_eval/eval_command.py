@@ -16,7 +16,7 @@ from ragcache_eval.measured_model import EvalOptions, EvaluatedModel
 if TYPE_CHECKING:
     from ragcache import LanguageModel
     from ragcache_eval.case import Case
-    from ragcache_eval.metrics import Estimate
+    from ragcache_eval.intervals import Estimate
     from ragcache_eval.report import Row
     from ragcache_eval.suites.base import Column, QuestionSet, Suite
     from ragcache_eval.suites.compare import Measured

@@ -86,7 +86,8 @@ class EvalOptions:
     ) -> list[Row]:
         """Measure one set and write its tables."""
         from ragcache_eval.journal import Journal
-        from ragcache_eval.report import plot, summarise, write_report
+        from ragcache_eval.picture import plot
+        from ragcache_eval.report import summarise, write_report
         from ragcache_eval.runner import NO_PASSAGES
 
         with Journal(self.out / f"{name}.results.jsonl", {"data": source, **runner.describe()}) as journal:

@@ -15,8 +15,8 @@ from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import PRIMER, Neighbours, Recipe
+from ragcache.kv.exact import Exact
 from ragcache.kv.fused_cache import FusedCache, Step
-from ragcache.kv.prefix_cache import Exact
 from ragcache.models.card import eos_token_ids
 from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.language_model import LanguageModel

@@ -16,7 +16,8 @@ from itertools import cycle
 from typing import NamedTuple
 
 from ragcache_eval.case import Case, CasePassage
-from ragcache_eval.haystack import CountTokens, Haystack, check_lengths, prose
+from ragcache_eval.haystack import CountTokens, Haystack, prose
+from ragcache_eval.needle import check_lengths
 from ragcache_eval.registry.documents import joined
 from ragcache_eval.settings import check_setting
 

@@ -16,19 +16,12 @@ from ragcache.models.card import eos_token_ids
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Prompt, PromptFormat, encode_text
 from ragcache_eval.case import Case
+from ragcache_eval.divergence import kl_divergence, top1_agrees
 from ragcache_eval.journal import Key, Ledger, Score
 from ragcache_eval.methods import FULL, MethodSpec
-from ragcache_eval.metrics import (
-    METRICS,
-    contains_answer,
-    exact_match,
-    kl_divergence,
-    rouge_l,
-    share_contained,
-    token_f1,
-    top1_agrees,
-)
+from ragcache_eval.metrics import contains_answer, exact_match, rouge_l, share_contained, token_f1
 from ragcache_eval.reading import PromptReader, WrittenAnswer, forced_logits, write_answer
+from ragcache_eval.set_metrics import METRICS
 
 NO_PASSAGES = "no passages"
 

@@ -7,8 +7,8 @@ import pytest
 
 from ragcache.errors import ConfigError
 from ragcache_eval.case import CasePassage
-from ragcache_eval.check import completion_cases
-from ragcache_eval.haystack import NeedleSettings, needle_cases
+from ragcache_eval.halves import completion_cases
+from ragcache_eval.needle import NeedleSettings, needle_cases
 from ragcache_eval.registry import RegistrySettings, registry_cases
 from ragcache_eval.ruler import TASKS, RulerSettings, ruler_cases
 from ragcache_eval.sources import load_cases

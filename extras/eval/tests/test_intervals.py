@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ragcache_eval.metrics import bootstrap, estimate, wilson
+from ragcache_eval.intervals import bootstrap, estimate, wilson
 
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 10), (1, 10), (5, 10), (10, 10), (991, 1000)])

@@ -10,8 +10,8 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.prompt import prompt_format
 from ragcache_eval.case import Case, CasePassage
-from ragcache_eval.check import Profile, can_profile
 from ragcache_eval.methods import MethodSpec
+from ragcache_eval.profile import Profile, can_profile
 from ragcache_eval.reading import forced_logits, write_answer
 from ragcache_eval.runner import Runner, RunSettings
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_eval.metrics import METRICS, any_contained, code_similarity, longbench_rouge, number_share
+from ragcache_eval.set_metrics import METRICS, any_contained, code_similarity, longbench_rouge, number_share
 
 TYPES = ("City", "Other location", "Location", "Date")
 

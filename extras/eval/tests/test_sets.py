@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ragcache.errors import ConfigError
-from ragcache_eval.metrics import BM25
-from ragcache_eval.sources import PublicSettings, public_cases, public_names, read_entries
+from ragcache_eval.bm25 import BM25
+from ragcache_eval.public_sets import PublicSettings, public_cases, public_names
+from ragcache_eval.question_files import read_entries
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -9,12 +9,14 @@ from statistics import fmean
 import pytest
 
 from ragcache.errors import ConfigError
+from ragcache_eval.intervals import Estimate
 from ragcache_eval.methods import MethodSpec
-from ragcache_eval.metrics import Estimate
 from ragcache_eval.suites import SUITES, get_suite
 from ragcache_eval.suites.base import Download, QuestionSet
-from ragcache_eval.suites.cases import filled_cases, read_rows, suite_cases
+from ragcache_eval.suites.cases import suite_cases
 from ragcache_eval.suites.compare import Measured, compare
+from ragcache_eval.suites.rows import read_rows
+from ragcache_eval.suites.ruler_questions import filled_cases
 
 
 def words(text: str) -> int:

@@ -89,7 +89,7 @@ class Gather:
 
         held: what was placed before, and is copied from there
         """
-        from ragcache.kv.prefix_cache import place_exact
+        from ragcache.kv.exact import place_exact
 
         if self._request.exact is not None:
             place_exact(cache, layer, self._request.exact)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.base import Bases, Codec, RawCodec
+from ragcache.codecs.base import Codec
+from ragcache.codecs.basis import Bases
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
+from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape

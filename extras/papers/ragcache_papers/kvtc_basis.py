@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import BasisError, check_least
-from ragcache.kv.block import KVBlock, MixedBlock, SparseBlock
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse_block import SparseBlock
 from ragcache.runtime import torch
 from ragcache_papers.frames import pack_frames
 from ragcache_papers.kvtc_transform import (

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.models.checkpoint import refuse_own_code
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.deadline import LIMIT
 from ragcache.models.hub import refuse_absent
-from ragcache.models.load import checkpoint_digest
 from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.kivi import Int8Codec, KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
-from ragcache.kv.block import pack_mask, unpack_mask
+from ragcache.kv.sparse_block import pack_mask, unpack_mask
 from ragcache.runtime import torch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from ragcache.codecs.base import RawCodec
+from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.runtime import torch
@@ -14,7 +14,7 @@ from ragcache.runtime import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ragcache.kv.prefix_cache import Exact
+    from ragcache.kv.exact import Exact
     from ragcache.kv.rope import Rope
     from ragcache.models.attention import Attended
     from ragcache.models.language_model import LanguageModel
@@ -162,7 +162,7 @@ def survey(
     row:    the ids that the block was encoded from, with those before them that it leaves out
     prefix: what stood before them
     """
-    from ragcache.kv.prefix_cache import place_exact
+    from ragcache.kv.exact import place_exact
     from ragcache.models.attention import observing
 
     if not row or not block.num_tokens:

@@ -7,7 +7,8 @@ from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import open_store
 from ragcache.errors import DamagedIndexError
-from ragcache.retrieval.retriever import Retriever, delete_documents
+from ragcache.retrieval.deletion import delete_documents
+from ragcache.retrieval.retriever import Retriever
 from ragcache.retrieval.vector_index import VectorIndex
 from ragcache.store.records import NewChunk, NewDocument, VectorBatch
 from ragcache_papers import ivfpq

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.codecs import Bases
-from ragcache.codecs.base import basis_name
+from ragcache.codecs.basis import basis_name
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.errors import BasisError, ConfigError, DamagedBlockError, PinError, UnencodableBlockError
-from ragcache.kv.block import KVBlock, MixedBlock, keep
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.sparse_block import keep
 from ragcache.store.kv_store import KVStore
 from ragcache_papers.kvtc import KvtcCodec
 from ragcache_papers.kvtc_basis import STATES, Basis, Recent, allot, fit_basis

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import ragcache as rc
 from ragcache.codecs import CODECS
-from ragcache.codecs.base import example_block
+from ragcache.codecs.sample_block import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.store.kv_store import KVStore
 from ragcache_plan.accesses import EXACT, ranks_above, zipf_mass

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import AdapterError, ConfigError
-from ragcache.models.adapter import LORA_FILE, Adapter, Base, Lora, write_adapter
+from ragcache.models.adapter import LORA_FILE, Adapter, Base, write_adapter
 from ragcache.models.hub import NAMED
 from ragcache.models.language_model import LanguageModel
+from ragcache.models.lora import Lora
 from ragcache.models.trained_tokens import TrainedTokens
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ragcache.errors import PromptError
 from ragcache.fusion.fuse import fuse
-from ragcache.ingest.chunker import ChunkTokenizer
+from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.kv.block_key import digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.models.card import eos_token_ids

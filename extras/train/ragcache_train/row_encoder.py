@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError
-from ragcache.ingest.chunker import ChunkTokenizer
+from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.prompt import PromptFormat, as_text, encode_rendered, encode_text, prompt_format
 from ragcache_train.train_batches import Ask, EncodedRow
 from ragcache_train.train_rows import BadLine, ChatMessage, DataRow

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import ConfigError, UnsupportedModelError
-from ragcache.ingest.chunker import ChunkTokenizer
+from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 from ragcache_train.cartridge import SUFFIX, CartridgeKV, corpus_digest

@@ -65,11 +65,11 @@ class FrozenOptions:
     ] = None
     store: Annotated[
         Path | None,
-        typer.Option("--store", envvar="RAGCACHE_TRAIN_STORE", help="Draw rows from this store's passages."),
+        typer.Option("--store", help="Draw rows from this store's passages."),
     ] = None
     database: Annotated[
         str | None,
-        typer.Option("--database", envvar="RAGCACHE_TRAIN_DATABASE", help="SQLAlchemy URL of that store's documents."),
+        typer.Option("--database", help="SQLAlchemy URL of that store's documents."),
     ] = None
     rows: Annotated[int, option("--rows", "Rows drawn from the store, or chunks of the corpus.")] = 200
     passages: Annotated[int, option("--passages", "Passages of such a row; with distill, of any row at most.")] = 8

@@ -26,9 +26,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ragcache.errors import ConfigError
 from ragcache.models.adapter import Adapter, Base
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import resolve
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.load import DTYPES, base_of, checkpoint_digest, load_lm
+from ragcache.models.load import DTYPES, base_of, load_lm
 from ragcache.models.machine import find_device
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.distill import Distillation, Evaluation, check_teacher, train_layers

@@ -18,7 +18,7 @@ from tiny_model import byte_tokenizer
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.adapter import Adapter
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.frozen import FrozenModel, divergence_loss, number_rows

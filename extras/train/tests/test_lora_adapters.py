@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError, ModelMismatchError
-from ragcache.models.load import checkpoint_digest, load_card
+from ragcache.models.checkpoint_digest import checkpoint_digest
+from ragcache.models.load import load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords

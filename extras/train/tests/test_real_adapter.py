@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ragcache as rc
 from ragcache.ingest.document import headed
 from ragcache.models.adapter import LORA_FILE, Base, write_adapter
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import cached
-from ragcache.models.load import checkpoint_digest
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.row_encoder import passage_text
 from ragcache_train.special_tokens import choose_spec

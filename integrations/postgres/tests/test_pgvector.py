@@ -12,7 +12,8 @@ from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import open_store
 from ragcache.errors import ConfigError, StoreNotFoundError
-from ragcache.retrieval.retriever import Retriever, delete_documents
+from ragcache.retrieval.deletion import delete_documents
+from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
 

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import ragcache
 from ragcache.errors import IngestError, ModelMismatchError, PromptError, ReaderError
-from ragcache.ingest.chunker import Chunker, PassthroughSplitter
-from ragcache.ingest.document import Document, ReadLimits
+from ragcache.ingest.chunker import Chunker
+from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.read_limits import ReadLimits
 from ragcache.ingest.report import IngestReport, IngestSeconds
 from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import CutResult, EncodeJob, Record, Source, Vectors, Worker
 from ragcache.kv.block_key import Recipe
 from ragcache.models.load import load_lm

@@ -28,7 +28,7 @@ from ragcache.models.sampler import TokenScores
 from ragcache_vllm.request_layout import served_name
 
 if TYPE_CHECKING:
-    from ragcache.engine.local_engine import Engine
+    from ragcache.engine.contract import Engine
     from ragcache.engine.prompts import Prompts
     from ragcache.fusion.method import FusionMethod
     from ragcache.models.card import ModelCard

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError
-from ragcache.kv.buffers import Lane
+from ragcache.kv.lane import Lane
 from ragcache_vllm import VLLM_VERSION
 from ragcache_vllm.blocks import StoredBlocks
 from ragcache_vllm.merged_adapter import refuse_other_checkpoint

@@ -8,8 +8,8 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
+from ragcache.engine.kv_lookup import UNUSED
 from ragcache.engine.loader import COMPUTED
-from ragcache.engine.local_engine import UNUSED
 from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.request import Clock, Request, RequestOptions

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragcache.errors import AdapterError, ModelMismatchError, translate_os_errors
-from ragcache.models.adapter import Adapter, Lora
+from ragcache.models.adapter import Adapter
 from ragcache.models.checkpoint import LOADED, find_directory
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import resolve, split_file
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.lora import Lora
 from ragcache.models.trained_tokens import SECTION
 
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "chat_template*")

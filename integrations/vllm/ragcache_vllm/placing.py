@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ragcache.errors import RagCacheError, first_line
 from ragcache.kv.block import KVBlock
-from ragcache.kv.buffers import Lane, Wait
+from ragcache.kv.lane import Lane, Wait
 from ragcache.kv.rope import AnglesAt, Rope
 from ragcache.store.tiers.memory import private_copy
 from ragcache_vllm.plan import Load, Stretch

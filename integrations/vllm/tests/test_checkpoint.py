@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ragcache.errors import ModelMismatchError
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache_vllm.merged_adapter import refuse_other_checkpoint
 
 

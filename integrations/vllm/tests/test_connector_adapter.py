@@ -9,8 +9,8 @@ import torch
 
 import ragcache as rc
 from ragcache.models.adapter import Base, write_adapter
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import resolve
-from ragcache.models.load import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import ragcache as rc
 from ragcache.fusion.layout import Span
 from ragcache.fusion.place_check import random_block
-from ragcache.kv.buffers import Lane
+from ragcache.kv.lane import Lane
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
 from ragcache_vllm.plan import Load, Stretch
 from ragcache_vllm.probe import is_kernel_right

@@ -17,7 +17,7 @@ import ragcache as rc
 from ragcache.cli.commands import build_app
 from ragcache.errors import AdapterError, ModelMismatchError
 from ragcache.models.adapter import Adapter
-from ragcache.models.load import checkpoint_digest
+from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_vllm.merged_adapter import merge, refuse_other_checkpoint, servable
 

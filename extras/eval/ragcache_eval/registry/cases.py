@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ragcache.errors import ConfigError
 from ragcache_eval.case import Case, CasePassage
-from ragcache_eval.registry.documents import KINDS, draw_texts
+from ragcache_eval.registry.contexts import KINDS, draw_texts
 from ragcache_eval.registry.names import DataSplit
 from ragcache_eval.registry.pages import PAGE_KINDS, PageQuestion, Pages, draw_pages
 from ragcache_eval.settings import check_setting

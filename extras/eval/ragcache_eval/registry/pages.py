@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from ragcache_eval.registry import names, wording
+from ragcache_eval.registry.contexts import passage_text
 from ragcache_eval.registry.documents import (
     Article,
     Question,
     answerable_questions,
-    passage_text,
     predicate_of,
     single_hop,
     write_document,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from ragcache.errors import ConfigError
 from ragcache.models.load import base_of
 from ragcache.models.machine import find_device
-from ragcache_eval.metrics import Estimate, Z
+from ragcache_eval.intervals import Estimate, Z
 from ragcache_eval.suites.base import Column, PaperRow, Suite
-from ragcache_eval.suites.cases import UNREADABLE
+from ragcache_eval.suites.rows import UNREADABLE
 
 SMALL, MIDDLE, LARGE = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
 

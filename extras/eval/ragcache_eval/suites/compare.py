@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from ragcache.files import atomic_write, write_all
+from ragcache_eval.intervals import Estimate
 from ragcache_eval.methods import MethodSpec
-from ragcache_eval.metrics import Estimate
 from ragcache_eval.suites.base import Column, Suite
 
 

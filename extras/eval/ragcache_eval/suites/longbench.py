@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragcache_eval.suites.base import Download, Form, QuestionSet, Suite, longbench
+from ragcache_eval.suites.base import Download, Form, QuestionSet, Suite
+from ragcache_eval.suites.forms import longbench
 
 ARCHIVE = "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip"
 NUMBERED = r"^Passage \d+:\n"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragcache_eval.suites.base import Download, PaperRow, QuestionSet, Suite, paragraphs, retrieved, sentences
+from ragcache_eval.suites.base import Download, PaperRow, QuestionSet, Suite
+from ragcache_eval.suites.forms import paragraphs, retrieved, sentences
 from ragcache_eval.suites.longbench import SETS, even
 
 LLAMA, MISTRAL = "LLaMA3-8B-Instruct", "Mistral-7B-Instruct-v0.2"

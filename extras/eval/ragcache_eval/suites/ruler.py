@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ragcache_eval.suites.base import Download, Form, PaperRow, QuestionSet, Suite, paragraph, sentences
+from ragcache_eval.suites.base import Download, Form, PaperRow, QuestionSet, Suite
+from ragcache_eval.suites.forms import paragraph, sentences
 from ragcache_eval.suites.papers import LLAMA, METHODS, MISTRAL, NAMES
 
 CASES = 100

@@ -1,0 +1,123 @@
+"""OpenDocument text and RTF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from xml.etree.ElementTree import Element, ParseError, fromstring
+from zipfile import BadZipFile, ZipFile
+
+from ragcache.errors import ReaderError
+from ragcache.ingest.document import Document
+from ragcache.ingest.readers.plain import read_bytes, storable
+from ragcache_documents.html import markdown_of, stated_title
+from ragcache_documents.office import missing_extra
+from ragcache_documents.titles import TITLE
+
+_ODF = "{urn:oasis:names:tc:opendocument:xmlns:%s:1.0}"
+_OFFICE, _STYLE, _TABLE, _TEXT = (_ODF % name for name in ("office", "style", "table", "text"))
+_TAGS = {
+    "p": "p", "list": "ul", "list-item": "li", "table": "table", "table-row": "tr", "table-cell": "td",
+    "covered-table-cell": "td", "a": "a", "line-break": "br",
+}  # fmt: skip
+MOST_REPEATED = 64
+_LEFT_OUT = ("tracked-changes", "annotation")  # what was deleted, and remarks
+
+
+def read_odt(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
+    data = read_bytes(path)
+    try:
+        with ZipFile(BytesIO(data)) as archive:
+            content = fromstring(archive.read("content.xml"))
+            page = _page(content)
+            meta = fromstring(archive.read("meta.xml")) if "meta.xml" in archive.namelist() else Element("meta")
+    except (BadZipFile, KeyError, ParseError, RuntimeError, ValueError) as error:
+        raise ReaderError(path, f"the file is damaged or encrypted ({type(error).__name__}: {error})") from error
+    title = _styled_title(content) or stated_title(meta.findtext(f".//{TITLE}", ""))
+    named, text = markdown_of(page, path)
+    yield Document(document_id, text, title=title or named, source=document_id)
+
+
+def _styled_title(content: Element) -> str:
+    """Return the first paragraph in the style Title, or in one made from it; "" for none."""
+    parents = {
+        style.get(f"{_STYLE}name"): style.get(f"{_STYLE}parent-style-name") for style in content.iter(f"{_STYLE}style")
+    }
+    for paragraph in content.iter(f"{_TEXT}p"):
+        style = paragraph.get(f"{_TEXT}style-name")
+        if "Title" in (style, parents.get(style)) and (title := " ".join("".join(paragraph.itertext()).split())):
+            return title
+    return ""
+
+
+def _page(content: Element) -> str:
+    """The text as HTML, so that powers, struck text and tables come out as those of pages do. Notes stand last."""
+    marks = {}
+    for style in content.iter(f"{_STYLE}style"):
+        for look in style.iter(f"{_STYLE}text-properties"):
+            is_struck = look.get(f"{_STYLE}text-line-through-style", "none") != "none"
+            is_raised = re.match("super|[1-9]", look.get(f"{_STYLE}text-position", ""))
+            marks[style.get(f"{_STYLE}name")] = "del" if is_struck else "sup" if is_raised else ""
+    notes: list[Element] = []
+    page = [_html(content.find(f".//{_OFFICE}text"), marks, notes)]
+    for note in notes:  # it grows while its bodies are read
+        body = _html(note.find(f"{_TEXT}note-body"), marks, notes)
+        page.append(f"<p>[{_number(note)}] {body.replace('<p>', '', 1)}")
+    return "".join(page)
+
+
+def _html(root: Element | None, marks: dict[str | None, str], notes: list[Element]) -> str:
+    out: list[str] = []
+    stack: list[Element | str] = [] if root is None else [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, str):
+            out.append(node)
+            continue
+        name = node.tag.rpartition("}")[2]
+        if name == "note":
+            out.append(f"[{_number(node)}]")
+            notes.append(node)
+        if name == "note" or name in _LEFT_OUT:
+            continue
+        if name in ("s", "tab"):
+            out.append(" ")
+        tag = f"h{min(6, int(node.get(f'{_TEXT}outline-level', '1')))}" if name == "h" else _TAGS.get(name, "")
+        tag = tag or (marks.get(node.get(f"{_TEXT}style-name"), "") if name == "span" else "")
+        out.append((f"<{tag}>" if tag else "") + escape(node.text or ""))
+        stack.append(f"</{tag}>" if tag and tag != "br" else "")
+        for child in reversed(node):
+            stack += [escape(child.tail or ""), *[child] * _times(child)]
+    return "".join(out)
+
+
+def _times(cell: Element) -> int:
+    """How often it stands there: empty cells side by side are written as one."""
+    times = cell.get(f"{_TABLE}number-columns-repeated")
+    return 1 if times is None or len(cell) else max(1, min(MOST_REPEATED, int(times)))
+
+
+def _number(note: Element) -> str:
+    return escape(note.findtext(f"{_TEXT}note-citation", ""))
+
+
+# Words of control: raised text, struck text to the end of its group, and notes, which striprtf leaves out.
+_RAISED = re.compile(r"\\super(?![\w])\s?")
+_STRUCK = re.compile(r"(\\strike(?!\w)(?:\\[a-z]+-?\d*)*\s?)([^{}\\]+)")
+
+
+def read_rtf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
+    data = read_bytes(path)
+    if not data.lstrip().startswith(b"{\\rtf"):
+        raise ReaderError(path, r"this is not RTF (no {\rtf header)")
+    try:
+        from striprtf.striprtf import rtf_to_text
+    except ImportError as error:
+        raise ReaderError(path, missing_extra(".rtf")) from error
+    data = re.sub(rb"[\x80-\xff]", lambda byte: b"\\'%02x" % ord(byte[0]), data)  # of the encoding that the file states
+    marked = _STRUCK.sub(r"\1~~\2~~", _RAISED.sub("^", data.decode("ascii")))
+    marked = marked.replace(r"\footnote", r"\line [note]")
+    yield Document(document_id, storable(rtf_to_text(marked, errors="replace")).strip(), source=document_id)

@@ -1,0 +1,54 @@
+"""Questions made from passages, for users who have none: half a sentence is given, the other half is wanted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from ragcache.errors import ConfigError
+from ragcache.ingest.sentences import split_sentences
+from ragcache_eval.case import Case, CasePassage
+
+MIN_WORDS, MAX_WORDS = 8, 40
+QUESTION = 'How does this sentence of the text above go on? "{start} ..."'
+
+
+def completion_cases(
+    texts: Sequence[str],
+    *,
+    questions: int,
+    passages: int,
+    seed: int = 0,
+    behind: Sequence[tuple[str, ...]] | None = None,
+) -> list[Case]:
+    """Cases over the given chunk texts: one sentence each, its chunk among others in an order drawn by `seed`.
+
+    behind: by chunk, what it is read behind; None: nothing
+
+    A context has all chunks where there are fewer than `passages`. The same texts and seed give the same cases.
+    Raises ConfigError when no chunk has a sentence of 8 to 40 words.
+    """
+    rng = random.Random(f"completion/{seed}")
+    places = [place for place, text in enumerate(texts) if next(_usable(text), None)]
+    if not places:
+        raise ConfigError(f"none of {len(texts)} passages has a sentence to ask about; give questions of your own")
+    rng.shuffle(places)
+    cases = []
+    for number in range(questions):
+        place = places[number % len(places)]
+        words = rng.choice(list(_usable(texts[place]))).split()
+        others = [other for other in range(len(texts)) if other != place]
+        chosen = [place, *rng.sample(others, min(passages - 1, len(others)))]
+        rng.shuffle(chosen)
+        start, rest = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
+        near = ((),) * len(texts) if behind is None else behind
+        found = tuple(CasePassage(texts[one], is_gold=one == place, behind=near[one]) for one in chosen)
+        cases.append(Case(f"completion-{number:04d}", QUESTION.format(start=start), found, (rest,)))
+    return cases
+
+
+def _usable(text: str) -> Iterator[str]:
+    """Sentences on one line, neither short nor long."""
+    for sentence in split_sentences(text):
+        if "\n" not in sentence.strip() and MIN_WORDS <= len(sentence.split()) <= MAX_WORDS:
+            yield sentence.strip()

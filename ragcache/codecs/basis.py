@@ -1,0 +1,68 @@
+"""Bases: what a codec learns from a store's own passages, and cannot decode its blocks without.
+
+A basis is kept as a block, so that every tier keeps, checks and moves it like all other blocks. What its numbers mean
+is known to its codec alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from ragcache.errors import DamagedBlockError
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+_T = TypeVar("_T")
+
+
+class Bases:
+    """Bases by name, read when they are first needed.
+
+    name: of the basis that new blocks are encoded with; None: there is none yet
+
+    Safe to call from several threads.
+    """
+
+    def __init__(self, load: Callable[[str], KVBlock | None] = lambda _name: None, name: str | None = None) -> None:
+        """load: gives the block of a basis, or None"""
+        self.name = name
+        self._load = load
+        self._blocks: dict[str, KVBlock] = {}
+        self._held: dict[str, object] = {}
+        self._lock = threading.Lock()
+
+    def add(self, block: KVBlock) -> str:
+        """Encode new blocks with this basis; returns its name. Nothing is stored."""
+        self.name = basis_name(block)
+        self._blocks[self.name] = block
+        return self.name
+
+    def get(self, name: str, read: Callable[[KVBlock], _T]) -> _T:
+        """What `read`, always the same, makes of the basis's block.
+
+        Raises DamagedBlockError for one that cannot be found or read: its blocks have to be computed again.
+        """
+        with self._lock:
+            if name not in self._held:
+                block = self._blocks.get(name) or self._load(name)
+                if block is None:
+                    raise DamagedBlockError(f"basis {name} is gone: what it encoded has to be computed again")
+                self._held[name] = read(block)
+            return self._held[name]  # type: ignore[return-value]
+
+
+def basis_name(block: KVBlock) -> str:
+    """64 hex digits that depend on the rows alone; they are the basis's block key."""
+    state = hashlib.sha256()
+    for part in block.parts if isinstance(block, MixedBlock) else (block,):
+        for rows in (part.keys, part.values):
+            state.update(f"{rows.dtype} {tuple(rows.shape)} ".encode())
+            state.update(rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()

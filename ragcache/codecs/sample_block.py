@@ -1,0 +1,21 @@
+"""A block to try codecs on, before there are passages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.cache_shape import CacheShape, LayerShape
+from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
+    """A block of normally distributed numbers, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
+    # Drawn in float32: some dtypes have no generator of their own, and all are to hold the same numbers.
+    return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))

@@ -1,0 +1,203 @@
+"""Passages that come as plain text: they are found by their tokens, and read from their KV."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.engine.content_index import EDGE, ContentIndex, Found
+from ragcache.engine.passages import text_field
+from ragcache.errors import StoreError, StoreFullError, StoreReadOnlyError
+from ragcache.prompt import PromptEnds, encode_text
+from ragcache.retrieval.retriever import Hit
+from ragcache.store.documents import DocumentStore
+from ragcache.store.foreign import FoundPassage, PassageList
+from ragcache.store.records import NOT_STORED, Chunk
+
+log = logging.getLogger(__name__)
+# A question may well quote a line: of all that is found in a text.
+LEAST_CHARACTERS = 100
+# An index of fewer passages is made sooner than its file would be worth.
+SAVED_FROM = 1000
+
+
+class Run(NamedTuple):
+    """Tokens of a passage, or all but the outermost, in a row of tokens from `start` on; chunk: what is read there."""
+
+    start: int
+    chunk: Chunk
+
+    @property
+    def end(self) -> int:
+        return self.start + self.chunk.num_tokens
+
+
+@dataclass(eq=False, repr=False)
+class PassageFinder:
+    """Finds the store's passages in prompts. Its index is made at the first look and follows the documents. What it
+    finds is read from the documents, so that a deleted passage is never found. Thread-safe.
+
+    _file:    of the index, so that a large store's passages are read once. It is written again as they grow
+    _foreign: passages of no document, of which those of `_owner` are found
+    generation: of the documents when they were last looked at for deleted ones
+    """
+
+    _documents: DocumentStore
+    _tokenizer: PreTrainedTokenizerBase
+    _file: Path
+    _foreign: PassageList | None
+    _owner: str
+
+    def __post_init__(self) -> None:
+        self._index, self._foreign_index, self._lock = ContentIndex(), ContentIndex(), threading.Lock()
+        self.generation = -1
+        self._last: int | None = None
+        self._last_foreign = self._saved = 0
+        self._is_stale, self._has_spoken = True, False
+
+    def forget(self) -> None:
+        """Documents changed."""
+        self._is_stale = True
+
+    def cut(
+        self, ends: PromptEnds, hits: Sequence[Hit], seen: DocumentStore, *, parts: bool
+    ) -> tuple[PromptEnds, list[Hit]]:
+        """Return the same ids in the same order, around the given passages and the stored ones that the text before,
+        between and after them holds. Where the text holds too few, return what was given.
+
+        Args:
+            ends: The prompt's text.
+            hits: Passages that come with the prompt.
+            seen: A view of the documents; passages that it leaves out are not found.
+            parts: Whether a passage may be found without its outermost tokens.
+        """
+        labels = ends.label_ids or [()] * len(hits)
+        between = [list(ends.prefix_ids), *map(list, labels), list(ends.suffix_ids)]
+        texts = [between[0] + between[1], *between[2:]]  # before the first passage the prefix and its label are one
+        runs = [[run for run in self._runs(text, seen) if parts or run.chunk.cut_from is None] for text in texts]
+        if _is_little([run for own in runs for run in own]):
+            return ends, list(hits)
+        found: list[tuple[list[int], Hit]] = []
+        for text, own, hit in zip_longest(texts, runs, hits):
+            start = 0
+            for run in own:
+                found.append((text[start : run.start], Hit(run.chunk, 0.0, run.chunk.handle)))
+                start = run.end
+            if hit is not None:
+                found.append((text[start:], hit))
+        (first, _), *others = found
+        return PromptEnds(first, text[start:], [(), *(label for label, _ in others)]), [hit for _, hit in found]
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """Say once that stored passages come as text, where their KV could have been used.
+
+        texts: of a call, without the passages that it gives as such
+        """
+        if self._has_spoken or sum(map(len, texts)) < LEAST_CHARACTERS:
+            return
+        found = [run for text in texts for run in self._runs(encode_text(self._tokenizer, text), self._documents)]
+        if _is_little(found):
+            return
+        self._has_spoken = True
+        log.warning(
+            "a prompt holds %d stored passages as plain text, which the model reads anew: their KV is not used. Ask by "
+            "reposition, cacheblend or epic, without context='keep'; or keep passages apart: "
+            "create_fused_documents_chain in LangChain, FusedSynthesizer in LlamaIndex, hits or rc.Passage among the "
+            "parts of a message or prompt in Python, ragcache.documents in a request. This is said once",
+            len(found),
+        )
+
+    def _runs(self, ids: Sequence[int], seen: DocumentStore) -> list[Run]:
+        """Passages in order, of those that overlap the first and longest. What a prompt ends with runs, in any case."""
+        self._refresh()
+        own = self._index.find(ids)
+        chunks = {chunk.vector_id: chunk for chunk in seen.chunks_by_vector_ids({one.name for one in own})}
+        foreign = self._find_foreign(ids)
+        found = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
+        known: list[tuple[Found, Chunk]] = []  # of those that overlap the first, the longest of these
+        for pair in sorted(found, key=lambda pair: (pair[0].start, -pair[0].end)):
+            if not known or pair[0].start >= known[-1][0].end:
+                known.append(pair)
+        limits = [one.start for one, _ in known[1:]] + [len(ids) - 1] * bool(known)
+        runs: list[Run] = []
+        for (one, chunk), limit in zip(known, limits, strict=True):
+            run = _run(ids, one, chunk, runs[-1].end if runs else 0, limit)
+            if run is not None:
+                runs.append(run)
+        return runs
+
+    def _find_foreign(self, ids: Sequence[int]) -> list[tuple[Found, Chunk]]:
+        if self._foreign is None:
+            return []
+        try:
+            with self._lock:
+                new = self._foreign.passages(self._owner, after=self._last_foreign)
+                self._foreign_index.add(new)
+                self._last_foreign = new[-1][0] if new else self._last_foreign
+            found = self._foreign_index.find(ids)
+            there = self._foreign.found(self._owner, {one.name for one in found}) if found else {}
+        except StoreError as error:
+            log.warning("passages from elsewhere are not looked for: %s", error)
+            return []
+        chunks = {name: self._chunk(own) for name, own in there.items()}
+        return [(one, chunks[one.name]) for one in found if one.name in chunks]
+
+    def _chunk(self, found: FoundPassage) -> Chunk:
+        """Return the passage under the name that its collection has for it."""
+        ids, name = found
+        id, source, title = ("", "", "") if name is None else (name.id, name.source, name.title)
+        metadata = {} if name is None else dict(name.metadata)
+        document = source or id
+        source = text_field(metadata, "source") or source
+        text = str(self._tokenizer.decode(ids))
+        return Chunk(id, document, 0, text, ids, metadata, NOT_STORED, None, 0.0, source, title)
+
+    def _refresh(self) -> None:
+        """Take in what was stored since the last look. Names of what was deleted stay until they are half of all."""
+        with self._lock:
+            if not self._is_stale:
+                return
+            self._is_stale = False
+            if self._last is None:
+                self._last = self._index.load(self._file) or 0
+                self._saved = len(self._index)
+            if len(self._index) > 2 * self._documents.counts().chunks:
+                self._index.clear()
+                self._last = self._saved = 0
+            for batch in self._documents.token_ids(after=self._last):
+                self._index.add(batch)
+                self._last = batch[-1][0]
+            has_grown = len(self._index) - self._saved > max(SAVED_FROM, self._saved // 8)
+            if has_grown and not self._documents.database.read_only:
+                self._saved = len(self._index)
+                try:
+                    self._index.save(self._file, self._last)
+                except (StoreReadOnlyError, StoreFullError) as error:
+                    log.warning("the index of passages is made anew at the next opening: %s", error)
+
+
+def _is_little(runs: Sequence[Run]) -> bool:
+    return sum(len(run.chunk.text.strip()) for run in runs) < LEAST_CHARACTERS
+
+
+def _run(ids: Sequence[int], found: Found, chunk: Chunk, least: int, most: int) -> Run | None:
+    """The passage's tokens as far as they stand in [least, most) of the prompt around what was found; None where that
+    is not its inner tokens."""
+    own = chunk.token_ids
+    edge = (len(own) - (found.end - found.start)) // 2
+    shift = found.start - edge
+    start, end = found.start, min(found.end, most)
+    if not 0 <= edge <= EDGE or list(ids[start:end]) != own[edge : end - shift]:
+        return None
+    while start > max(least, shift) and ids[start - 1] == own[start - 1 - shift]:
+        start -= 1
+    while end < min(most, shift + len(own)) and ids[end] == own[end - shift]:
+        end += 1
+    return Run(start, chunk.part(start - shift, end - shift)) if start < end else None

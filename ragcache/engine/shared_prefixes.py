@@ -1,0 +1,199 @@
+"""Contexts that several questions read: placed once, held once, and kept for later questions."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ragcache.engine.admission import Admission, Claim, Size
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.prefix_cache import PrefixCache
+from ragcache.models.deadline import Limit
+
+
+class MemoryNeed(NamedTuple):
+    """Memory of one question's KV: of all of it, and of what stands behind the context."""
+
+    whole: Size
+    own: Size
+
+
+@dataclass(eq=False)
+class _Context:
+    """What stands before the suffix of some questions.
+
+    key:        names what it holds; None: no other question can share it
+    is_kept:    whether it stays for later questions
+    placed:     None until one question has placed it
+    users:      questions that read it or will
+    left_bytes: reserved for it by questions that are over
+    lent_bytes: lent for it by the prefix tree
+    """
+
+    key: Hashable | None
+    is_kept: bool
+    placed: SharedContext | None = None
+    is_being_placed: bool = False
+    users: int = 0
+    left_bytes: int = 0
+    lent_bytes: int = 0
+
+
+@dataclass(eq=False)
+class SharedPrefixRef:
+    """One question's part in a context.
+
+    claim:       the memory that it has reserved
+    leaves_them: what it took at first is the context's, as long as any question reads that
+    """
+
+    _context: _Context
+    _admission: Admission
+    claim: Claim
+    leaves_them: bool
+
+    @property
+    def _changed(self) -> threading.Condition:
+        return self._admission.changed
+
+    def grow(self, num_bytes: int, limit: Limit) -> None:
+        """Wait for so much memory in all, for buffers of its own. Raises what `limit` raises meanwhile."""
+        held = self.claim.grown_bytes + (0 if self.leaves_them else self.claim.num_bytes)
+        self._admission.grow(self.claim, max(0, num_bytes - held), limit)
+
+    @property
+    def placed(self) -> SharedContext | None:
+        """The context, where some question has placed it."""
+        return self._context.placed
+
+    @contextmanager
+    def placing(self, limit: Limit) -> Iterator[Callable[[SharedContext], None] | None]:
+        """The function to tell a context that others may read, for the only question that places it at a time; others
+        that want it wait. None: it is `placed`, or no other can read it.
+
+        Raises what `limit` raises while it waits.
+        """
+        context = self._context
+        with self._changed:
+            while context.is_being_placed:
+                limit.check()
+                self._changed.wait(limit.poll_s())
+            context.is_being_placed = places = context.placed is None and context.key is not None
+        if not places:
+            yield None
+            return
+        try:
+            yield self._tell
+        finally:
+            with self._changed:
+                context.is_being_placed = False
+                self._changed.notify_all()
+
+    def _tell(self, placed: SharedContext) -> None:
+        with self._changed:
+            self._context.placed = placed
+            self.leaves_them = True  # the context lies in buffers of this question
+
+
+@dataclass(eq=False, repr=False)
+class SharedPrefixes:
+    """Contexts of the answers in progress and of earlier ones, by what they hold. Thread-safe.
+
+    Answers in progress: the first question reserves memory for all of its KV, and leaves it to the context until the
+    last question over that ends. The others reserve memory for their own tokens.
+
+    Earlier answers: a context stays, where it is, within the prefix tree's budget: all together in half of it, unless
+    there is only one. The least recently used go. What is in use stays, and what does not fit is not kept.
+    """
+
+    admission: Admission
+    _tree: PrefixCache
+
+    def __post_init__(self) -> None:
+        self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently left first
+        self._changed = self.admission.changed
+
+    @contextmanager
+    def admit(
+        self, key: Hashable | None, need: MemoryNeed, limit: Limit, *, keep: bool = False
+    ) -> Iterator[SharedPrefixRef]:
+        """Wait until there is memory for a question over the context of this name; None: it shares none.
+
+        keep: the context may stay for later questions
+
+        Raises AnswerTooLargeError when there can never be, and what `limit` raises while it waits.
+        """
+        with self._changed:  # from the moment that there is room until it is taken nothing changes
+            claim = self.admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
+            seat = self._join(key, keep, claim)
+        try:
+            yield seat
+        finally:
+            self._leave(seat)
+
+    def forget(self) -> None:
+        """Let no further question find what is known: a passage in it may be gone (law 10)."""
+        with self._changed:
+            known, self._known = self._known, OrderedDict()
+            for context in known.values():
+                if not context.users:
+                    self._give_back(context)
+
+    def _leave(self, seat: SharedPrefixRef) -> None:
+        context, num_bytes = seat._context, seat.claim.num_bytes
+        with self._changed:
+            self.admission.end(seat.claim)
+            context.users -= 1
+            if seat.leaves_them:
+                context.left_bytes += num_bytes
+                num_bytes = 0
+            if not context.users:
+                num_bytes += context.left_bytes
+                context.left_bytes = 0
+                self._settle(context)
+            self.admission.release(num_bytes)
+
+    # Everything below runs under the lock.
+
+    def _join(self, key: Hashable | None, keep: bool, claim: Claim) -> SharedPrefixRef:
+        context = None if key is None else self._known.get(key)
+        leaves_them = context is None
+        if context is None:
+            context = _Context(key, keep)
+            if key is not None:
+                self._known[key] = context
+        context.users += 1
+        return SharedPrefixRef(context, self.admission, claim, leaves_them)
+
+    def _settle(self, context: _Context) -> None:
+        """Keep a context that nobody reads any more, or let go of it."""
+        if self._known.get(context.key) is not context:  # forgotten meanwhile
+            self._give_back(context)
+        elif context.lent_bytes or self._borrow(context):
+            self._known.move_to_end(context.key)
+        else:
+            del self._known[context.key]
+
+    def _borrow(self, context: _Context) -> bool:
+        """Have room for it lent by the prefix tree, in place of less recently used ones."""
+        if context.placed is None or not context.is_kept or context.placed.num_bytes > self._tree.budget_bytes:
+            return False
+        num_bytes = context.placed.num_bytes
+        room = max(self._tree.budget_bytes // 2, num_bytes) - num_bytes
+        idle = [one for one in self._known.values() if one.lent_bytes and not one.users]
+        while idle and sum(one.lent_bytes for one in self._known.values()) > room:
+            self._give_back(self._known.pop(idle.pop(0).key))
+        if sum(one.lent_bytes for one in self._known.values()) > room or not self._tree.lend(num_bytes):
+            return False
+        context.lent_bytes = num_bytes
+        return True
+
+    def _give_back(self, context: _Context) -> None:
+        if context.lent_bytes:
+            context.placed = None  # its bytes go before another takes their place
+            self._tree.take_back(context.lent_bytes)
+            context.lent_bytes = 0

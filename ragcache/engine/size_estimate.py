@@ -1,0 +1,95 @@
+"""Estimate of an ingestion's KV on disk, from the size of its text and a sample of it.
+
+Nothing is encoded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ragcache.codecs import get_codec
+from ragcache.ingest.document import Document
+from ragcache.ingest.ingest_run import Input
+from ragcache.ingest.readers import OWN, SourceFile, find_files
+from ragcache.ingest.report import bytes_text
+from ragcache.models.hub import BUNDLED
+from ragcache.models.language_model import LanguageModel
+from ragcache.prompt import encode_text
+
+# Of other kinds the text is compressed, or pictures lie beside it: the size of the file says nothing.
+MEASURED = {*OWN, ".csv", ".json", ".eml", ".rtf"}
+SAMPLES, SAMPLE_BYTES = 16, 4096
+
+
+class KVEstimate(NamedTuple):
+    """text_bytes, tokens: of the inputs whose text can be measured; markup counts as text
+    num_bytes: of KV that they need on disk, were none of it there yet
+    unknown:   files whose size says nothing about their text (PDF, office documents)
+    model:     that reads them
+    """
+
+    text_bytes: int
+    tokens: int
+    num_bytes: int
+    unknown: int
+    model: str
+
+    def __str__(self) -> str:
+        rest = f", and that of {self.unknown} PDF files and the like" if self.unknown else ""
+        toy = ", a toy that knows examples/corpus alone; for other text name another (--model, model=)"
+        return (
+            f"reading for the model {self.model}{toy if self.model in BUNDLED else ''}\n"
+            f"{bytes_text(self.text_bytes)} of text, about {self.tokens:,} tokens: their KV takes about "
+            f"{bytes_text(self.num_bytes)} on disk{rest} once it is computed, less what is stored already"
+        )
+
+
+def estimate_kv(
+    inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0
+) -> KVEstimate:
+    """block_tokens: of a chunk at most; kept: as `Recipe.share`"""
+    given = list(inputs)
+    files = [one.path for one in given if isinstance(one, SourceFile)]
+    files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]
+    known: list[Path | Document] = [one for one in given if isinstance(one, Document)]
+    known += [path for path in files if path.suffix.lower() in MEASURED]
+    sizes = [_size(one) for one in known]
+    rate = _tokens_per_byte(known, lm.tokenizer)
+    tokens, coder, itemsize = round(rate * sum(sizes)), get_codec(codec), lm.dtype.itemsize
+    block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
+    block_bytes += coder.expected_state_bytes(lm.shape.states, itemsize)
+    num_bytes = round(tokens * (block_bytes / block_tokens))
+    unknown = sum(path.suffix.lower() not in MEASURED for path in files)
+    return KVEstimate(sum(sizes), tokens, num_bytes, unknown, lm.name)
+
+
+def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
+    """Estimate from the beginnings of some of the inputs, spread over all of them."""
+    heads = [_head(one) for one in known[:: max(1, len(known) // SAMPLES)]]
+    texts = [head.decode("utf-8", "ignore") for head in heads]
+    sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)
+    return sum(len(encode_text(tokenizer, text)) for text in texts) / sampled if sampled else 0.0
+
+
+def _size(one: Path | Document) -> int:
+    if isinstance(one, Document):
+        return len(one.text.encode("utf-8", "ignore"))
+    try:
+        return one.stat().st_size
+    except OSError:
+        return 0  # the ingestion says what is wrong with it
+
+
+def _head(one: Path | Document) -> bytes:
+    if isinstance(one, Document):
+        return one.text[:SAMPLE_BYTES].encode("utf-8", "ignore")
+    try:
+        with open(one, "rb") as file:
+            return file.read(SAMPLE_BYTES)
+    except OSError:
+        return b""

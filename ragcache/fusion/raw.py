@@ -1,0 +1,26 @@
+"""Raw reuse: the baseline that collapses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ragcache.fusion.layout import AddedTokens
+from ragcache.fusion.method import FusionMethod
+from ragcache.models.card import ModelCard
+
+
+@dataclass(frozen=True)
+class Concat(FusionMethod):
+    """Blocks joined with the positions they were encoded at, so that all chunks overlap.
+
+    An isolated chunk keeps positions 0, 1, ...; one encoded behind the prefix starts where the prefix ends. The suffix
+    stands at its global positions. This is what plain concatenation of caches does; kept for comparison.
+    """
+
+    name: ClassVar[str] = "concat"
+    paper: ClassVar[str] = "raw reuse (the baseline in KVLink table 1 and A3 table 1)"
+    summary: ClassVar[str] = "joins blocks with the positions they were encoded at"
+
+    def additions(self, lm: ModelCard) -> AddedTokens:
+        return replace(super().additions(lm), positions="encoded")

@@ -1,0 +1,466 @@
+"""One ingestion, from its inputs to its report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ragcache.errors import (
+    DocumentExistsError,
+    DuplicateDocumentError,
+    IngestError,
+    PromptError,
+    ReaderError,
+)
+from ragcache.ingest.changes import DocumentChanges, sync_roots
+from ragcache.ingest.chunker import TextChunk, headings_above
+from ragcache.ingest.document import Document, hash_parts
+from ragcache.ingest.readers import SourceFile, find_files
+from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
+from ragcache.ingest.sample_basis import calibrate
+from ragcache.ingest.store_writer import StoreWriter
+from ragcache.ingest.whole_chunker import PassthroughSplitter
+from ragcache.ingest.worker import (
+    ChunkedDocument,
+    EncodeJob,
+    Record,
+    Say,
+    Source,
+    Vectors,
+    Work,
+    Worker,
+)
+from ragcache.models.deadline import LIMIT
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
+
+Input = str | os.PathLike[str] | SourceFile | Document
+
+
+@dataclass
+class PendingDocument:
+    """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
+
+    file: place of the file that it is from, or ""
+    stored: the chunks are in the store already; only KV blocks are missing
+    ids: of the chunks; (): as the chunker names them
+    """
+
+    document: Document
+    file: str
+    content_hash: str
+    chunks: list[TextChunk]
+    keys: list[str]
+    replaces: bool
+    stored: tuple[Chunk, ...] = ()
+    ids: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass
+class IngestRun:
+    """One call of `Ingestor.ingest`, or of `copy`: what is there already, under the same version, is then left alone.
+
+    bench: for what is needed of single documents
+    work:  reads and computes, given the report to fill and what to tell of progress
+    copied: another store's documents, in place of inputs, and what gives their passages ids of this model's tokenizer
+    """
+
+    to: StoreWriter
+    bench: Worker
+    work: Callable[[IngestReport, Say], Work]
+    eager: bool
+    progress: Progress | None
+    replace: bool = True
+    sync: bool = False
+    dry_run: bool = False
+    copied: tuple[DocumentStore, PassthroughSplitter] | None = None
+
+    def __post_init__(self) -> None:
+        self.chunker = self.bench.chunker
+        # What chunks are read behind is known when all documents are stored: `_encode_behind_neighbours`.
+        self._eager_then = self.eager and self.to.names.neighbourhood is not None
+        self.eager = self.eager and not self._eager_then
+        self.report = IngestReport(dry_run=self.dry_run)
+        self._work = self.work(self.report, self._say)
+        self._known = DocumentChanges(self.to.documents.versions(), self.chunker.settings)
+        self._seen: set[str] = set()
+        self._roots: list[str] = []
+        self._files: dict[str, str] = {}  # ids of files, by the places where they were found
+        self._unread: set[str] = set()  # ids of files that were not read without a failure
+        self._told: set[str] = set()  # documents that the report names already
+        self._done = {"embed": 0, "encode": 0, "commit": 0}
+        self._total = dict(self._done)
+        self._saved_at = time.monotonic()
+
+    def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
+        started = time.perf_counter()
+        given = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
+        if self.sync:
+            self._roots = sync_roots(one for one in given if not isinstance(one, Document | SourceFile))
+        if self.dry_run:
+            for window in self._windows(given):
+                self._foretell(window)
+            self._remove_vanished()
+        else:
+            # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+            self.to.collect_garbage()
+            self.to.retriever.refresh()
+            jobs = ((window, self._job(window)) for window in self._windows(given))
+            for window, vectors in self._work.compute(jobs):
+                self._commit_window(window, vectors)
+            self.to.collect_garbage()  # of documents that others have moved onto
+            self._save_index(force=True)
+            self._remove_vanished()
+            self._encode_behind_neighbours()
+        self.report.seconds.total_s = time.perf_counter() - started
+        return self.report
+
+    # Reading
+
+    def _windows(self, inputs: Sequence[Input]) -> Iterator[list[PendingDocument]]:
+        window: list[PendingDocument] = []
+        for prepared in self._prepared(inputs):
+            window.append(prepared)
+            self._total["embed"] += 0 if prepared.stored else len(prepared.chunks)
+            self._total["encode"] += prepared.num_tokens if self.eager else 0
+            self._total["commit"] += 1
+            if sum(one.num_tokens for one in window) >= self.to.config.window_tokens:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def _prepared(self, inputs: Sequence[Input]) -> Iterator[PendingDocument]:
+        if self.copied is not None:
+            yield from self._copies(*self.copied)
+            return
+        for record, file in self._records(inputs):
+            if isinstance(record.found, ReaderError):
+                self._fail(record.found.path, record.found, file)
+            elif (prepared := self._prepare(record.found, file, record)) is not None:
+                yield prepared
+
+    def _records(self, inputs: Sequence[Input]) -> Iterator[tuple[Record, str]]:
+        """All records of the inputs, in order, with the places of their files. A file that is called something else
+        than its path is in no folder that could be followed: its documents have no file."""
+        sources = self._sources(inputs)
+        self._known.look_for_vanished(self._roots, self._files)
+        read = self._work.read(sources, self._known.content_hashes)
+        for done, (source, records) in enumerate(zip(sources, read, strict=True)):
+            name = source.where if isinstance(source, Document) else source.source or str(source.path)
+            self._tell(ProgressEvent("read", done, len(sources), name))
+            file = None if isinstance(source, Document) or source.source else source
+            for record in records:
+                id = record.found.id if isinstance(record.found, Document) else ""
+                yield record, "" if file is None else self._known.place(id, file)
+        self._tell(ProgressEvent("read", len(sources), len(sources)))
+
+    def _sources(self, inputs: Sequence[Input]) -> list[Source]:
+        """A file that is named twice, by its folder and by itself say, is read once, without links if it can be."""
+        sources: list[Source] = []
+        rank: dict[str, int] = {}  # among the sources, by id
+        for given in inputs:
+            if isinstance(given, Document | SourceFile):
+                sources.append(given)
+                continue
+            found = find_files([given])
+            self.report.failed += [Failure(error.path, error) for error in found.failed]
+            self.report.skipped += found.skipped
+            for file in found.files:
+                self._files |= {file.id: file.id, file.place: file.id}
+                if file.id not in rank:
+                    rank[file.id] = len(sources)
+                    sources.append(file)
+                elif not file.link:
+                    sources[rank[file.id]] = file
+        return sources
+
+    def _prepare(self, document: Document, file: str, record: Record) -> PendingDocument | None:
+        """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
+        try:
+            LIMIT.get().check()
+            self.bench.check(document)
+            if document.id in self._seen:
+                raise DuplicateDocumentError(
+                    f"{document.where}: the id {document.id!r} was given before in this call; give every document its "
+                    "own id"
+                )
+            self._seen.add(document.id)
+            content_hash = document.content_hash(self.chunker.settings)
+            found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
+            metadata: Sequence[Mapping[str, Any]] | None = ()
+            if found is not None and found.same:
+                metadata = self._placed_anew(found.id, document, content_hash, record)
+                found = found._replace(same=metadata is not None)
+            if found is not None and not found.same and not self.replace:
+                raise DocumentExistsError(
+                    f"{document.where}: another text is stored under the id {document.id!r}; name this one otherwise, "
+                    "or let it replace the other (replace=true)"
+                )
+            if found is not None:
+                self._rename(found.id, document, content_hash if found.same else None, file, metadata or ())
+                if found.same:
+                    return self._prepare_unchanged(document, content_hash)
+            cut = self._cut(document, record)
+        except (IngestError, PromptError) as error:
+            self._fail(document.where, error, file)
+            return None
+        return PendingDocument(document, file, content_hash, cut.chunks, cut.keys, found is not None)
+
+    def _cut(self, document: Document, record: Record) -> ChunkedDocument:
+        """Raises IngestError, PromptError."""
+        cut = record.cut or self.bench.cut(document, self.report.seconds)
+        if isinstance(cut, Exception):
+            raise cut
+        return cut
+
+    def _placed_anew(
+        self, id: str, document: Document, content_hash: str, record: Record
+    ) -> Sequence[Mapping[str, Any]] | None:
+        """Return the metadata that the chunks of a stored document are to have, whose places alone have changed: none
+        if these are the same too, None if its chunks would be cut otherwise today."""
+        if hash_parts(content_hash).places == hash_parts(self._known.version(id).content_hash).places:
+            return ()
+        chunks = self._cut(document, record).chunks
+        if [chunk.text for chunk in chunks] != [chunk.text for chunk in self.to.documents.chunks_of(id)]:
+            return None
+        return [{**document.metadata, **chunk.metadata} for chunk in chunks]
+
+    def _rename(
+        self,
+        id: str,
+        document: Document,
+        content_hash: str | None,
+        file: str,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Let a stored document have the id, source and file that it has now, and its chunks this metadata, if it is
+        given. content_hash: None where its content is another; it is then still to be replaced."""
+        old = self._known.version(id)
+        version = StoredVersion(content_hash or old.content_hash, document.where, file)
+        if id == document.id and (content_hash is None or version == old):
+            return
+        if not self.report.dry_run:
+            names = [self.chunker.chunk_id(document.id, chunk.ordinal) for chunk in self.to.documents.chunks_of(id)]
+            gone = self.to.documents.move_document(id, document.id, version, names, metadata)
+            self.to.retriever.apply([], np.empty((0, self.to.retriever.index.dimension), np.float32), gone)
+        self._known.move(id, document.id, version)
+        if id != document.id:
+            self.report.moved.append(Moved(id, document.id))
+            self._told.add(document.id)
+        elif metadata or (old.source != version.source and old.file is not None):
+            self.report.updated.append(id)
+            self._told.add(id)
+
+    def _is_text_of(self, document: Document, id: str) -> bool:
+        stored = [chunk.text for chunk in self.to.documents.chunks_of(id)]
+        return [chunk.text for chunk in self.chunker.split(document.text)] == stored
+
+    def _prepare_unchanged(self, document: Document, content_hash: str) -> PendingDocument | None:
+        """None when its KV blocks are there too, or are not wanted now."""
+        eager = self.eager and not self.report.dry_run
+        stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
+        keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
+        there = self.to.kv.lookup(keys, "flushed")
+        if all(chunk.handle == key and key in there for chunk, key in zip(stored, keys, strict=True)):
+            self._tell_unchanged(document.id)
+            return None
+        chunks = [TextChunk(chunk.text, chunk.token_ids, ()) for chunk in stored]
+        return PendingDocument(document, "", content_hash, chunks, keys, replaces=True, stored=stored)
+
+    def _copies(self, source: DocumentStore, whole: PassthroughSplitter) -> Iterator[PendingDocument]:
+        there = self.to.documents.versions()
+        for document in source.documents():
+            LIMIT.get().check()
+            made = Document(document.id, "", document.metadata, document.title, document.source)
+            if there.get(made.id) == StoredVersion(document.content_hash, document.source, document.file or ""):
+                self._tell_unchanged(made.id)
+                continue
+            stored = source.chunks_of(made.id)
+            try:
+                rows = whole.encode([chunk.text for chunk in stored])
+                for ids in rows:
+                    self.to.names.check(ids, made.where)
+            except PromptError as error:  # too long for this model
+                self._fail(made.where, error, "")
+                continue
+            chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
+            names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
+            file, replaces = document.file or "", made.id in there
+            yield PendingDocument(made, file, document.content_hash, chunks, keys, replaces, ids=names)
+
+    # Computing
+
+    def _job(self, window: list[PendingDocument]) -> EncodeJob:
+        texts = [
+            chunk.embedded_text(one.document.title) for one in window if not one.stored for chunk in one.chunks
+        ]  # fmt: skip
+        if not self.eager:
+            return EncodeJob(texts, {})
+        # The same text twice is one block.
+        wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
+        self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
+        self._calibrate(wanted)
+        return EncodeJob(texts, wanted)
+
+    def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
+        if wanted and self.to.kv.lacks_basis:
+            with self.report.seconds.timed("encode_s"):
+                calibrate(self.to.documents, self.to.kv, self.to.names.encoder, list(wanted.values()))
+
+    def _encode_behind_neighbours(self) -> None:
+        """Discard KV that was read behind others than are nearest now. Where KV is computed at once, compute what is
+        missing in the whole store."""
+        near = self.to.names.neighbourhood
+        if near is None:
+            return
+        near.update()
+        self.to.collect_garbage()
+        if self._eager_then:
+            self._keep_beginning()
+            for chunks in near.without_kv():
+                self._encode_chunks(self.to.names.with_neighbours(chunks))
+
+    def _encode_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Compute and commit the KV of stored chunks, whose neighbours were looked up."""
+        keys = [self.to.names.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+        wanted = {key: chunk.token_ids for key, chunk in zip(keys, chunks, strict=True)}
+        behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
+        self._total["encode"] += sum(map(len, wanted.values()))
+        self._calibrate(wanted)
+        for done, _ in self._work.compute([(keys, EncodeJob([], wanted, behind))]):
+            with self.report.seconds.timed("commit_s"):
+                handles = {chunk.id: key for chunk, key in zip(chunks, done, strict=True)}
+                self.to.documents.set_handles(handles)
+
+    # Storing
+
+    def _keep_beginning(self) -> None:
+        """Store the block of the prompts' beginning, once: an engine elsewhere loads it as it loads passages."""
+        key = self.to.names.first_key
+        if key is None:
+            return
+        if not self.to.kv.lookup([key], "flushed"):
+            encoder = self.to.names.encoder
+            self.to.kv.put(key, encoder.lm.encode([encoder.first_ids])[0], "flushed")
+        self.to.documents.hold(key)
+
+    def _commit_window(self, window: list[PendingDocument], vectors: list[Vectors]) -> None:
+        if self.eager:
+            self._keep_beginning()
+        start = 0
+        for one in window:
+            if one.stored:
+                self._commit_handles(one)
+                continue
+            self._commit(one, vectors[start : start + len(one.chunks)])
+            start += len(one.chunks)
+        if not self._work.is_ahead:
+            self.to.collect_garbage()
+        self._save_index()
+
+    def _commit(self, one: PendingDocument, vectors: list[Vectors]) -> None:
+        """vectors: of each chunk, as `embed_windows` returns them"""
+        document = one.document
+        ids = one.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(one.chunks))]
+        chunks = [
+            NewChunk(
+                id, chunk.text, chunk.token_ids, own[0],
+                handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
+                metadata=dict(chunk.metadata),
+                windows=list(own[1:]),
+            )
+            for id, chunk, key, own in zip(ids, one.chunks, one.keys, vectors, strict=True)
+        ]  # fmt: skip
+        new = NewDocument(
+            document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
+        )  # fmt: skip
+        with self.report.seconds.timed("commit_s"):
+            before = self.to.documents.vector_ids_of([document.id]) if one.replaces else []
+            try:
+                added = self.to.documents.replace_document(new, chunks)
+            except IngestError as error:
+                self._fail(document.where, error, one.file)
+                return
+            searched = [own[len(own) > 1 :] for own in vectors]  # without the mean of a text's windows
+            none = np.empty((0, self.to.retriever.index.dimension), np.float32)
+            self.to.retriever.apply(added, np.concatenate([none, *searched]), before)
+        self._tell_stored(one)
+        self._say("commit", 1, document.id)
+
+    def _commit_handles(self, one: PendingDocument) -> None:
+        with self.report.seconds.timed("commit_s"):
+            stored = self.to.documents.chunks_of(one.document.id)  # ids may have changed: see `free_chunk_ids`
+            self.to.documents.set_handles({chunk.id: key for chunk, key in zip(stored, one.keys, strict=True)})
+        self._tell_unchanged(one.document.id)
+        self._say("commit", 1, one.document.id)
+
+    def _remove_vanished(self) -> None:
+        # A folder that vanished since it was named is not one whose files were deleted.
+        roots = [root for root in self._roots if os.path.exists(root)]
+        read = {place: id not in self._unread for place, id in self._files.items()}
+        gone = self._known.vanished(roots, read, self._seen)
+        if gone:
+            self.report.removed += gone if self.report.dry_run else self.to.delete(gone)
+
+    def _save_index(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        index, path = self.to.retriever.index, self.to.layout.index
+        changed = index.saved_generation != index.generation or not path.exists()
+        if changed and (force or now - self._saved_at >= self.to.config.save_every_s):
+            self.to.retriever.save(path)
+            self._saved_at = now
+
+    # Reporting
+
+    def _foretell(self, window: list[PendingDocument]) -> None:
+        """Report a window as `_commit_window` would, without doing anything."""
+        for one in window:
+            self._tell_stored(one)
+        wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
+        if self.eager:
+            stored = self.to.kv.lookup(wanted, "flushed")
+            self.report.computed_tokens += sum(size for key, size in wanted.items() if key not in stored)
+
+    def _tell_stored(self, one: PendingDocument) -> None:
+        (self.report.updated if one.replaces else self.report.added).append(one.document.id)
+        self.report.chunks += len(one.chunks)
+        self.report.tokens += one.num_tokens
+
+    def _tell_unchanged(self, id: str) -> None:
+        if id not in self._told:
+            self.report.unchanged.append(id)
+
+    def _fail(self, source: str, error: IngestError | PromptError, file: str) -> None:
+        """file: place of the file that it happened in; "" for none"""
+        self.report.failed.append(Failure(source, error))
+        if file:
+            self._unread.add(self._files.get(file, file))
+
+    def _say(self, stage: str, step: int, item: str = "") -> None:
+        if stage == "skip":
+            self._total["encode"] -= step
+        else:
+            self._done[stage] += step
+            self._tell(ProgressEvent(stage, self._done[stage], self._total[stage], item))
+
+    def _tell(self, event: ProgressEvent) -> None:
+        if self.progress is not None:
+            self.progress(event)
+
+
+def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:
+    """Return a stored chunk as the chunker made it. metadata: its document's; if these have "headings", a chunk's own
+    are not known from them."""
+    own = {name: value for name, value in chunk.metadata.items() if metadata.get(name, ...) != value}
+    headings = () if "headings" in metadata else headings_above(own.get("headings", ()), chunk.text)
+    return TextChunk(chunk.text, token_ids, headings, own)

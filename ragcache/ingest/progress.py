@@ -1,0 +1,49 @@
+"""Ingestion on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ragcache.ingest.report import Progress, ProgressEvent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+LABELS = {
+    "read": "Reading files",
+    "embed": "Embedding chunks",
+    "encode": "Precomputing KV (tokens)",
+    "commit": "Storing documents",
+}
+
+
+def say_line(text: str) -> None:
+    """A line on standard error, where the bars are."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bars(console: Console | None = None) -> Iterator[Progress]:
+    """A callback that draws one bar a stage, on standard error unless told otherwise."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description:<26}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=console or Console(stderr=True)) as bars:
+        tasks = {stage: bars.add_task(label, total=None) for stage, label in LABELS.items()}
+
+        def show(event: ProgressEvent) -> None:
+            bars.update(tasks[event.stage], completed=event.done, total=event.total)
+
+        yield show
+        for task in bars.tasks:
+            bars.update(task.id, total=task.completed)

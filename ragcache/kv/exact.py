@@ -1,0 +1,100 @@
+"""KV of a prompt's first tokens, as a plain pass over them leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.buffers import SharedContext
+from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.fused_cache import FusedCache
+from ragcache.kv.rope import Rope
+from ragcache.kv.state import State, compose
+
+Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
+"""Gives a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
+
+
+class Exact(Protocol):
+    """The KV that earlier passes left of the prompt's first `num_tokens` tokens, keys rotated to 0, 1, ..."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def states(self) -> Sequence[State]:
+        """Those of recurrent layers behind these tokens."""
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+
+
+def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
+    """Place the first tokens of one layer, recurrent ones counted behind the others, into a cache."""
+    rank = layer - len(cache.lengths)
+    if rank >= 0:
+        cache.states[rank] = exact.states[rank] if exact.num_tokens else None
+        return
+    keys, values = cache.reserve(layer, torch.arange(exact.num_tokens, device=cache.shape.device))
+    exact.copy_layer(layer, keys[0], values[0])
+
+
+@dataclass(frozen=True, eq=False)
+class ExactBlock:
+    """The isolated block of these tokens, rotated as it is copied."""
+
+    block: KVBlock
+    rope: Rope
+    shape: CacheShape
+
+    @property
+    def num_tokens(self) -> int:
+        return self.block.num_tokens
+
+    @property
+    def states(self) -> Sequence[State]:
+        pairs = zip(self.block.states, self.shape.states, strict=True)
+        return [compose(None, [one], shape.conv[1], self.shape.device) for one, shape in pairs]
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)
+        self.block.copy_values(layer, values)
+
+
+def read_cache(cache: FusedCache | SharedContext) -> Read:
+    """Give what `PrefixCache.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
+
+    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
+    """
+    order: dict[int, Tensor] = {}
+
+    def read(layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        parts = [cache.layer_state(layer)] if isinstance(cache, SharedContext) else cache.parts(layer)
+        if layer not in order:
+            order[layer] = torch.cat([positions for _, _, positions in parts]).argsort()
+        index = order[layer][start:stop]
+        return _gathered([keys[0] for keys, _, _ in parts], index), _gathered([v[0] for _, v, _ in parts], index)
+
+    return read
+
+
+def states_behind(cache: FusedCache | SharedContext, num_tokens: int) -> list[State]:
+    """States of recurrent layers behind so many tokens, which are all that the cache holds; else none."""
+    held = cache.num_tokens if isinstance(cache, SharedContext) else cache.get_seq_length()
+    return [state for state in cache.states if state is not None] if held == num_tokens else []
+
+
+def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
+    out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
+    start = 0
+    for part in parts:
+        here = (index >= start) & (index < start + part.shape[1])
+        out[:, here] = part.index_select(1, index[here] - start)
+        start += part.shape[1]
+    return out

@@ -1,0 +1,117 @@
+"""Nodes of a prefix tree, and the pages that their edges share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.kv.block import KVBlock
+from ragcache.kv.state import State
+
+Elements = NDArray[np.int64]
+
+
+class Owned(NamedTuple):
+    """Elements [start, stop) of a sequence belong to something that may be deleted: `owner` names it."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(eq=False)
+class Page:
+    """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
+
+    uses: slices of it that nodes and leases hold; its bytes are free when there are none
+    """
+
+    held: KVBlock
+    uses: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.held.num_bytes
+
+
+@dataclass(eq=False)
+class End:
+    """States of recurrent layers behind the last element of a node. uses: nodes and leases that hold them"""
+
+    states: tuple[State, ...]
+    uses: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
+
+class Slice(NamedTuple):
+    """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
+
+    page: Page
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Node:
+    """An edge and what hangs below it.
+
+    elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
+    leases:   askers that are reading down to here
+    end:      states behind the edge, where a sequence was kept that ends there
+    """
+
+    elements: Elements
+    slices: list[Slice]
+    owned: list[Owned]
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    leases: int = 0
+    end: End | None = None
+
+
+def ends_along(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
+    """States along a path of nodes, each with the number of elements before it. path: with elements shared by node"""
+    found, at = [], 0
+    for node, shared in path:
+        at += shared
+        if node.end is not None and shared == len(node.elements):
+            found.append((at, node.end))
+    return found
+
+
+def common_length(one: Elements | NDArray[np.int32], other: Elements | NDArray[np.int32]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Slice]:
+    """Their tokens [first, last)."""
+    found, at = [], 0
+    for page, start, stop in slices:
+        begin, end = max(start, start + first - at), min(stop, start + last - at)
+        if begin < end:
+            found.append(Slice(page, begin, end))
+        at += stop - start
+    return found
+
+
+def reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
+    """Like `clip`, and what ends before `start` owns the first element: all was computed over it, and the tokens above
+    may be known as another owner's alone."""
+    return clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
+
+
+def clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
+    """The part in [start, stop), counted from start."""
+    parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
+    return [part for part in parts if part.start < part.stop]

@@ -1,0 +1,50 @@
+"""Blocks of models with recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ragcache.kv.block import KVBlock, MixedBlock
+from ragcache.kv.block_key import Recipe
+from ragcache.kv.state import StateMap
+from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HybridBlock(MixedBlock):
+    """A block of a model with recurrent layers.
+
+    kv:     keys and values of its other layers
+    states: maps of the recurrent ones, in the model's order
+    """
+
+    def __init__(self, kv: KVBlock, states: Sequence[StateMap], recipe: Recipe | None = None) -> None:
+        super().__init__([kv], [0] * kv.num_layers, recipe)
+        self.kv = kv
+        self._states = tuple(states)
+
+    def __repr__(self) -> str:
+        return f"HybridBlock({self.kv!r}, {len(self.states)} states)"
+
+    @property
+    def states(self) -> tuple[StateMap, ...]:
+        return self._states
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(one.num_bytes for one in self.states)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
+        return HybridBlock(self.kv.map(change), [one.map(change) for one in self.states], self.recipe)
+
+    def equal(self, other: KVBlock) -> bool:
+        pairs = zip(self.states, other.states, strict=False)
+        return super().equal(other) and len(self.states) == len(other.states) and all(map(_same, pairs))
+
+
+def _same(pair: tuple[StateMap, StateMap]) -> bool:
+    one, other = (each.tensors for each in pair)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

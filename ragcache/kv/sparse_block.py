@@ -1,0 +1,123 @@
+"""Blocks of which each KV head holds some of the tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ragcache.errors import DamagedBlockError
+from ragcache.kv.block import KVBlock, MixedBlock, Part
+from ragcache.kv.block_key import Recipe
+from ragcache.runtime import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SparseBlock(KVBlock):
+    """A block whose layers are alike, and whose heads hold equally many tokens each, not the same ones; see `keep`.
+
+    held: their keys and values, [num_layers, num_kv_heads, held, head_dim], in the tokens' order, encoded or not
+    bits: which tokens each head holds, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)]; see `pack_mask`
+
+    Raises DamagedBlockError where the two do not agree.
+    """
+
+    def __init__(self, held: KVBlock, bits: Tensor, num_tokens: int, recipe: Recipe | None = None) -> None:
+        self.held = held
+        self.bits = bits
+        self._num_tokens = num_tokens
+        object.__setattr__(self, "recipe", recipe)  # the block's field is frozen
+        layers, heads, count, _ = held.key_shape
+        if bits.dtype != torch.uint8 or tuple(bits.shape) != (layers, heads, -(-num_tokens // 8)):
+            raise DamagedBlockError("which tokens the heads of a block hold is not a bit a token")
+        mask = unpack_mask(bits, 8 * bits.shape[2])
+        if bool((mask[..., :num_tokens].sum(2) != count).any() or mask[..., num_tokens:].any()):
+            raise DamagedBlockError(f"a head of a block does not hold {count} of its {num_tokens} tokens")
+
+    def __repr__(self) -> str:
+        return f"SparseBlock({self.held!r}, of {self.num_tokens} tokens)"
+
+    @property
+    def keys(self) -> Tensor:
+        return self.held.keys
+
+    @property
+    def values(self) -> Tensor:
+        return self.held.values
+
+    @property
+    def key_shape(self) -> torch.Size:
+        return self.held.key_shape
+
+    @property
+    def value_shape(self) -> torch.Size:
+        return self.held.value_shape
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return self.held.num_bytes + self.bits.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    @property
+    def stored(self) -> None:
+        return None
+
+    @cached_property
+    def _by_layer(self) -> Tensor:
+        """int64 [num_layers, num_kv_heads, held]"""
+        return unpack_mask(self.bits, self.num_tokens).nonzero()[:, 2].view(*self.key_shape[:3])
+
+    def places(self, layer: int) -> Tensor | None:
+        return None if self.key_shape[2] == self.num_tokens else self._by_layer[layer]
+
+    def _layer(self, part: Part, layer: int) -> Tensor:
+        return self.held._layer(part, layer)
+
+    def _copy(self, part: Part, layer: int, out: Tensor) -> None:
+        self.held._copy(part, layer, out)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
+        return SparseBlock(self.held.map(change), change(self.bits), self.num_tokens, self.recipe)
+
+
+def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
+    """The block without the tokens that its heads are not to hold: one part a layer. Nothing else stays in memory.
+
+    masks: by layer, bool [num_kv_heads, num_tokens], with as many tokens in every head of a layer
+
+    Parts do not depend on the masks, even where all layers hold as many: a codec's basis (`kvtc`) fits all blocks.
+    """
+    layers = ((block.layer_keys(number), block.layer_values(number)) for number in range(block.num_layers))
+    parts = [_keep(*one, mask) for one, mask in zip(layers, masks, strict=True)]
+    return MixedBlock(parts, range(len(parts)), block.recipe)
+
+
+def _keep(keys: Tensor, values: Tensor, mask: Tensor) -> SparseBlock:
+    """keys, values: [num_kv_heads, num_tokens, head_dim]"""
+    keys, values = (numbers[mask].view(1, len(mask), -1, numbers.shape[2]) for numbers in (keys, values))
+    return SparseBlock(KVBlock(keys, values), pack_mask(mask.unsqueeze(0)), mask.shape[1])
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Bools [..., num_tokens] as bits of bytes [..., ceil(num_tokens / 8)], the first one lowest."""
+    whole = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
+    bits = torch.unflatten(whole, -1, (whole.shape[-1] // 8, 8)).to(torch.uint8)
+    return (bits << _shifts(mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_mask(packed: Tensor, num_tokens: int) -> Tensor:
+    """The bools that `pack_mask` was given."""
+    return ((packed.unsqueeze(-1) >> _shifts(packed.device)) & 1).flatten(-2)[..., :num_tokens].bool()
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,0 +1,44 @@
+"""A checkpoint's files, by a digest that needs no model: what another engine loads is compared with what a store was
+made with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from ragcache.files import file_digest
+from ragcache.kv.block_key import digest
+from ragcache.models.adapter import ROWS_FILE, Adapter
+from ragcache.models.checkpoint import (
+    find_directory,
+)
+from ragcache.models.hub import split_file
+from ragcache.models.lora import Lora
+
+FILES = ("*.safetensors", "*.bin", "config.json")
+
+
+def checkpoint_digest(name: str) -> str | None:
+    """SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows); None where the
+    model is no directory here and not in the hub's cache either, or merged as it is loaded.
+
+    name: a directory or hub id, or a GGUF file of one
+
+    Raises AdapterError for an adapter that cannot be read.
+    """
+    place, file = split_file(name)
+    directory = find_directory(place)
+    if directory is None:
+        return None
+    if file:
+        return file_digest(directory / file["gguf_file"]).hex()
+    if Lora.find(directory) is not None:  # its weights are in no file
+        return None
+    if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that
+        rows = file_digest(directory / ROWS_FILE).hex()
+        return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), rows])
+    whole = hashlib.sha256()
+    for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
+        whole.update(path.name.encode())
+        whole.update(file_digest(path))
+    return whole.hexdigest()

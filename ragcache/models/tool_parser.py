@@ -1,0 +1,144 @@
+"""Splits an answer, as it arrives, into text and calls of tools.
+
+transformers' `ResponseParser` finds the regions of a format in a stream of text. What one says is read by `tools.py`: a
+call that cannot be read is reported with its text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from ragcache.models.tool_calls import START, UNREADABLE, Thought, ToolCall, ToolFormat, Written
+
+ID_CHARACTERS = 9  # letters and digits: Mistral's templates take no other ids
+
+
+Parsed = str | Thought | ToolCall
+
+
+@dataclass(eq=False, repr=False)
+class ToolParser:
+    """Splits an answer, as it arrives, into text, thoughts and calls.
+
+    White space around thoughts and calls is part of no text. is_thinking: whether what comes next is a thought.
+
+    most:   calls, of which later ones are dropped; None: all
+    tools:  functions in OpenAI's form, for the types of arguments
+    opened: what opens the thoughts that the prompt has begun
+    """
+
+    _format: ToolFormat
+    _most: int | None = None
+    _tools: Sequence[Mapping[str, Any]] = ()
+    opened: InitVar[str] = ""
+
+    def __post_init__(self, opened: str) -> None:
+        self._parser = ResponseParser(self._format.response_template(), prefix=START + opened if opened else "")
+        self.is_thinking = bool(opened)
+        self._begins = bool(opened)  # nothing but white space was written since a region opened or closed
+        self._space, self._calls = "", 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._calls == self._most
+
+    def push(self, text: str) -> list[Parsed]:
+        """What this text completes."""
+        return self._pieces(self._parser.feed(text))
+
+    def finish(self) -> list[Parsed]:
+        """What is still held back. A call that was cut has an error, if it cannot be read."""
+        pieces = self._pieces(self._parser.finalize()[1])
+        return [*pieces, self._space] if self._space and not self._calls else pieces
+
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Parsed]:
+        pieces: list[Parsed] = []
+        for event in events:
+            name = event["field"]
+            if name in self._format.thoughts:
+                pieces += self._thought(event)
+                continue
+            if event["type"] == "region_chunk" and (name == "text" or name in self._format.said):
+                pieces += self._said(event["text"])
+            elif event["type"] == "region_close" and name in self._format.calls:
+                pieces += self._called(str(event["value"]), marked="open_pattern" not in self._format.calls[name])
+        return pieces
+
+    def _thought(self, event: Mapping[str, Any]) -> list[Parsed]:
+        if event["type"] != "region_chunk":
+            self.is_thinking = event["type"] == "region_open"
+            self._begins, self._space = True, ""
+            return []
+        return [Thought(one) for one in self._said(event["text"])]
+
+    def _said(self, text: str) -> list[str]:
+        text = self._space + text
+        if self._begins:
+            text = text.lstrip()
+            self._begins = not text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        return [kept] if kept else []
+
+    def _called(self, text: str, *, marked: bool) -> Sequence[Parsed]:
+        if not marked and self._format.bare is not None and not self._format.bare.match(text):
+            return self._said(text)
+        format = self._format
+        try:
+            found = format.read(text)
+            calls = [ToolCall(new_id(), *(typed(one, self._tools) if format.untyped else one)) for one in found]
+        except UNREADABLE as error:
+            name = format.name or _name_in(text)
+            calls = [ToolCall(new_id(), name, text.strip(), f"the call cannot be read: {error}")]
+        calls = calls if self._most is None else calls[: self._most - self._calls]
+        self._calls += len(calls)
+        self._space = ""
+        return calls
+
+
+def _name_in(text: str) -> str:
+    """The name that a broken call begins with; "" if none can be told."""
+    named = re.search(r'"name"\s*:\s*"([^"]+)"', text)
+    named = named or re.match(r"[\s\[<]*(?:call:|function=)?([A-Za-z_][\w.-]*)", text)
+    return named[1] if named else ""
+
+
+def new_id() -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(ID_CHARACTERS))
+
+
+def typed(call: Written, tools: Sequence[Mapping[str, Any]]) -> Written:
+    """The call with its arguments, all text, read as JSON where the tool's schema wants no text."""
+    functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    wanted = functions.get(call.name, {}).get("properties")
+    schemas = wanted if isinstance(wanted, dict) else {}
+    arguments = {name: _typed(text, schemas.get(name)) for name, text in json.loads(call.arguments).items()}
+    return Written(call.name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _typed(text: str, schema: Any) -> Any:
+    kinds = _kinds(schema)
+    if not kinds or "string" in kinds:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # the tool says what is wrong with it
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type")
+    named = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return {str(kind) for kind in named}.union(*map(_kinds, choices))
