@@ -1,1 +1,1 @@
-"""What ragcache costs, against plain transformers. See README.md here."""
+"""Benchmarks of ragcache and the runner that they share: `python -m benchmarks` lists them."""

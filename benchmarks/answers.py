@@ -1,8 +1,8 @@
 """Answers of a real model to real questions: every method beside full prefill of the same weights.
 
-python -m benchmarks.answers --model DIR --data DIR                      # every method, every set, 24 questions each
-python -m benchmarks.answers --model DIR --data DIR --methods reposition,epic:first_tokens=4 --sets nq10 --questions 100
-python -m benchmarks.answers --model DIR --data DIR --minutes 0          # the report of what the journal holds
+python -m benchmarks answers --model DIR --data DIR                      # every method, every set, 24 questions each
+python -m benchmarks answers --model DIR --data DIR --methods reposition,epic:first_tokens=4 --sets nq10 --questions 100
+python -m benchmarks answers --model DIR --data DIR --minutes 0          # the report of what the journal holds
 
 Questions are chosen by a hash of their ids, so that more of them hold the fewer. Sets are asked in turn, a question of
 each, and every method reads a question before the next is asked: whenever a run ends, all methods have read the same
@@ -17,27 +17,25 @@ prompts (`kvcomm`, `cachecraft`) knows none.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from rich.console import Console
 
 import ragcache as rc
-from benchmarks.answers_report import figures_of, markdown
-from benchmarks.environment import Environment, environment
-from benchmarks.report import RESULTS, Result, write
-from ragcache.errors import ConfigError, check_least, translate_os_errors
+from benchmarks import answers_report
+from benchmarks.answers_report import figures_of
+from benchmarks.journal import Runs
+from benchmarks.report import Result
+from benchmarks.runner import Run
+from ragcache.errors import ConfigError, check_least
 from ragcache.prompt import PromptFormat, encode_text, prompt_format
 from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache_eval.case import Case, CasePassage
@@ -62,6 +60,39 @@ MAX_ANSWER_TOKENS = 24
 STOP = ("\n", '"')
 
 
+@dataclass(frozen=True)
+class Settings:
+    """model:      bundled name, directory or hub id
+    data:       directory of question sets, as `ragcache eval --data-dir` takes
+    sets:       as --data of `ragcache eval`; questions: of each set
+    methods:    A,B:option=value; every one where none is named
+    minutes:    begin no question after these; 0: report what the journal holds
+    context:    tokens of prompt and answer, at most
+    neighbours: of each passage, for methods with neighbours=N
+    seed:       of the choice of questions
+    """
+
+    model: str
+    data: Path
+    sets: tuple[str, ...] = SETS
+    methods: tuple[str, ...] = ()
+    questions: int = 24
+    context: int = 2048
+    minutes: float = float("inf")
+    neighbours: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for least in ("questions", "context"):
+            check_least(f"--{least}", getattr(self, least), 1)
+
+    @property
+    def name(self) -> str:
+        return f"answers-{Path(self.model).name}"
+
+
 def every_method() -> list[MethodSpec]:
     """Each method with its default options and each at other budgets, then all under every other recipe that they
     take."""
@@ -70,7 +101,7 @@ def every_method() -> list[MethodSpec]:
     return [*own, *(MethodSpec.parse(f"{spec.label}:recipe={recipe}") for spec, recipe in others)]
 
 
-def choose(source: str, directory: Path, seed: int) -> list[Case]:
+def choose(source: str, directory: Path | None, seed: int) -> list[Case]:
     """All questions of a set, in the order in which they are asked; ids begin with the set's name.
 
     Raises ConfigError naming the sets that there are, the line that is no question, or the question without an answer.
@@ -107,7 +138,7 @@ def fitted(case: Case, lm: rc.LanguageModel, form: PromptFormat, context: int) -
 
 
 def questions_of(
-    sources: Sequence[str], directory: Path, runner: Runner, context: int, count: int, seed: int
+    sources: Sequence[str], directory: Path | None, runner: Runner, context: int, count: int, seed: int
 ) -> dict[str, list[Case]]:
     """By set, the first `count` questions that fit."""
     found = {}
@@ -150,24 +181,7 @@ def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:
     return filter(None, chain.from_iterable(zip_longest(*questions.values())))
 
 
-class Runs:
-    """What the scores of a journal were measured on: an environment a run, in a file of JSON lines beside it."""
-
-    def __init__(self, journal: Path) -> None:
-        self.path = journal.with_suffix(".runs.jsonl")
-
-    def add(self, where: Environment) -> None:
-        with translate_os_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(where)) + "\n")
-
-    def all(self) -> list[dict[str, object]]:
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]  # a kill leaves half a line
-
-
-def measure(
+def read_questions(
     runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Journal, minutes: float
 ) -> int:
     """Read questions until all are read or the time is up; returns how many were."""
@@ -181,82 +195,31 @@ def measure(
     return len(cases)
 
 
-def parse(given: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "benchmarks.answers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no question after these")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--neighbours",
-        type=int,
-        default=0,
-        help="of each passage, for methods with neighbours=N",
-    )
-    return parse_questions(parser, given, "answers", SETS, questions=24, methods="every one")
-
-
-def parse_questions(
-    parser: argparse.ArgumentParser,
-    given: Sequence[str],
-    name: str,
-    sets: Sequence[str],
-    *,
-    questions: int,
-    methods: str,
-) -> argparse.Namespace:
-    """The options of what asks a model questions, with this default number of each set and these methods."""
-    parser.add_argument("--model", required=True, help="bundled name, directory or hub id")
-    parser.add_argument("--data", type=Path, required=True, help="directory of question sets, as `ragcache eval` takes")
-    parser.add_argument(
-        "--sets", nargs="+", default=list(sets), help="as --data of `ragcache eval`; default %(default)s"
-    )
-    parser.add_argument("--methods", action="append", help=f"A,B:option=value; may be repeated; default: {methods}")
-    parser.add_argument("--questions", type=int, default=questions, help="of each set")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and answer, at most")
-    parser.add_argument("--journal", type=Path, help="default: NAME.journal.jsonl in --out")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
-    parser.add_argument("--name", help=f"of the files in --out; default {name}-MODEL")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(given)
-    for least in ("questions", "context"):
-        check_least(f"--{least}", getattr(options, least), 1)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> Result:
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parse(given)
-    asked = parse_methods(options.methods) if options.methods else every_method()
-    lm = rc.load_lm(options.model, dtype=options.dtype, device=options.device)
-    where = environment("benchmarks.answers", given, torch.device(options.device))
+def measure(settings: Settings, run: Run) -> Result:
+    asked = parse_methods(list(settings.methods)) if settings.methods else every_method()
+    lm = rc.load_lm(settings.model, dtype=settings.dtype, device=settings.device)
     runner = Runner(lm, short_answers(lm), RunSettings(MAX_ANSWER_TOKENS, STOP, "skip", "full"))
     specs = usable_methods(asked, lm)
-    questions = questions_of(options.sets, options.data, runner, options.context, options.questions, options.seed)
-    if options.neighbours:
-        near = options.neighbours, load_embedder("minilm")
-        questions = with_neighbours(questions, options.data, *near, options.seed)
-    name = options.name or f"answers-{Path(lm.name).name}"
-    path = options.journal or options.out / f"{name}.journal.jsonl"
-    settings = {"dtype": options.dtype, "context": options.context, "seed": options.seed}
-    runs = Runs(path)
-    with Journal(path, {**settings, **runner.describe()}) as journal:
-        if options.minutes > 0:
-            runs.add(where)
-            measure(runner, list(in_turn(questions)), specs, journal, options.minutes)
+    chosen = settings.context, settings.questions, settings.seed
+    questions = questions_of(settings.sets, settings.data, runner, *chosen)
+    if settings.neighbours:
+        near = settings.neighbours, load_embedder("minilm")
+        questions = with_neighbours(questions, settings.data, *near, settings.seed)
+    path, runs = run.journal_path, Runs(run.journal_path)
+    stated = {"dtype": settings.dtype, "context": settings.context, "seed": settings.seed}
+    with Journal(path, {**stated, **runner.describe()}) as journal:
+        if settings.minutes > 0:
+            runs.add(run.environment)
+            read_questions(runner, list(in_turn(questions)), specs, journal, settings.minutes)
             print(file=sys.stderr)
         scores = list(journal.done.values())
     if not scores:
         raise ConfigError(f"nothing was measured, and {path} holds nothing; allow more --minutes")
     left_out = [spec.label for spec in asked if spec not in specs]
-    regime = {"model": Path(lm.name).name, **settings, "questions": options.questions, "left_out": left_out}
-    result = Result(name, regime, where, {}, {}, {**figures_of(scores), "runs": runs.all()}, ())
-    page = markdown(result.to_json())
-    write(result, options.out).with_suffix(".md").write_text("\n".join(page) + "\n", encoding="utf-8")
-    Console(width=200).print("\n".join(page), highlight=False, markup=False, soft_wrap=True)
-    return result
+    regime = {"model": Path(lm.name).name, **stated, "questions": settings.questions, "left_out": left_out}
+    return run.result(figures={**figures_of(scores), "runs": runs.all()}, settings=regime)
 
 
-if __name__ == "__main__":
-    main()
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """Return the page of a result's file."""
+    return answers_report.markdown(found)

@@ -1,6 +1,6 @@
 """Many askers at once, against one at a time and against threads that do not share passes.
 
-    python -m benchmarks.askers --shape SmolLM2-135M --dtype float32 --device cpu --askers 8
+    python -m benchmarks askers --set askers=8
 
 Whole questions through the engine: retrieval, blocks out of the memory tier, fused prefill, decoding. Every asker asks
 its next question as soon as it has its answer; the first ones start one after another. All ways answer the same
@@ -9,25 +9,22 @@ questions, and what they answer is compared.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.environment import environment
-from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.prose import documents, train_tokenizer
-from benchmarks.report import Goal, Result, show, write
+from benchmarks.questions import load_named
+from benchmarks.report import Goal, Result
+from benchmarks.runner import Run
 from benchmarks.shapes import SHAPES, build
 from benchmarks.timing import Ratio, Timing
 from ragcache.engine.answer import Answer
@@ -35,10 +32,8 @@ from ragcache.engine.kb import RagCache
 from ragcache.engine.options import StoreConfig
 from ragcache.errors import ConfigError
 from ragcache.ingest.document import Document
-from ragcache.models.load import DTYPES
 from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats
-from ragcache.retrieval.embedder import Embedder, load_embedder
 
 ONE, JOINED, APART = "one at a time", "joined passes", "a pass each"
 SHARED = "KV bytes of all askers over the same passages / one asker's"
@@ -49,12 +44,14 @@ STAGGER = 0.5  # of one answer's time, between the starts of two askers
 
 @dataclass(frozen=True)
 class Settings:
-    """passages: that a question reads, each of `tokens`. documents: that they come from. answer: tokens of one."""
+    """passages: that a question reads, each of `tokens`. documents: that they come from. answer: tokens of one.
+    embedder: see `load_named`"""
 
     shape: str = "SmolLM2-135M"
     dtype: str = "float32"
     device: str = "cpu"
     method: str = "reposition"
+    embedder: str = "minilm"
     askers: int = 8
     questions: int = 24
     passages: int = 10
@@ -196,19 +193,19 @@ def questions_of(passages: Sequence[Document], settings: Settings) -> list[str]:
     return found
 
 
-def measure(settings: Settings, embedder: Embedder, workdir: Path, arguments: Sequence[str]) -> Result:
+def measure(settings: Settings, run: Run) -> Result:
     device = torch.device(settings.device)
-    hardware = environment("benchmarks.askers", arguments, device)
     tokenizer = train_tokenizer(vocab_size=min(16384, SHAPES[settings.shape]["vocab_size"]))
-    built = build(settings.shape, settings.dtype, device, tokenizer, settings.seed)
+    lm = build(settings.shape, settings.dtype, device, tokenizer, settings.seed).lm
     store = StoreConfig(memory_bytes=MEMORY_BYTES, prefix_bytes=0)
-    with RagCache.open(workdir / "store", model=built.lm, method=settings.method, embedder=embedder, store=store) as kb:
+    embedder = load_named(settings.embedder, settings.device)
+    with RagCache.open(run.workdir / "store", model=lm, method=settings.method, embedder=embedder, store=store) as kb:
         passages = passages_of(tokenizer, settings)
         kb.ingest(passages, split=False)
         work = Asking(kb, questions_of(passages, settings), settings)
         work.warm_up()
         held = {askers: work.most_held_bytes(askers) for askers in (1, settings.askers)}
-        return summarise(settings, hardware, _rounds(work, settings.rounds), held)
+        return summarise(settings, run, _rounds(work, settings.rounds), held)
 
 
 def _rounds(work: Asking, rounds: int) -> dict[str, list[Served]]:
@@ -222,7 +219,7 @@ def _rounds(work: Asking, rounds: int) -> dict[str, list[Served]]:
     return served
 
 
-def summarise(settings: Settings, hardware: object, served: dict[str, list[Served]], held: dict[int, int]) -> Result:
+def summarise(settings: Settings, run: Run, served: dict[str, list[Served]], held: dict[int, int]) -> Result:
     """held: bytes of KV by number of askers over the same passages"""
     ttfts = {name: [s for one in runs for s in one.ttfts] for name, runs in served.items()}
     totals = {name: [a.timings.total_s for one in runs for a in one.answers] for name, runs in served.items()}
@@ -256,7 +253,7 @@ def summarise(settings: Settings, hardware: object, served: dict[str, list[Serve
         Goal(SHARED, "at most", 1.5, held[settings.askers] / held[1], settings.on_goal),
         Goal(f"{JOINED}: share of answers like {ONE}", "at least", 1.0, same[JOINED], True),
     ]
-    return Result(settings.name, settings, hardware, timings, ratios, figures, goals)  # type: ignore[arg-type]
+    return run.result(timings, ratios, figures, goals)
 
 
 def _p95(one: Served) -> float:
@@ -277,35 +274,3 @@ def _same(runs: Sequence[Served], expected: Served) -> float:
 def _by_members(passes: Sequence[PassStats]) -> dict[str, int]:
     sizes = sorted({size for one in passes for size in one.members})
     return {str(size): sum(one.members.get(size, 0) for one in passes) for size in sizes}
-
-
-def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser("benchmarks.askers", description=__doc__)
-    default = Settings()
-    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
-    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
-    parser.add_argument("--device", default=default.device)
-    parser.add_argument("--method", default=default.method)
-    names = ("askers", "questions", "passages", "tokens", "documents", "answer", "rounds", "threads", "seed")
-    add_numbers(parser, default, names)
-    add_places(parser, "where the store is written; a temporary directory if not given")
-    given = parser.parse_args(arguments)
-    return settings_from(given, Settings), given
-
-
-def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:
-    """embedder: makes the embedding model; the default one when None."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    settings, given = parse(arguments)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=given.workdir) as directory:
-        made = embedder() if embedder else load_embedder("minilm", settings.device)
-        result = measure(settings, made, Path(directory), arguments)
-    write(result, given.out)
-    show(result)
-    return result
-
-
-if __name__ == "__main__":
-    main()

@@ -55,8 +55,11 @@ def settle(most: float, patience_s: float) -> bool:
     return True
 
 
-def environment(module: str, arguments: Sequence[str], device: torch.device) -> Environment:
-    """Call it before measuring. Paths in the command are cut to their names."""
+def environment(benchmark: str, arguments: Sequence[str], device: torch.device) -> Environment:
+    """Return what a run of `python -m benchmarks BENCHMARK` is measured on; call it before measuring.
+
+    Paths in the command are cut to their names.
+    """
     return Environment(
         cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -69,13 +72,14 @@ def environment(module: str, arguments: Sequence[str], device: torch.device) -> 
         transformers=transformers.__version__,
         commit=_git("describe", "--always"),
         clean=_git("status", "--porcelain", "--", ".", *NOT_CODE) == "",
-        command=shlex.join(["python", "-m", module, *(_short(argument) for argument in arguments)]),
+        command=shlex.join(["python", "-m", "benchmarks", benchmark, *map(_short, arguments)]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
 def _short(argument: str) -> str:
-    return Path(argument).name if Path(argument).is_absolute() else argument
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}"
 
 
 def _cpu_model() -> str:

@@ -53,6 +53,6 @@ def read_blocks(loader: BlockLoader, keys: Sequence[str]) -> list[Loaded | None]
     return [found.get(key) for key in keys]
 
 
-def fresh_kv_store(root: Path, memory_bytes: int) -> KVStore:
+def fresh_kv_store(root: Path, memory_bytes: int, codec: str = "raw", basis: str | None = None) -> KVStore:
     """The blocks below a store's root, with nothing in memory yet."""
-    return KVStore(StoreLayout(root).kv, memory_bytes=memory_bytes)
+    return KVStore(StoreLayout(root).kv, memory_bytes=memory_bytes, codec=codec, basis=basis)

@@ -1,9 +1,9 @@
 """What a CUDA card does with this tree, in one run of ten minutes: laws, first token, methods, decoding, and the rest.
 
-    scripts/gpu                                   # or python -m benchmarks.gpu
+    scripts/gpu                                   # or python -m benchmarks gpu
     scripts/gpu --model DIR --data DIR            # with real answers, and training
     scripts/gpu --wheels DIR                      # without a network
-    scripts/gpu --vllm [PYTHON]                   # and blocks inside vLLM, by a Python that has it
+    scripts/gpu --vllm PYTHON                     # and blocks inside vLLM; "auto" looks for a Python that has it
 
 Every stage is a process with a time limit of its own and leaves its files in `--out`. A run that was broken off goes on
 where it stopped: stages that are done are not run again (`--again` runs all). `gpu.json` and `gpu.md` are written anew
@@ -12,7 +12,6 @@ after each stage, so that what is there counts whenever the machine goes away.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,16 +23,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.environment import environment
+from benchmarks.report import Result
+from benchmarks.runner import Run
 from benchmarks.shapes import GRAPH_MEMORY
-from ragcache.files import atomic_write, write_all
 
 ROOT = Path(__file__).parents[1]
-OUT = Path("gpu-results")
 TAIL = 2000  # characters of a stage's output that are kept
-SHAPE, DTYPE = "Llama-3.1-8B", "bfloat16"
 # File of a stage, ratio in it, name in the table, goal on an H100.
 ROWS = (
     ("ttft", "floor / transformers: full prefill", "floor / full prefill", 0.076),
@@ -46,6 +41,25 @@ ROWS = (
     ("decode", "ragcache / transformers: generate, tokens/s", "decode of one, tokens/s / transformers", 2.5),
 )
 NO_GRAPHS = {GRAPH_MEMORY: "0"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """model, data: a real model and question sets, for answers; rows: training rows, for training
+    vllm:    a Python that has vLLM, or "auto"; minutes: of the whole run
+    again:   run stages that are done, too; quick: few tokens and rounds, to see that it runs
+    """
+
+    device: str = "cuda"
+    shape: str = "Llama-3.1-8B"
+    dtype: str = "bfloat16"
+    model: Path | None = None
+    data: Path | None = None
+    rows: Path | None = None
+    vllm: str | None = None
+    minutes: float = 10.0
+    again: bool = False
+    quick: bool = False
 
 
 @dataclass
@@ -70,8 +84,8 @@ class Outcome:
     tail: str
 
 
-def stages(given: argparse.Namespace) -> Iterator[Stage]:
-    """In the order of what is most wanted."""
+def stages(given: Settings, out: Path) -> Iterator[Stage]:
+    """Yield the stages, the most wanted first."""
     python = [sys.executable, "-m"]
     shape = ["--shape", given.shape, "--dtype", given.dtype, "--device", given.device]
     small = given.quick
@@ -80,7 +94,8 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
         return [part for name, number in numbers.items() for part in (f"--{name.replace('_', '-')}", str(number))]
 
     def bench(name: str, *options: str, folder: str = "") -> list[str]:
-        return [*python, "benchmarks.gpu", "--only", name, *shape, "--out", str(given.out / folder), "--", *options]
+        words = ["--embedder", "words"] if name in ("ttft", "askers", "ingest") else []
+        return [*python, "benchmarks", name, *shape, *words, *options, "--out", str(out / folder)]
 
     first = sizes(passages=2, tokens=20, suffix=5, rounds=2, long_rounds=2, vectors=50) if small else ()
     few = sizes(passages=2, tokens=20, suffix=5, rounds=2, long_rounds=2) if small else sizes(rounds=10, long_rounds=5)
@@ -96,28 +111,27 @@ def stages(given: argparse.Namespace) -> Iterator[Stage]:
     yield Stage("decode, no graphs", bench("decode", *decoded, folder="no-graphs"), 45, NO_GRAPHS)
     yield Stage("askers", bench("askers", *(sizes(rounds=1, passages=2, tokens=20) if small else sizes(rounds=3))), 75)
     yield Stage("ingest", bench("ingest", *(sizes(tokens=200, rounds=1) if small else ())), 45)
-    yield Stage("ops", [*python, "benchmarks.ops"], 30)
     if given.vllm is not None:
         program, why = vllm_python(given.vllm, given.device)
-        inside = [program, "-m", "benchmarks.vllm_placing", *shape]
-        inside += sizes(passages=2, tokens=20, suffix=5, rounds=1) if small else ()
-        yield Stage("vllm", [*inside, "--out", str(given.out)], 120, skipped=why)
-        plain = {"RAGCACHE_PLACE": "plain"}
-        yield Stage("vllm, plain", [*inside, "--out", str(given.out / "plain")], 120, plain, skipped=why)
+        short = sizes(passages=2, tokens=20, suffix=5, rounds=1) if small else []
+        inside = [program, *bench("vllm_placing", *short)[1:]]
+        yield Stage("vllm", inside, 120, skipped=why)
+        plainly = [program, *bench("vllm_placing", *short, folder="plain")[1:]]
+        yield Stage("vllm, plain", plainly, 120, {"RAGCACHE_PLACE": "plain"}, skipped=why)
     if given.model is not None and given.data is not None:
         options = ["--model", str(given.model), "--data", str(given.data), "--device", given.device, "--minutes", "1"]
-        yield Stage("answers", [*python, "benchmarks.answers", *options, "--out", str(given.out)], 90)
+        yield Stage("answers", [*python, "benchmarks", "answers", *options, "--out", str(out)], 90)
     if given.model is not None and given.rows is not None:
         options = ["--model", str(given.model), "--data", str(given.rows), "--lora-rank", "16", "--minutes", "1"]
-        options += ["--device", given.device, "--out", str(given.out / "adapter")]
+        options += ["--device", given.device, "--out", str(out / "adapter")]
         yield Stage("training", [*python, "ragcache", "train", *options], 120)
 
 
 def vllm_python(named: str, device: str) -> tuple[str, str]:
-    """A Python with vLLM: the one named, this one, or the one that scripts/peers-environment made; and why none of them
-    will do."""
+    """Return a Python with vLLM, and why it will not do. With "auto" it is this one, or that of
+    scripts/peers-environment."""
     made = ROOT / ".peers" / "vllm" / "bin" / "python"
-    python = named or (sys.executable if find_spec("vllm") else str(made))
+    python = named if named != "auto" else (sys.executable if find_spec("vllm") else str(made))
     look = f"import sys, vllm, torch; sys.exit(not torch.cuda.is_available() if {device == 'cuda'} else 0)"
     try:
         found = subprocess.run([python, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -128,22 +142,26 @@ def vllm_python(named: str, device: str) -> tuple[str, str]:
     return python, f"{python} has no {'vLLM' if 'No module' in found.stderr else 'CUDA device'}"
 
 
-def run(every: Sequence[Stage], out: Path, minutes: float, again: bool = False) -> dict[str, Outcome]:
-    """Run what is not done, and write the outcome after each."""
-    out.mkdir(parents=True, exist_ok=True)
-    known = {} if again else _read(out)
+def measure(settings: Settings, run: Run) -> Iterator[Result]:
+    """Yield what is known after each stage."""
+    known = {} if settings.again else _read(run.out / f"{run.name}.json")
+    every = list(stages(settings, run.out))
+    for _ in run_stages(every, known, settings.minutes):
+        yield run.result(figures=figures_of(run.out, known, [one.name for one in every]))
+
+
+def run_stages(every: Sequence[Stage], known: dict[str, Outcome], minutes: float) -> Iterator[None]:
+    """Run the stages that `known` does not have as done, and put each outcome there."""
     end = time.monotonic() + 60 * minutes
     for stage in every:
         left = end - time.monotonic()
-        if left <= 0 or (stage.name in known and known[stage.name].status == "done"):
-            continue
-        if stage.skipped:
-            known[stage.name] = Outcome("skipped", 0.0, " ".join(stage.command), stage.skipped)
-        else:
-            known[stage.name] = _run(stage, min(stage.limit_s, left))
-        print(f"{stage.name}: {known[stage.name].status}, {known[stage.name].seconds:.0f} s", flush=True)
-        _write(out, known, [one.name for one in every])
-    return known
+        if left > 0 and (stage.name not in known or known[stage.name].status != "done"):
+            if stage.skipped:
+                known[stage.name] = Outcome("skipped", 0.0, " ".join(stage.command), stage.skipped)
+            else:
+                known[stage.name] = _run(stage, min(stage.limit_s, left))
+            print(f"{stage.name}: {known[stage.name].status}, {known[stage.name].seconds:.0f} s", flush=True)
+        yield
 
 
 def _run(stage: Stage, limit_s: float) -> Outcome:
@@ -160,44 +178,44 @@ def _run(stage: Stage, limit_s: float) -> Outcome:
     return Outcome(status, round(time.monotonic() - start, 1), " ".join(stage.command), output[-TAIL:])
 
 
-def _read(out: Path) -> dict[str, Outcome]:
+def _read(path: Path) -> dict[str, Outcome]:
     try:
-        found = json.loads((out / "gpu.json").read_bytes())["stages"]
+        found = json.loads(path.read_bytes())["figures"]["stages"]
         return {name: Outcome(**one) for name, one in found.items()}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _write(out: Path, outcomes: dict[str, Outcome], names: Sequence[str]) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hardware = asdict(environment("benchmarks.gpu", [], device))
-    found = {"hardware": hardware, "stages": {name: asdict(one) for name, one in outcomes.items()}}
-    for name, text in (
-        ("gpu.json", json.dumps(found, indent=1) + "\n"),
-        ("gpu.md", page(out, outcomes, names, hardware)),
-    ):
-        with atomic_write(out / name) as file:
-            write_all(file, text.encode())
+def figures_of(out: Path, outcomes: dict[str, Outcome], names: Sequence[str]) -> dict[str, Any]:
+    """Return the stages' outcomes, None for those that were not run, and the ratios that their files hold."""
+    folders = (out, out / "no-graphs", out / "plain")
+    return {
+        "driver": _driver(),
+        "rows": [[what, *(_ratio(one, file, ratio) for one in folders), goal] for file, ratio, what, goal in ROWS],
+        "order": list(names),
+        "stages": {name: asdict(one) for name, one in outcomes.items()},
+    }
 
 
-def page(out: Path, outcomes: dict[str, Outcome], names: Sequence[str], hardware: dict[str, Any]) -> str:
-    """The Markdown page: ratios with their goals, then the stages."""
-    card = hardware["gpu"] or hardware["cpu"]
+def markdown(found: dict[str, Any]) -> list[str]:
+    """Return a page: ratios with their goals, then the stages."""
+    hardware, figures = found["hardware"], found["figures"]
     versions = ", ".join(f"{name} {hardware[name]}" for name in ("torch", "transformers"))
-    lines = [f"# {card}", "", f"{versions}; commit {hardware['commit']}; driver {_driver()}", ""]
+    lines = [f"# {hardware['gpu'] or hardware['cpu']}", ""]
+    lines += [f"{versions}; commit {hardware['commit']}; driver {figures['driver']}", ""]
     lines += ["| what | measured | without graphs | the plain way | goal on an H100 |", "|---|---|---|---|---|"]
-    for prefix, ratio, what, goal in ROWS:
-        found = [_ratio(folder, prefix, ratio) for folder in (out, out / "no-graphs", out / "plain")]
-        lines.append(f"| {what} | {' | '.join(found)} | {'none' if goal is None else f'{goal:g}'} |")
+    for *cells, goal in figures["rows"]:
+        lines.append(f"| {' | '.join(cells)} | {'none' if goal is None else f'{goal:g}'} |")
     lines += ["", "| stage | outcome | seconds |", "|---|---|---|"]
-    for name in names:
-        one = outcomes.get(name)
-        lines.append(f"| {name} | {one.status if one else 'not run'} | {f'{one.seconds:.0f}' if one else ''} |")
-    for name, one in outcomes.items():
-        if one.status != "done":
-            last = [line for line in one.tail.splitlines() if line.strip()][-1:]
+    for name in figures["order"]:
+        one = figures["stages"].get(name)
+        cells = [one["status"], f"{one['seconds']:.0f}"] if one else ["not run", ""]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, one in figures["stages"].items():
+        if one["status"] != "done":
+            last = [line for line in one["tail"].splitlines() if line.strip()][-1:]
             lines += ["", f"{name}: `{last[0][:200] if last else 'no output'}`"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _ratio(folder: Path, prefix: str, name: str) -> str:
@@ -214,50 +232,3 @@ def _driver() -> str:
         return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")[0]
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def _one(name: str, arguments: list[str]) -> None:
-    """A benchmark in this process, with an embedder that needs no weights."""
-    from benchmarks import askers, decode, ingest, methods, ttft
-    from ragcache_demo.bag_of_words import BagOfWords
-
-    mains: dict[str, Any] = {"methods": methods.main, "decode": decode.main, "askers": askers.main}
-    with_embedder: dict[str, Any] = {"ttft": ttft.main, "ingest": ingest.main}
-    if name in mains:
-        mains[name](arguments)
-    else:
-        with_embedder[name](arguments, lambda: BagOfWords())
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("benchmarks.gpu", description=__doc__)
-    made.add_argument("--device", default="cuda")
-    made.add_argument("--shape", default=SHAPE)
-    made.add_argument("--dtype", default=DTYPE)
-    made.add_argument("--model", type=Path, help="directory of a real model, for answers and training")
-    made.add_argument("--data", type=Path, help="directory of question sets, for answers")
-    made.add_argument("--rows", type=Path, help="training rows")
-    made.add_argument(
-        "--vllm", nargs="?", const="", metavar="PYTHON", help="and blocks inside vLLM, by a Python that has it"
-    )
-    made.add_argument("--minutes", type=float, default=10, help="of the whole run")
-    made.add_argument("--again", action="store_true", help="run stages that are done, too")
-    made.add_argument("--quick", action="store_true", help="few tokens and rounds: to see that it runs")
-    made.add_argument("--out", type=Path, default=OUT)
-    made.add_argument("--only", help=argparse.SUPPRESS)  # a stage's own process
-    made.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    if given.only:
-        common = ["--shape", given.shape, "--dtype", given.dtype, "--device", given.device, "--out", str(given.out)]
-        _one(given.only, [*common, *given.rest])
-        return
-    run(list(stages(given)), given.out, given.minutes, given.again)
-    print((given.out / "gpu.md").read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    main()

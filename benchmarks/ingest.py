@@ -1,6 +1,6 @@
 """Ingestion against a plain batched forward pass of the same chunks.
 
-    python -m benchmarks.ingest --shape SmolLM2-135M --dtype float32 --device cpu --tokens 10000
+    python -m benchmarks ingest --set tokens=10000
 
 Ingestion is all of it: chunking, embedding, KV precompute, blocks flushed to disk, SQL, index. The baselines only run
 the model: right-padded batches of as many chunks of like length, keys and values thrown away.
@@ -8,22 +8,18 @@ the model: right-padded batches of as many chunks of like length, keys and value
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks import plain
-from benchmarks.environment import environment
 from benchmarks.files import file_system
-from benchmarks.options import add_numbers, add_places, settings_from
 from benchmarks.prose import documents, train_tokenizer
-from benchmarks.report import Goal, Result, show, write
+from benchmarks.questions import load_named
+from benchmarks.report import Goal, Result
+from benchmarks.runner import Run
 from benchmarks.shapes import SHAPES, Built, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.engine.kb import RagCache
@@ -32,8 +28,7 @@ from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
 from ragcache.ingest.store_writer import IngestConfig
-from ragcache.models.load import DTYPES
-from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.embedder import Embedder
 
 WHOLE = "ingestion"
 # The strict one: no head, no padding mask, no cache.
@@ -43,7 +38,8 @@ CALL = "transformers: model call with head and padding mask"
 
 @dataclass(frozen=True)
 class Settings:
-    """tokens: of all documents. chunk_tokens: most in a chunk. batch_tokens: that run together, padding included."""
+    """tokens: of all documents. chunk_tokens: most in a chunk. batch_tokens: that run together, padding included.
+    embedder: see `load_named`"""
 
     shape: str = "SmolLM2-135M"
     dtype: str = "float32"
@@ -51,6 +47,7 @@ class Settings:
     tokens: int = 10000
     chunk_tokens: int = 512
     batch_tokens: int = 512
+    embedder: str = "minilm"
     rounds: int = 10
     threads: int = 0
     seed: int = 0
@@ -115,18 +112,17 @@ class Ingestion:
             return ids, kb.store.kv.stats().bytes_by_tier["disk"]
 
 
-def measure(settings: Settings, embedder: Embedder, workdir: Path, arguments: Sequence[str]) -> Result:
+def measure(settings: Settings, run: Run) -> Result:
     device = torch.device(settings.device)
-    hardware = environment("benchmarks.ingest", arguments, device)
     tokenizer = train_tokenizer(vocab_size=min(16384, SHAPES[settings.shape]["vocab_size"]))
     built = build(settings.shape, settings.dtype, device, tokenizer, settings.seed)
-    work = Ingestion(built, embedder, settings, workdir / "store")
+    work = Ingestion(built, load_named(settings.embedder, settings.device), settings, run.workdir / "store")
     variants = [
         Variant(WHOLE, work.ingest, work.clear),
         Variant(DECODER, work.decoder_alone),
         Variant(CALL, work.model_call),
     ]
-    samples = alternate(variants, settings.rounds, settings.rounds, device, label="ingest")
+    samples = alternate(variants, settings.rounds, settings.rounds, device, run.journal)
     tokens = sum(map(len, work.chunks))
     timings = summarise(samples)
     strict, call = ratio(samples, DECODER, WHOLE), ratio(samples, CALL, WHOLE)
@@ -134,41 +130,11 @@ def measure(settings: Settings, embedder: Embedder, workdir: Path, arguments: Se
         "tokens": tokens,
         "chunks": len(work.chunks),
         "bytes_per_token": work.bytes / tokens,
-        "file_system": file_system(workdir),
+        "file_system": file_system(run.workdir),
         **{f"{name}, tokens/s": tokens / timing.median_s for name, timing in timings.items()},
         **{f"last ingestion, {name}": seconds for name, seconds in asdict(work.report.seconds).items()},
     }
     ratios = {f"{WHOLE} / {DECODER}, tokens/s": strict, f"{WHOLE} / {CALL}, tokens/s": call}
     applies = (settings.shape, settings.dtype, device.type) == ("SmolLM2-135M", "float32", "cpu")
     goal = Goal.of(f"{WHOLE} / {DECODER}, tokens/s", "at least", 0.90, strict, applies and tokens >= 5000)
-    return Result(settings.name, settings, hardware, timings, ratios, figures, [goal])
-
-
-def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser("benchmarks.ingest", description=__doc__)
-    default = Settings()
-    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
-    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
-    parser.add_argument("--device", default=default.device)
-    add_numbers(parser, default, ("tokens", "chunk_tokens", "batch_tokens", "rounds", "threads", "seed"))
-    add_places(parser, "where the store is written; a disk, not tmpfs")
-    given = parser.parse_args(arguments)
-    return settings_from(given, Settings), given
-
-
-def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:
-    """embedder: makes the embedding model; the default one when None."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    settings, given = parse(arguments)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    with tempfile.TemporaryDirectory(dir=given.workdir) as workdir:
-        made = embedder() if embedder else load_embedder("minilm", settings.device)
-        result = measure(settings, made, Path(workdir), arguments)
-    write(result, given.out)
-    show(result)
-    return result
-
-
-if __name__ == "__main__":
-    main()
+    return run.result(timings, ratios, figures, [goal])

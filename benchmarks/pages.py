@@ -1,11 +1,8 @@
 """Tables of docs/methods.md and docs/results.md out of the results: `python -m benchmarks.pages`.
 
-Sections stand between <!-- NAME: begin --> and <!-- NAME: end -->: `methods` comes from the code, those of QUALITY from
-results of these names (`python -m benchmarks.quality`), `costs` from results/methods-*.json (`python -m
-benchmarks.methods`), `reads` from results/ops/reads.json (`python -m benchmarks.ops`), `public` from
-results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json (`python -m benchmarks.peers`), `answers`
-from results/answers-*.json (`python -m benchmarks.answers`), and `timed` from the goals of all results. What was not
-measured says so.
+Sections are the lines from <!-- NAME: begin --> to <!-- NAME: end -->. `methods` comes from the code, `costs` from
+results/methods-*.json, `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json,
+`answers` from results/answers-*.json, and `timed` from the goals of all results. A table without results says so.
 """
 
 from __future__ import annotations
@@ -18,15 +15,12 @@ from typing import Any
 
 import ragcache as rc
 from benchmarks import answers_report, peers_report
-from benchmarks.quality import Row, markdown
-from benchmarks.report import GOALS_HEAD, RESULTS, goal_line, goal_lines, goals_of
+from benchmarks.report import GOALS_HEAD, RESULTS, goal_line, goal_lines, goals_of, where_line
 from ragcache.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs"
 METHODS_PAGE = "methods.md"
 RESULTS_PAGE = "results.md"
-QUALITY = ("quality", "quality-budgets", "quality-overview")
-"""Tables of answers: what is decided, models trained with equal budgets, and every method with fewer questions."""
 FULL = "transformers: full prefill"
 
 
@@ -51,36 +45,10 @@ def methods_table() -> list[str]:
     return lines
 
 
-def quality_lines(results: Path, name: str) -> list[str]:
-    path = results / f"{name}.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    rows = found.get("figures", {}).get("rows")
-    if not rows:
-        return ["Not measured: run `python -m benchmarks.quality`."]
-    table = markdown([Row(**row) for row in rows])
-    stated = any(goal.applies for goal in goals_of(found))
-    return [*_regime(found), "", *table, "", *([*goal_lines(found), ""] if stated else []), _where(found)]
-
-
-def _regime(found: dict[str, Any]) -> Iterator[str]:
-    """How long passages and prompts were."""
-    yield "| questions | passages | tokens of a passage, median | tokens of a prompt, median | candidates |"
-    yield "|---|---|---|---|---|"
-    for name, own in found["figures"]["regime"].items():
-        sizes = (own["passages"], own["passage_tokens"], own["prompt_tokens"], own["candidates"] or "-")
-        yield f"| {name.split(',')[0]} | " + " | ".join(str(size) for size in sizes) + " |"
-    seeds = {(own["seed"], own["reads"]) for own in found["figures"]["regime"].values()}
-    yield ""
-    yield "; ".join(f"Seed {seed}, a table of which was looked at {reads} time(s)." for seed, reads in sorted(seeds))
-    asked = found["settings"].get("asked", 1)
-    if asked > 1:
-        yield f"Up to {asked} questions stand over a context; intervals draw whole contexts."
-
-
 def cost_lines(results: Path) -> list[str]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("methods-*.json"))]
     lines = [line for one in found for line in (*_cost_table(one), "")]
-    return lines[:-1] if lines else ["Not measured: run `python -m benchmarks.methods`."]
+    return lines[:-1] if lines else ["Not measured: run `python -m benchmarks methods`."]
 
 
 def _cost_table(found: dict[str, Any]) -> Iterator[str]:
@@ -97,25 +65,7 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
         cells = [f"{1000 * timing['median_s']:.1f}", f"{ratio['median']:.3f}" if ratio else "-"]
         yield f"| {name} | " + " | ".join([*cells, *(f"{s:.3f}" if s is not None else "-" for s in shares)]) + " |"
     yield ""
-    yield from (*goal_lines(found), "", _where(found))
-
-
-def reads_lines(results: Path) -> list[str]:
-    """How often each method waits for a GPU."""
-    path = results / "ops" / "reads.json"
-    if not path.is_file():
-        return ["Not measured: run `python -m benchmarks.ops --out benchmarks/results/ops`."]
-    found = json.loads(path.read_text(encoding="utf-8"))
-    by_number: dict[int, list[str]] = {}
-    for row, number in found["reads"].items():
-        by_number.setdefault(number, []).append(row)
-    lines = ["| reads a prompt | methods |", "|---|---|"]
-    lines += [f"| {number} | {'; '.join(by_number[number])} |" for number in sorted(by_number)]
-    return [
-        *lines,
-        "",
-        f"Counted on a CPU: {found['shape']} shape, {found['layers']} layers, {found['passages']} passages.",
-    ]
+    yield from (*goal_lines(found), "", where_line(found))
 
 
 def public_lines(results: Path) -> list[str]:
@@ -155,7 +105,7 @@ def timed_lines(results: Path) -> list[str]:
 def peers_lines(results: Path) -> list[str]:
     path = results / "peers.json"
     if not path.is_file():
-        return ["Not measured: run `python -m benchmarks.peers`."]
+        return ["Not measured: run `python -m benchmarks peers`."]
     return peers_report.markdown(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -163,13 +113,7 @@ def answers_lines(results: Path) -> list[str]:
     """A part for each real model."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("answers-*.json"))]
     parts = [[f"### {one['name'].removeprefix('answers-')}", "", *answers_report.overview(one)] for one in found]
-    return [line for part in parts for line in part][:-1] or ["Not measured: run `python -m benchmarks.answers`."]
-
-
-def _where(found: dict[str, Any]) -> str:
-    hardware = found["hardware"]
-    machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
-    return f"`{hardware['command']}`, {machine}, torch {hardware['torch']}, {hardware['date'][:10]}."
+    return [line for part in parts for line in part][:-1] or ["Not measured: run `python -m benchmarks answers`."]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,9 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     sections = {
         (METHODS_PAGE, "methods"): methods_table(),
-        **{(METHODS_PAGE, name): quality_lines(given.results, name) for name in QUALITY},
         (METHODS_PAGE, "costs"): cost_lines(given.results),
-        (METHODS_PAGE, "reads"): reads_lines(given.results),
         (RESULTS_PAGE, "answers"): answers_lines(given.results),
         (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),

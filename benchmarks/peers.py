@@ -1,21 +1,17 @@
 """ragcache beside what users would pick instead: transformers, vLLM on the CPU, llama.cpp.
 
 scripts/peers-environment                 # once: environments of vLLM and llama.cpp
-python -m benchmarks.peers --peers ragcache,transformers,vllm,llamacpp --rounds 3
+python -m benchmarks peers --peers ragcache transformers vllm llamacpp --set rounds=3
 
 The same random weights, saved once and loaded by all; the same prompts, as token ids; the same number of threads. Every
 peer is a process of its own; one question goes to all peers in turn, each question beginning with another peer, and
-while one answers the others are stopped. A peer that cannot run is reported with the reason. Writes results/peers.json
-and results/peers.md; `python -m benchmarks.pages` takes the tables into docs/results.md.
+while one answers the others are stopped. A peer that cannot run is reported with the reason. `python -m
+benchmarks.pages` takes the tables into docs/results.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,40 +19,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig
-
-from benchmarks.environment import Environment, environment
-from benchmarks.options import add_numbers, add_places, settings_from
+from benchmarks import peers_report
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.peers_asking import REFERENCE, Run, Table
-from benchmarks.peers_checkpoint import write_checkpoint
 from benchmarks.peers_processes import PEERS, ROOT, PeerProcess
-from benchmarks.peers_report import ANSWERS, GOALS, INSIDE, OURS, markdown
-from benchmarks.peers_streams import SCRIPTED_ANSWER_TOKENS, Sizes, Streams, prefix_share
-from benchmarks.report import Goal, Result, write
-from benchmarks.shapes import SHAPES
+from benchmarks.peers_report import ANSWERS, GOALS, INSIDE, OURS
+from benchmarks.peers_streams import SCRIPTED_ANSWER_TOKENS, Sizes, Streams
+from benchmarks.report import Goal, Result
+from benchmarks.runner import Run as Surroundings
+from benchmarks.shapes import SHAPES, write_checkpoint
 from benchmarks.timing import Ratio, Samples, Theft, Timing, ratio
+from ragcache.errors import check_choice
 from ragcache.models.load import DTYPES
-
-LONG_STREAM = 10_000
-LARGE_POOL = 1_000
 
 
 @dataclass(frozen=True)
 class Settings:
     """passages x tokens of context, then suffix tokens; answer: tokens decoded
 
-    peers, dtypes: comma-separated; the first dtype is asked everything, others `new`, `again` and `random` only
+    peers, dtypes: the first dtype is asked everything, others `new`, `again` and `random` only
     rounds:   of new and again; questions: of random and zipf; conversations x turns
     slow_rounds: of each, for peers that take 10 s a prompt and decide no goal
     pool:     passages known beforehand; zipf: exponent
     askers:   that ask at the same moment, in so many bursts
     kv_mib:   of each peer's cache
+    environments: the directory that scripts/peers-environment made
     """
 
-    peers: str = ",".join(PEERS)
-    dtypes: str = "bfloat16,float32"
+    peers: tuple[str, ...] = tuple(PEERS)
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
     shape: str = "SmolLM2-135M"
     passages: int = 10
     tokens: int = 500
@@ -74,18 +65,13 @@ class Settings:
     kv_mib: int = 2048
     threads: int = 2
     seed: int = 0
+    environments: Path = ROOT / ".peers"
 
-
-@dataclass(frozen=True)
-class Places:
-    """workdir: for the checkpoint, what peers write, and their logs"""
-
-    workdir: Path
-    environments: Path
-
-    @property
-    def model(self) -> Path:
-        return self.workdir / "model"
+    def __post_init__(self) -> None:
+        for name in self.peers:
+            check_choice("--peers", name, tuple(PEERS))
+        for name in self.dtypes:
+            check_choice("--dtypes", name, tuple(DTYPES))
 
 
 def ask_everything(table: Table, settings: Settings, streams: Streams, *, whole: bool) -> None:
@@ -125,14 +111,14 @@ def ask_together(table: Table, settings: Settings, streams: Streams) -> None:
         table.ask_together("random", burst, elsewhere, leave_out=left_out)
 
 
-def run_dtype(settings: Settings, dtype: str, whole: bool, places: Places, streams: Streams) -> Run:
+def run_dtype(settings: Settings, dtype: str, whole: bool, workdir: Path, streams: Streams) -> Run:
     table = Table(Run(dtype), settings, streams)
     with ExitStack() as stack:
-        for name in settings.peers.split(","):
-            directory = places.workdir / f"{dtype}-{name}"
+        for name in settings.peers:
+            directory = workdir / f"{dtype}-{name}"
             directory.mkdir()
             config = {
-                "model": str(places.model),
+                "model": str(workdir / "model"),
                 "dtype": dtype,
                 "threads": settings.threads,
                 "kv_bytes": settings.kv_mib << 20,
@@ -140,7 +126,7 @@ def run_dtype(settings: Settings, dtype: str, whole: bool, places: Places, strea
                 "askers": settings.askers,
                 "directory": str(directory),
             }
-            start = partial(PeerProcess, PEERS[name], places.environments, config, directory / "log.txt")
+            start = partial(PeerProcess, PEERS[name], settings.environments.resolve(), config, directory / "log.txt")
             table.start(name, start, stack)
         ask_everything(table, settings, streams, whole=whole)
     return table.run
@@ -153,42 +139,25 @@ def longest(settings: Settings) -> int:
     return -(-tokens // 256) * 256
 
 
-def measure(settings: Settings, places: Places, arguments: Sequence[str]) -> Iterator[Result]:
-    """A result after each dtype: a run takes more than an hour, and what is there is kept."""
-    torch.set_num_threads(settings.threads)  # of this process, which computes nothing; stated in the result
-    hardware = environment("benchmarks.peers", arguments, torch.device("cpu"))
+def measure(settings: Settings, run: Surroundings) -> Iterator[Result]:
+    """Yield a result after each dtype: a run takes more than an hour."""
     theft = Theft()
-    write_checkpoint(places.model, settings.shape, settings.seed)
+    write_checkpoint(run.workdir / "model", settings.shape, settings.seed, sharp=True)
     streams = Streams(sizes_of(settings))
     runs: list[Run] = []
-    for dtype in settings.dtypes.split(","):
-        runs.append(run_dtype(settings, dtype, not runs, places, streams))
-        result = result_of(replace(settings, dtypes=",".join(run.dtype for run in runs)), hardware, runs)
-        yield replace(result, stolen_share=round(theft.share(), 3))
+    for dtype in settings.dtypes:
+        runs.append(run_dtype(settings, dtype, not runs, run.workdir, streams))
+        ratios = {name: found for one in runs for name, found in ratios_of(one)}
+        timings = {f"{one.dtype}, {cell}: {row}": timing for one in runs for cell, row, timing in timings_of(one)}
+        figures = {"dtypes": {one.dtype: figures_of(one) for one in runs}}
+        asked = replace(settings, dtypes=tuple(one.dtype for one in runs))
+        held = list(goals(settings, ratios))
+        yield run.result(timings, ratios, figures, held, settings=asked, stolen_share=round(theft.share(), 3))
 
 
-def result_of(settings: Settings, hardware: Environment, runs: Sequence[Run]) -> Result:
-    ratios = {name: found for run in runs for name, found in ratios_of(run)}
-    figures = {
-        "dtypes": {run.dtype: figures_of(run) for run in runs},
-        "prefix_share": prefix_shares(settings),
-    }
-    timings = {f"{run.dtype}, {cell}: {row}": timing for run in runs for cell, row, timing in timings_of(run)}
-    return Result("peers", settings, hardware, timings, ratios, figures, list(goals(settings, ratios)))
-
-
-def prefix_shares(settings: Settings) -> dict[str, Any]:
-    """What a prefix cache finds in the long run, of this pool and of a larger one, with room in the first dtype."""
-    shape = LlamaConfig(**SHAPES[settings.shape])
-    width = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
-    passage_bytes = settings.tokens * width * DTYPES[settings.dtypes.split(",")[0]].itemsize
-    capacity = (settings.kv_mib << 20) // passage_bytes
-    pools = {}
-    for pool in sorted({settings.pool, LARGE_POOL}):
-        streams = Streams(replace(sizes_of(settings), pool=pool))
-        drawn = {"random": streams.random(LONG_STREAM), "zipf": streams.zipf(LONG_STREAM)}
-        pools[str(pool)] = {name: prefix_share(questions, capacity) for name, questions in drawn.items()}
-    return {"questions": LONG_STREAM, "capacity": capacity, "pools": pools}
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """Return the page of results/peers.json."""
+    return ["# Against what users would pick instead", "", *peers_report.markdown(found)]
 
 
 def sizes_of(settings: Settings) -> Sizes:
@@ -290,41 +259,3 @@ def goals(settings: Settings, ratios: Mapping[str, Ratio]) -> Iterator[Goal]:
         if what in ratios:
             applies = sizes and ("askers" not in what or settings.askers == 8)
             yield Goal.of(what, kind, limit, ratios[what], applies)
-
-
-def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser("benchmarks.peers", description=__doc__)
-    default = Settings()
-    parser.add_argument("--peers", default=default.peers, help=f"comma-separated, of {', '.join(PEERS)}")
-    parser.add_argument("--dtypes", default=default.dtypes, help="comma-separated; the first one is asked everything")
-    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
-    parser.add_argument("--zipf", type=float, default=default.zipf)
-    sizes = ("passages", "tokens", "suffix", "answer", "rounds", "slow_rounds", "questions", "conversations", "turns")
-    add_numbers(parser, default, (*sizes, "pool", "askers", "bursts", "kv_mib", "threads", "seed"))
-    parser.add_argument("--environments", type=Path, default=ROOT / ".peers", help="made by scripts/peers-environment")
-    add_places(parser, "where the checkpoint and its GGUF file are written; a temporary directory by default")
-    given = parser.parse_args(arguments)
-    for option, known in (("peers", PEERS), ("dtypes", DTYPES)):
-        unknown = [name for name in getattr(given, option).split(",") if name not in known]
-        if unknown:
-            parser.error(f"--{option}: {', '.join(map(repr, unknown))} is none of {', '.join(known)}")
-    return settings_from(given, Settings), given
-
-
-def main(arguments: Sequence[str] | None = None) -> Result:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    settings, given = parse(arguments)
-    if given.workdir is not None:
-        given.workdir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=given.workdir, prefix="peers-") as directory:
-        places = Places(Path(directory), given.environments.resolve())
-        for result in measure(settings, places, arguments):
-            path = write(result, given.out)
-            lines = markdown(json.loads(path.read_text(encoding="utf-8")))
-            (given.out / "peers.md").write_text("\n".join(["# Against what users would pick instead", "", *lines, ""]))
-    print("\n".join(lines))
-    return result
-
-
-if __name__ == "__main__":
-    main()

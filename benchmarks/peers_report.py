@@ -40,7 +40,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
         lines += [*_first_tokens(dtype, figures), "", *_compared(dtype, found["ratios"]), ""]
         lines += [line for table in (_throughput(dtype, figures), _together(dtype, figures)) for line in (*table, "")]
     lines += [*_verdicts(dtypes, found["ratios"]), "", *_goals(found), ""]
-    lines += [*_shares(found["figures"]["prefix_share"]), "", *_agreement(dtypes), "", *_not_run(dtypes)]
+    lines += [*_agreement(dtypes), "", *_not_run(dtypes)]
     return [*lines, *_about(dtypes), "", _where(found["hardware"])]
 
 
@@ -168,19 +168,6 @@ def _goals(found: Mapping[str, Any]) -> Iterator[str]:
     for what, kind, limit in GOALS:
         if what not in measured:
             yield f"| {what} | {kind} {limit:g} | - | - | - | not measured |"
-
-
-def _shares(shares: Mapping[str, Any]) -> Iterator[str]:
-    """A run this short meets prefix caches that are nearly empty: what they find in the long run is counted."""
-    yield (
-        f"Share of passages that a prefix cache of this size finds over {shares['questions']:,} such questions "
-        f"(counted, not run; room for {shares['capacity']:,} passages, least recently "
-        "used out first). Blocks that may stand anywhere are found all."
-    )
-    yield ""
-    yield from _header("pool", ["random", "Zipf"])
-    for pool, found in shares["pools"].items():
-        yield f"| {int(pool):,} passages | {found['random']:.1%} | {found['zipf']:.1%} |"
 
 
 def _agreement(dtypes: Mapping[str, Any]) -> Iterator[str]:

@@ -11,8 +11,6 @@ does. Answers inside a conversation are scripted, so that its prompts do not dep
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,23 +95,3 @@ class Streams:
 
     def _generator(self, label: str, number: int) -> np.random.Generator:
         return np.random.default_rng([self._sizes.seed, number, *label.encode()])
-
-
-def prefix_share(questions: Iterable[Question], capacity: int) -> float:
-    """Share of the passages asked for that a prefix cache finds, questions coming one by one.
-
-    capacity: passages that it has room for, each counted once under every prefix that leads to it; the least recently
-    used goes first. Passages only: no two questions are alike.
-    """
-    held: OrderedDict[tuple[int, ...], None] = OrderedDict()
-    found = asked = 0
-    for question in questions:
-        starts = [question.passages[:length] for length in range(1, len(question.passages) + 1)]
-        found += sum(start in held for start in starts)
-        asked += len(starts)
-        for start in reversed(starts):  # a prefix is always younger than what hangs below it
-            held[start] = None
-            held.move_to_end(start)
-        while len(held) > capacity:
-            held.popitem(last=False)
-    return found / asked

@@ -1,9 +1,10 @@
-"""One picture of one run of all benchmarks, and what modules that draw one result share."""
+"""Pictures of results: `python -m benchmarks.plots RESULT.json PICTURE.png`. Needs matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,50 +12,130 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-OURS, THEIRS = "#1f6f8b", "#b0b0b0"
+from benchmarks.answers_report import LEAST_RELATIVE, MOST_KL, Interval, Row
+from ragcache.errors import ConfigError
+from ragcache_eval.methods import FULL
+from ragcache_eval.runner import NO_PASSAGES
+
+Found = Mapping[str, Any]
+OURS, THEIRS, FLOOR = "#1f6f8b", "#b0b0b0", "#c7843b"
+FIRST_TOKENS = {
+    "transformers: full prefill": ("full prefill, transformers", THEIRS),
+    "reposition: disk, cold page cache": ("reposition, KV on disk (cold cache)", OURS),
+    "reposition: memory tier": ("reposition, KV in memory", OURS),
+    "floor": ("floor: question over KV in place", FLOOR),
+}
 
 
-def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the timings of each result (as `Result.to_json` gives them) and write a PNG."""
-    heights = [max(2.0, 0.32 * len(result["timings"]) + 1) for result in results]
-    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(results), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
-    for ax, result in zip(axes[:, 0], results, strict=True):
-        _bars(ax, result)
-    hardware = results[0]["hardware"]
-    figure.suptitle(f"{hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads, torch {hardware['torch']}")
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG that holds nothing of the machine that drew it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def draw_file(
-    benchmark: str,
-    about: str | None,
-    draw: Callable[[Mapping[str, Any]], Figure],
-    dpi: int,
-    arguments: Sequence[str] | None,
-) -> None:
-    """The command line of a module that draws one picture out of a benchmark's result. about: its help"""
-    parser = argparse.ArgumentParser(f"benchmarks.{benchmark}_plot", description=about)
-    parser.add_argument("result", type=Path, help=f"what benchmarks.{benchmark} wrote")
-    parser.add_argument("picture", type=Path, help="PNG to write")
-    given = parser.parse_args(arguments)
-    result = json.loads(given.result.read_text(encoding="utf-8"))
-    draw(result).savefig(given.picture, dpi=dpi, metadata={"Software": None})
-
-
-def _bars(ax: Axes, result: Mapping[str, Any]) -> None:
-    """Median times on a logarithmic axis; thin lines reach from the fastest run to the slowest."""
-    timings = result["timings"]
-    medians = [1000 * timing["median_s"] for timing in timings.values()]
-    below = [1000 * (t["median_s"] - t["min_s"]) for t in timings.values()]
-    above = [1000 * (t["max_s"] - t["median_s"]) for t in timings.values()]
-    colours = [THEIRS if name.startswith("transformers") else OURS for name in timings]
-    bars = ax.barh(list(timings), medians, color=colours, xerr=[below, above], error_kw={"elinewidth": 0.8})
-    ax.bar_label(bars, [f"  {median:.3g} ms" for median in medians], fontsize=8)
-    ax.set_xscale("log")
-    ax.set_xlim(right=4 * max(medians))
+def draw_ttft(found: Found) -> Figure:
+    """Draw the time to first token as bars on a linear axis, on an opaque light background."""
+    figure = Figure(figsize=(8, 2.5), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    values = {label: float(found["timings"][name]["median_s"]) for name, (label, _) in FIRST_TOKENS.items()}
+    bars = ax.barh(list(values), list(values.values()), color=[colour for _, colour in FIRST_TOKENS.values()])
+    labels = [f"{value:.1f} s" if value >= 1 else f"{value:.2f} s" for value in values.values()]
+    ax.bar_label(bars, labels, padding=4, fontsize=10)
+    ax.set_xlim(right=1.12 * max(values.values()))
     ax.invert_yaxis()
-    ax.set_title(result["name"], fontsize=10)
-    ax.set_xlabel("milliseconds, logarithmic", fontsize=8)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    settings, hardware = found["settings"], found["hardware"]
+    tokens = settings["passages"] * settings["tokens"]
+    ax.set_title(f"Seconds to the first token, {tokens:,} tokens of passages", fontsize=11)
+    machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    what = f"{settings['shape']} shape, {settings['dtype']}, {machine}, {hardware['date'][:10]}"
+    ax.set_xlabel(f"{what}, 1-minute load {hardware['load_1min']:g}", fontsize=8)
+    return figure
+
+
+def draw_answers(found: Found) -> Figure:
+    """Draw KL and accuracy over the share of tokens that ran, with their intervals.
+
+    Dotted lines are the limits of a safe method. Methods that lack one of the sets are left out, and so is accuracy
+    where full prefill answers nothing.
+    """
+    rows = [Row.from_json(row) for row in found["figures"]["rows"]]
+    most = max(row.sets for row in rows)
+    shown = [row for row in rows if row.set == rows[0].set and row.sets == most]
+    shown = [row for row in shown if row.method not in (FULL, NO_PASSAGES)]
+    right = any(row.relative is not None for row in shown)
+    figure = Figure(figsize=(9, 9 if right else 5), layout="constrained", facecolor="white")
+    axes = list(figure.subplots(1 + right, 1, squeeze=False, sharex=True)[:, 0])
+    _points(axes[0], [(row, row.kl) for row in shown], MOST_KL)
+    axes[0].set_yscale("log")
+    axes[0].set_ylabel("KL from full prefill, nats a token")
+    if right:
+        _points(axes[1], [(row, row.relative) for row in shown], LEAST_RELATIVE)
+        axes[1].set_ylabel("accuracy, of full prefill's")
+    axes[-1].set_xscale("log")
+    axes[-1].set_xlabel("tokens computed, share of the prompt; intervals 95 %, dotted: the limit")
+    counts = sorted({row.questions for row in shown}) or [0]
+    asked = f"{counts[0]} questions" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} questions a method"
+    axes[0].set_title(f"{found['settings']['model']}, {rows[0].set}, {asked}", fontsize=11)
+    return figure
+
+
+def _points(ax: Axes, points: Sequence[tuple[Row, Interval | None]], limit: float) -> None:
+    for row, found in points:
+        if found is None:
+            continue
+        mean, low, high = found
+        colour = FLOOR if "recipe=prefix" in row.method else OURS
+        ends = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+        ax.errorbar(row.computed_share, mean, yerr=ends, fmt="o", color=colour, markersize=4, elinewidth=0.6)
+        name = row.method.replace(":recipe=prefix", " (prefix)")
+        ax.annotate(f" {name}", (row.computed_share, mean), fontsize=6, color=colour)
+    ax.axhline(limit, color="black", linewidth=0.8, linestyle=":")
+    ax.grid(alpha=0.3)
     ax.tick_params(labelsize=8)
+
+
+def draw_soak(found: Found) -> Figure:
+    """Draw the memory of a soak's processes over time."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    ax = figure.subplots()
+    figures = found["figures"]
+    for process, points in figures["curve"].items():
+        minutes, colour = [point["at_s"] / 60 for point in points], None
+        for key, dashes, what in (
+            ("rss_mib", "-", "RSS"),
+            ("anonymous_mib", "--", "of it anonymous"),
+            ("allocated_mib", ":", "allocated by malloc"),
+        ):
+            if all(key in point for point in points):
+                values = [point[key] for point in points]
+                (line,) = ax.plot(minutes, values, dashes, color=colour, linewidth=1, label=f"{process}: {what}")
+                colour = line.get_color()
+    ax.axvspan(0, figures["limits"]["warmup_s"] / 60, color="0.92", label="warming up: left out")
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("minutes")
+    ax.set_ylabel("MiB")
+    asked = f"{found['settings']['askers']} askers, {figures['questions']:,} questions"
+    changed = f"{figures['added']:,} documents added, {figures['deleted']:,} deleted"
+    ax.set_title(f"{asked}, {changed}", fontsize=10)
+    ax.legend(fontsize=8)
+    return figure
+
+
+DRAWN: dict[str, Callable[[Found], Figure]] = {"answers": draw_answers, "soak": draw_soak, "ttft": draw_ttft}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Draw a result. Raises ConfigError where there is no picture of its benchmark."""
+    result, picture = map(Path, arguments)
+    found = json.loads(result.read_text(encoding="utf-8"))
+    benchmark = re.search(r"benchmarks[. ](\w+)", found["hardware"]["command"])
+    if benchmark is None or (draw := DRAWN.get(benchmark[1])) is None:
+        raise ConfigError(f"{result}: there is no picture of it; there are of {', '.join(DRAWN)}")
+    save(draw(found), picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

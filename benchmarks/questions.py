@@ -9,14 +9,22 @@ from typing import Self
 import numpy as np
 
 from benchmarks.timing import Variant
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder import Embedder, load_embedder
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NewChunk, NewDocument
+from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Which port does the server listen on when the configuration file does not say anything about it?"
 CHUNKS_PER_DOCUMENT = 100
+
+
+def load_named(name: str, device: str) -> Embedder:
+    """Return the embedding model of this name; "words" needs no weights: it counts words."""
+    if name == "words":
+        return BagOfWords()
+    return load_embedder(name, device)
 
 
 class RetrievalPhase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.prompt import Prompt
 from ragcache.store.counters import Loaded
+from ragcache_papers.kvtc_basis import stand_in
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:
@@ -51,20 +53,26 @@ class Bench:
     Every way to read returns the first token, so that the clock stops when it is known on the host.
     """
 
-    def __init__(self, built: Built, passages: int, tokens: int, suffix: int, root: Path, seed: int) -> None:
+    def __init__(
+        self, built: Built, passages: int, tokens: int, suffix: int, root: Path, seed: int, codec: str = "raw"
+    ) -> None:
         self.lm, self.plain = built
         self.prompt = random_prompt(self.lm.vocab_size, passages, tokens, suffix, seed)
         self._encoder = ModelEncoder(self.lm)
         self._root = root
+        self._codec = codec
+        self._basis: str | None = None
         blocks = self._encoder.encode(self.prompt.chunk_ids)
         self.num_bytes = sum(block.num_bytes for block in blocks)
         self._budget = 2 * self.num_bytes
+        with fresh_kv_store(root, 0, codec) as store:
+            if store.lacks_basis:
+                self._basis = store.add_basis(stand_in(blocks[0]))
         self._loader = self._open_store()
         for ids, block in zip(self.prompt.chunk_ids, blocks, strict=True):
             self._loader.kv.put(self._encoder.key(ids), block)
         self._on_device = blocks
-        # What a question finds in hand: pinned where it has to cross to a GPU.
-        self._in_hand = [_pinned(block) for block in blocks] if self.lm.device.type == "cuda" else blocks
+        self._in_hand = in_hand(blocks, self.lm.device)
         self._disk = self._open_store()
         self.cold_read_bytes: int | None = None
         # The cache of the floor, made by the method that is measured against it.
@@ -98,7 +106,7 @@ class Bench:
 
     def _open_store(self) -> BlockLoader:
         """Opens the store as the engine does: its memory tier is page-locked where the model is on a GPU."""
-        store = fresh_kv_store(self._root, self._budget)
+        store = fresh_kv_store(self._root, self._budget, self._codec, self._basis)
         store.use_device(self.lm.device)
         return BlockLoader(store)
 
@@ -118,7 +126,7 @@ class Bench:
                 placer.place(cache, layer)
         return cache
 
-    def first_token(self) -> int:
+    def choose_token(self) -> int:
         return int(self._logits.argmax())
 
     def floor_logits(self) -> Tensor:
@@ -139,7 +147,7 @@ class Bench:
 
     def from_memory(self, method: str | FusionMethod) -> int:
         """By any method over blocks read alone."""
-        return _first_token(fuse(self.lm, self.prompt, method, self.load_memory(), reserve_tokens=0))
+        return first_token(fuse(self.lm, self.prompt, method, self.load_memory(), reserve_tokens=0))
 
     def reposition_disk(self) -> int:
         return self._reposition(self.load_disk())
@@ -148,17 +156,17 @@ class Bench:
         return self._reposition(self._on_device)
 
     def reposition_again(self) -> int:
-        return _first_token(self.over_earlier())
+        return first_token(self.over_earlier())
 
     def over_earlier(self) -> FuseOutput:
         """Another question over passages that an earlier one has placed."""
         return fuse(self.lm, self.prompt, "reposition", base=self._earlier, reserve_tokens=0)
 
     def full(self) -> int:
-        return _first_token(fuse(self.lm, self.prompt, "full", reserve_tokens=0))
+        return first_token(fuse(self.lm, self.prompt, "full", reserve_tokens=0))
 
     def _reposition(self, blocks: list[KVBlock]) -> int:
-        return _first_token(fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0))
+        return first_token(fuse(self.lm, self.prompt, "reposition", blocks, reserve_tokens=0))
 
     # Plain transformers
 
@@ -191,37 +199,53 @@ class Bench:
 
 
 def agreement(bench: Bench) -> dict[str, float]:
-    """How far the logits of what is timed are from plain transformers': norm of the difference over the latter's norm.
-
-    A fast wrong answer is no result: raises RagCacheError above 0.001 in float32 (0.1 in half precision).
-    """
+    """Return how far the logits of each timed way to read are from plain transformers'. Raises RagCacheError."""
     prompt = bench.prompt
     masked = plain.block_diagonal_prefill(bench.plain, prompt.chunk_ids, prompt.suffix_ids)
     bench.fill_plain_cache()
     reused = bench.plain_reuse_logits()
     read = plain.full_prefill(bench.plain, prompt.ids)
-    found = {
-        "reposition_error": _distance(fuse(bench.lm, prompt, blocks=bench.load_disk()).next_logits, masked),
-        "floor_error": _distance(bench.floor_logits(), masked),
-        "again_error": _distance(bench.over_earlier().next_logits, masked),
-        "plain_reuse_error": _distance(reused, masked),
-        "full_error": _distance(fuse(bench.lm, prompt, "full").next_logits, read),
-    }
-    allowed = 1e-3 if bench.lm.dtype == torch.float32 else 0.1
-    for what, error in found.items():
+    return checked(
+        {
+            "reposition_error": distance(fuse(bench.lm, prompt, blocks=bench.load_disk()).next_logits, masked),
+            "floor_error": distance(bench.floor_logits(), masked),
+            "again_error": distance(bench.over_earlier().next_logits, masked),
+            "plain_reuse_error": distance(reused, masked),
+            "full_error": distance(fuse(bench.lm, prompt, "full").next_logits, read),
+        },
+        bench.lm.dtype,
+    )
+
+
+def checked(errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """Return the errors. A fast wrong answer is no result: raises RagCacheError for one above 0.001 in float32, or
+    above 0.1 in half precision."""
+    allowed = 1e-3 if dtype == torch.float32 else 0.1
+    for what, error in errors.items():
         if not error <= allowed:
             raise RagCacheError(f"{what} is {error:.3g}: what would be timed does not compute what transformers does")
-    return found
+    return errors
 
 
-def _first_token(fused: FuseOutput) -> int:
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Return the norm of the difference over the norm of `theirs`."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def in_hand(blocks: Sequence[KVBlock], device: torch.device) -> list[KVBlock]:
+    """Return the blocks as a question finds them: page-locked where they have to cross to a GPU."""
+    if device.type != "cuda":
+        return list(blocks)
+    return [
+        replace(block, keys=block.keys.cpu().pin_memory(), values=block.values.cpu().pin_memory()) for block in blocks
+    ]
+
+
+def first_token(fused: FuseOutput) -> int:
+    """Return the greedy first token, and free the cache."""
     token = int(fused.next_logits.argmax())
     fused.cache.release()
     return token
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
 
 
 def _close(loader: BlockLoader) -> None:
@@ -234,7 +258,3 @@ def _blocks(loaded: Sequence[Loaded | None]) -> list[KVBlock]:
     if len(found) < len(loaded):
         raise MissingBlockError("a block that the benchmark wrote is not in its store")
     return found
-
-
-def _pinned(block: KVBlock) -> KVBlock:
-    return KVBlock(block.keys.cpu().pin_memory(), block.values.cpu().pin_memory())

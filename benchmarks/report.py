@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.environment import Environment, load_average
 from benchmarks.timing import Ratio
 
@@ -149,27 +146,6 @@ def write(result: Result, directory: Path) -> Path:
     return path
 
 
-def show(result: Result, console: Console | None = None) -> None:
-    console = console or Console(width=140)
-    if result.timings:
-        console.print(_timings_table(result))
-    if result.figures:
-        console.print(_figures_table(result))
-    if result.goals:
-        console.print(goals_table([result]))
-
-
-def goals_table(results: Sequence[Result]) -> Table:
-    table = Table(title="goals")
-    for column in ("goal", "measured", "95 %", "pairs", ""):
-        table.add_column(column)
-    for result in results:
-        for goal in result.goals:
-            row = goal_row(goal, result.hardware)
-            table.add_row(f"{goal.what}: {goal.kind} {goal.limit:g}", *row)
-    return table
-
-
 def goal_row(goal: Goal, hardware: Mapping[str, Any]) -> list[str]:
     """Measured, interval, pairs, verdict."""
     interval = "-" if goal.low is None or goal.high is None else f"{goal.low:.4g} to {goal.high:.4g}"
@@ -196,25 +172,33 @@ def goal_line(goal: Goal, hardware: Mapping[str, Any]) -> str:
     return f"| {goal.what} | {goal.kind} {goal.limit:g} | {' | '.join(goal_row(goal, hardware))} |"
 
 
-def _timings_table(result: Result) -> Table:
-    table = Table(title=result.name)
-    for column in ("variant", "median ms", "min", "max", "runs"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, timing in result.timings.items():
-        times = (f"{1000 * s:.2f}" for s in (timing.median_s, timing.min_s, timing.max_s))
-        table.add_row(name, *times, str(timing.runs))
-    for name, ratio in result.ratios.items():
-        table.add_row(name, f"x {ratio.median:.4f}", f"{ratio.min:.4f}", f"{ratio.max:.4f}", str(ratio.pairs))
-    return table
+def page(found: Mapping[str, Any]) -> list[str]:
+    """Return a Markdown page of a result's file: times, ratios, figures, goals, and where they were measured."""
+    lines = [f"# {found['name']}", "", where_line(found), ""]
+    if found["timings"]:
+        lines += ["| | median, ms | min | max | runs |", "|---|---|---|---|---|"]
+        for name, own in found["timings"].items():
+            times = " | ".join(f"{1000 * own[key]:.2f}" for key in ("median_s", "min_s", "max_s"))
+            lines.append(f"| {name} | {times} | {own['runs']} |")
+        lines.append("")
+    if found["ratios"]:
+        lines += ["| ratio | median | 95 % | pairs |", "|---|---|---|---|"]
+        for name, own in found["ratios"].items():
+            lines.append(f"| {name} | {own['median']:.4f} | {own['low']:.4f} to {own['high']:.4f} | {own['pairs']} |")
+        lines.append("")
+    if found["figures"]:
+        lines += ["| figure | value |", "|---|---|"]
+        for name, value in found["figures"].items():
+            lines.append(f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |")
+        lines.append("")
+    return [*lines, *goal_lines(found)] if found["goals"] else lines[:-1]
 
 
-def _figures_table(result: Result) -> Table:
-    table = Table(title=f"{result.name}: figures")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in result.figures.items():
-        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
-    return table
+def where_line(found: Mapping[str, Any]) -> str:
+    """Return the sentence that says by which command, on what and when a result was measured."""
+    hardware = found["hardware"]
+    machine = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} threads"
+    return f"`{hardware['command']}`, {machine}, torch {hardware['torch']}, {hardware['date'][:10]}."
 
 
 def _plain(value: Any) -> Any:
@@ -224,4 +208,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return value.name if value.is_absolute() else str(value)
+    return value

@@ -1,4 +1,4 @@
-"""How much of its passages' KV a prompt finds, whoever built it: python -m benchmarks.reuse
+"""How much of its passages' KV a prompt finds, whoever built it: `python -m benchmarks reuse`.
 
 For each way to ask, the share of the passages' tokens that were read from KV: at the first question, at the same one
 again, at another one over the same passages in another order, and at that after closing and opening the store. What
@@ -10,17 +10,15 @@ are sections of this repository's documentation.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
@@ -34,10 +32,12 @@ from pydantic import Field
 from starlette.testclient import TestClient
 
 import ragcache as rc
-from benchmarks.environment import environment
+from benchmarks.report import Result, where_line
+from benchmarks.runner import Run
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain
-from llama_index.llms.ragcache import RagCacheLLM
+from llama_index.llms.ragcache.base import RagCacheLLM
 from ragcache.engine.content_index import ContentIndex
+from ragcache.errors import RagCacheError
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 from ragcache.server.app import create_app
@@ -215,7 +215,8 @@ def late(
     return answer.usage.prompt_tokens, max(ran), 1 - sum(ran) / earlier
 
 
-def look_up(count: int = 100_000) -> str:
+def look_up(count: int) -> str:
+    """Return how long finding 60 of `count` passages takes. Raises RagCacheError where one is not found."""
     random = np.random.default_rng(0)
     passages = random.integers(0, 49152, (count, 250))
     index, times = ContentIndex(), list[float]()
@@ -229,62 +230,78 @@ def look_up(count: int = 100_000) -> str:
         found = index.find(ids)
         times.append(time.perf_counter() - started)
         if [one.name for one in found[:60]] != chosen.tolist():
-            raise SystemExit("a passage was not found, or another one was")
+            raise RagCacheError("a passage was not found, or another one was")
     return (
         f"{len(ids)} tokens, {count} passages: median {np.median(times) * 1e3:.1f} ms, most {max(times) * 1e3:.1f} ms"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="mini", help="bundled name or directory")
-    parser.add_argument("--passages", type=int, default=4)
-    parser.add_argument("--characters", type=int, default=700)
-    chosen = parser.parse_args()
-    lm, passages = rc.load_lm(chosen.model), sections(chosen.passages, chosen.characters)
-    ways: list[tuple[str, Ask, Keep | None, Ask | None]] = [
-        ("LangChain's stuff chain, documents nowhere", stuffed, None, None),
-        ("its fused chain, documents nowhere", fused, None, None),
-        ("its stuff chain, after a fused one", stuffed, None, fused),
-        ("its stuff chain, documents precomputed", stuffed, precomputed, None),
-        ("its stuff chain, documents also in ragcache", stuffed, stored, None),
-        ("its fused chain, documents in ragcache", fused, stored, None),
-        ("LlamaIndex's compact synthesizer, documents precomputed", compact, precomputed, None),
-        ("the same, documents also in ragcache", compact, stored, None),
-        ("OpenAI's client, documents precomputed", served, precomputed, None),
-        ("a raw prompt, documents precomputed", raw, precomputed, None),
-        ("ragcache's own passages", retrieved, stored, None),
+@dataclass(frozen=True)
+class Settings:
+    """model: bundled name or directory; passages of so many characters"""
+
+    model: str = "mini"
+    passages: int = 4
+    characters: int = 700
+    indexed: int = 100_000
+
+
+WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
+    ("LangChain's stuff chain, documents nowhere", stuffed, None, None),
+    ("its fused chain, documents nowhere", fused, None, None),
+    ("its stuff chain, after a fused one", stuffed, None, fused),
+    ("its stuff chain, documents precomputed", stuffed, precomputed, None),
+    ("its stuff chain, documents also in ragcache", stuffed, stored, None),
+    ("its fused chain, documents in ragcache", fused, stored, None),
+    ("LlamaIndex's compact synthesizer, documents precomputed", compact, precomputed, None),
+    ("the same, documents also in ragcache", compact, stored, None),
+    ("OpenAI's client, documents precomputed", served, precomputed, None),
+    ("a raw prompt, documents precomputed", raw, precomputed, None),
+    ("ragcache's own passages", retrieved, stored, None),
+)
+
+
+def measure(settings: Settings, run: Run) -> Result:
+    lm, passages = rc.load_lm(settings.model), sections(settings.passages, settings.characters)
+    methods = (None, "reposition")
+    shares = [
+        [name, method or "by default", *row(lm, passages, ask, keep, before, method)]
+        for name, ask, keep, before in WAYS
+        for method in methods
     ]
-    where = environment("benchmarks.reuse", sys.argv[1:], torch.device("cpu"))
-    print(f"`{where.command}`, {where.cores} cores of {where.cpu}, {where.date[:10]}, commit {where.commit}.")
-    print(f"Passages of {[lm_tokens(lm, text) for text in passages]} tokens, {chosen.model}, CPU.\n")
-    print("| | method | 1st | again | other question, other order | after opening again |\n|---|---|---|---|---|---|")
-    for name, ask, keep, before in ways:
-        for method in (None, "reposition"):
-            shares = " | ".join(f"{one:.0%}" for one in row(lm, passages, ask, keep, before, method))
-            print(f"| {name} | {method or 'by default'} | {shares} |", flush=True)
-    print(
-        "\n| conversation | prompt at the end | most tokens run beside the turn's own | cached | the same, closed | |"
-    )
-    print("|---|---|---|---|---|---|")
-    pages = sections(5, 500)
-    for label, turns, precompute in (
+    conversations = []
+    for label, turns, known in (
         ("plain chat", plain_chat, []),
         ("agent's loop", agent_loop, []),
-        ("agent's loop, its pages precomputed", agent_loop, pages),
+        ("agent's loop, its pages precomputed", agent_loop, sections(5, 500)),
     ):
-        for method in (None, "reposition"):
-            (length, most, share_here), (_, again, share_closed) = (
-                late(lm, turns, method, precompute, closed=closed) for closed in (False, True)
-            )
-            name = f"{label}, {method or 'method by default'}"
-            print(f"| {name} | {length} | {most} | {share_here:.1%} | {again} | {share_closed:.1%} |")
-    print(f"\nLook-up: {look_up()}")
+        for method in methods:
+            here, closed = (late(lm, turns, method, known, closed=closed) for closed in (False, True))
+            conversations.append([f"{label}, {method or 'method by default'}", *here, *closed[1:]])
+    tokens = [len(encode_text(lm.tokenizer, text)) for text in passages]
+    found = {"shares": shares, "conversations": conversations, "passage_tokens": tokens}
+    return run.result(figures={**found, "look_up": look_up(settings.indexed)})
 
 
-def lm_tokens(lm: LanguageModel, text: str) -> int:
-    return len(encode_text(lm.tokenizer, text))
-
-
-if __name__ == "__main__":
-    main()
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """Return the tables of a result's file."""
+    figures = found["figures"]
+    lines = [where_line(found), f"Passages of {figures['passage_tokens']} tokens, {found['settings']['model']}.", ""]
+    lines += [
+        "| | method | 1st | again | other question, other order | after opening again |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, method, *shares in figures["shares"]:
+        lines.append(f"| {name} | {method} | {' | '.join(f'{one:.0%}' for one in shares)} |")
+    heads = (
+        "conversation",
+        "prompt at the end",
+        "most tokens run beside the turn's own",
+        "cached",
+        "the same, closed",
+        "",
+    )
+    lines += ["", f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|"]
+    for name, length, most, share_here, again, share_closed in figures["conversations"]:
+        lines.append(f"| {name} | {length} | {most} | {share_here:.1%} | {again} | {share_closed:.1%} |")
+    return [*lines, "", f"Look-up: {figures['look_up']}"]

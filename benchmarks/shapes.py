@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3_5TextConfig,
 )
 
+from benchmarks.prose import train_tokenizer
 from ragcache.kv.block_key import digest
 from ragcache.models.attention import NAME, register
 from ragcache.models.graphs import use_graphs
@@ -36,6 +36,8 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     }
 
 
+VOCABULARY = 16384
+SCORE_STD = 2.0
 # From the config.json of each model's published directory. "toy" is for tests of the benchmarks themselves.
 GRAPH_MEMORY = "RAGCACHE_GRAPH_MEMORY"  # bytes, as the command line's option of that name; 0: no CUDA graphs
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,42 +89,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-_SECTIONS = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
-# Layers with a recurrent state (gated delta rule), three before each of attention. "Qwen3.5-0.8B" has the published
-# layers and a small vocabulary, which leaves 515 million parameters; the others are fewer of them, and narrower ones.
-HYBRID_SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3.5-0.8B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "vocab_size": 8192,
-        "max_position_embeddings": 8192,
-        "rope_parameters": _SECTIONS,
-    },
-}
-HYBRID_SHAPES["Qwen3.5-0.8B-third"] = {**HYBRID_SHAPES["Qwen3.5-0.8B"], "num_hidden_layers": 8}
-HYBRID_SHAPES["toy"] = {
-    **HYBRID_SHAPES["Qwen3.5-0.8B"],
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "vocab_size": 512,
-    "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 0]},
-}
-
 
 class Built(NamedTuple):
     """One set of weights behind two faces.
@@ -145,32 +111,6 @@ def build(
     """A model of `shape` with random weights, made on the device in its dtype: no second copy exists at any time."""
     # No EOS: random weights would say it at some point, and decoding is timed over a given number of tokens.
     config = LlamaConfig(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, **SHAPES[shape])
-    return _build(config, shape, dtype, device, tokenizer, seed)
-
-
-def build_hybrid(shape: str, dtype: str = "float32", device: str | torch.device = "cpu", seed: int = 0) -> Built:
-    """`build` for a shape of HYBRID_SHAPES."""
-    sizes = HYBRID_SHAPES[shape]
-    kinds = (["linear_attention"] * 3 + ["full_attention"]) * (int(sizes["num_hidden_layers"]) // 4)
-    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    return _build(Qwen3_5TextConfig(layer_types=kinds, **no_ids, **sizes), shape, dtype, device, None, seed)
-
-
-def build_config(
-    config: PreTrainedConfig, name: str, dtype: str = "float32", device: str | torch.device = "cpu", seed: int = 0
-) -> Built:
-    """`build` for a configuration of any family that transformers has."""
-    return _build(config, name, dtype, device, None, seed)
-
-
-def _build(
-    config: PreTrainedConfig,
-    shape: str,
-    dtype: str,
-    device: str | torch.device,
-    tokenizer: PreTrainedTokenizerBase | None,
-    seed: int,
-) -> Built:
     torch.manual_seed(seed)
     with torch.device(device):
         plain = AutoModelForCausalLM.from_config(
@@ -182,6 +122,35 @@ def _build(
     given = os.environ.get(GRAPH_MEMORY)
     use_graphs(lm, int(given) if given else None)  # as a store does that is opened with it
     return Built(lm, plain)
+
+
+def write_checkpoint(directory: Path, shape: str, seed: int = 0, *, sharp: bool = False) -> None:
+    """Save a float32 model of `shape` with random weights and a tokenizer, in Hugging Face's layout.
+
+    sharp: scale the attention's projections, see `sharpen`
+    """
+    model = build(shape, seed=seed).plain
+    if sharp:
+        sharpen(model)
+    model.save_pretrained(directory)
+    train_tokenizer(vocab_size=min(VOCABULARY, int(SHAPES[shape]["vocab_size"]))).save_pretrained(directory)
+
+
+@torch.no_grad()
+def sharpen(model: PreTrainedModel) -> None:
+    """Scale the attention's projections: scores get a standard deviation of about SCORE_STD, values of about 1.
+
+    As drawn, every token attends to all others alike and hardly heeds them: greedy decoding repeats the last token, and
+    a peer that rotates keys wrongly would answer the same. Inputs of the projections have unit variance, so that of a
+    score is the product of the variances of a query's and a key's value. What is computed takes as long.
+    """
+    drawn = model.config.initializer_range * model.config.hidden_size**0.5  # standard deviation of what comes out
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for part in (attention.q_proj, attention.k_proj):
+            part.weight *= SCORE_STD**0.5 / drawn
+        for part in (attention.v_proj, attention.o_proj):
+            part.weight *= 1 / drawn
 
 
 def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,7 +12,6 @@ check fails.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -20,9 +19,8 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -31,13 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 import ragcache as rc
-from benchmarks.environment import environment
 from benchmarks.files import file_system
 from benchmarks.malloc import allocated_bytes
-from benchmarks.report import RESULTS, Result, show, write
+from benchmarks.report import Result, goal_lines, where_line
+from benchmarks.runner import Run as Surroundings
 from benchmarks.soak_checks import (
     ANSWERED,
     MIB,
@@ -73,7 +70,7 @@ from ragcache.engine.doctor import DoctorReport
 from ragcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-METHODS = "link,reposition,full,a3,cacheblend,samkv"
+METHODS = ("link", "reposition", "full", "a3", "cacheblend", "samkv")
 SERVER_START_S = 180
 SERVER_STOP_S = 300
 CURVE_POINTS = 120
@@ -88,6 +85,7 @@ class Settings:
     memory, prefix_memory: budgets of each process's memory tier and prefix tree, bytes
     staying, passing, questions: documents of both kinds; questions over the staying ones
     sample_s:     between two looks at the processes
+    keep:         a directory where stores, journals and the server's log stay; else they are removed
     warmup_s:     of the measured minutes, not counted where growth is looked for; None: a quarter, at most 15 minutes
     """
 
@@ -100,7 +98,7 @@ class Settings:
     codec: str = "int8"
     eviction: str = "lru"
     admission: str = "all"
-    methods: tuple[str, ...] = tuple(METHODS.split(","))
+    methods: tuple[str, ...] = METHODS
     staying: int = 160
     passing: int = 48
     questions: int = 60
@@ -108,6 +106,12 @@ class Settings:
     warmup_s: float | None = None
     threads: int = 1
     seed: int = 0
+    keep: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a soak that could show nothing."""
+        if self.minutes <= 0 or self.askers < 2 or self.passing < 4 or self.staying < self.passing:
+            raise ConfigError("a soak takes time, 2 askers, 4 passing documents and at least as many that stay")
 
     @property
     def limits(self) -> Limits:
@@ -388,71 +392,26 @@ def curve(samples: Sequence[Sample]) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser("soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Settings()
-    for name, said in {
-        "minutes": "of asking", "think-s": "mean seconds between two questions of an asker",
-        "change-s": "mean seconds between two changes of documents, through each way in",
-        "sample-s": "seconds between two looks at the processes",
-        "warmup-s": "seconds left out of what is said of growth",
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=float, default=getattr(default, name.replace("-", "_")), help=said)
-    for name in ("askers", "memory", "prefix-memory", "staying", "passing", "questions", "threads", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name.replace("-", "_")))
-    for name in ("codec", "eviction", "admission"):
-        parser.add_argument(f"--{name}", default=getattr(default, name))
-    parser.add_argument("--methods", default=METHODS, help="separated by commas")
-    parser.add_argument("--workdir", type=Path, help="where stores, journals and logs stay; else they are removed")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--name", default="soak", help="of the files that are written")
-    given = parser.parse_args(arguments)
-    names = set(Settings.__dataclass_fields__) - {"methods"}
-    values = {name: getattr(given, name) for name in names}
-    settings = Settings(**values, methods=tuple(given.methods.split(",")))
-    if settings.minutes <= 0 or settings.askers < 2 or settings.passing < 4 or settings.staying < settings.passing:
-        parser.error("a soak takes time, 2 askers, 4 passing documents and at least as many that stay")
-    return settings, given
+FEW = ("questions", "answered", "cancelled", "compared", "added", "deleted", "busy", "ttft_ms", "cores_used")
+"""Figures that are read at a glance."""
 
 
-def main(arguments: Sequence[str] | None = None) -> Result:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    settings, given = parse(arguments)
-    torch.set_num_threads(settings.threads)
+def measure(settings: Settings, surroundings: Surroundings) -> Result:
     random.seed(settings.seed)
-    hardware = environment("benchmarks.soak", arguments, torch.device("cpu"))
-    with ExitStack() as stack:
-        kept = given.workdir
-        directory = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-soak.")))
-        directory.mkdir(parents=True, exist_ok=True)
-        run, counts, ending, report, more = soak(settings, directory)
-        measured = {**figures(run, counts, ending, report), **more}
+    directory = settings.keep or surroundings.workdir
+    directory.mkdir(parents=True, exist_ok=True)
+    run, counts, ending, report, more = soak(settings, directory)
+    measured = {**figures(run, counts, ending, report), **more}
     held = goals(counts, run.journal.failed_changes, run.samples, ending, settings.limits, settings.memory)
-    result = Result(given.name, settings, hardware, {}, {}, measured, held)
-    path = write(result, given.out)
-    _draw(result.to_json(), given.out / f"{given.name}.png")
-    show(Result(given.name, settings, hardware, {}, {}, _few(measured), held), Console(width=140))
-    print(f"written to {path}")
-    return result
+    return surroundings.result(figures=measured, goals=held)
 
 
-def _few(measured: dict[str, Any]) -> dict[str, Any]:
-    """What is read at a glance."""
-    return {
-        name: value for name, value in measured.items() if name not in ("curve", "growth", "kv", "doctor", "limits")
-    }
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """Return the page of a result's file."""
+    rows = [f"| {name} | {found['figures'][name]} |" for name in FEW]
+    return ["# Soak", "", where_line(found), "", "| figure | value |", "|---|---|", *rows, "", *goal_lines(found)]
 
 
-def _draw(result: dict[str, Any], path: Path) -> None:
-    """Needs matplotlib, from the extra `bench`."""
-    from benchmarks.soak_plot import plot
-
-    plot(result, path)
-
-
-def passed(result: Result) -> bool:
-    return all(goal.within for goal in result.goals if goal.applies)
-
-
-if __name__ == "__main__":
-    sys.exit(0 if passed(main()) else 1)
+def failed(result: Result) -> bool:
+    """Return whether a check that applies was not met: the command's exit status is 1 then."""
+    return not all(goal.within for goal in result.goals if goal.applies)

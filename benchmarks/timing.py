@@ -8,13 +8,17 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from scipy.stats import quantile_test
+
+if TYPE_CHECKING:
+    from benchmarks.journal import Journal
 
 Samples = dict[str, dict[int, float]]
 
@@ -28,7 +32,8 @@ TRIES, LONG_TRIES = 6, 2
 class Variant:
     """One thing to time.
 
-    run:     what is timed; its result is kept alive until the clock has stopped
+    run:     what is timed; its result is kept alive until the clock has stopped. A mapping of names to numbers is
+             further samples of the round
     prepare: called before, outside the clock
     long:    takes seconds: run in a few of the rounds only
     """
@@ -77,25 +82,27 @@ def alternate(
     rounds: int,
     long_rounds: int,
     device: torch.device,
-    *,
-    label: str = "",
-    warm: bool = True,
-    warm_long: bool = True,
+    journal: Journal | None = None,
 ) -> Samples:
-    """Seconds by variant and round. One untimed round warms everything up, unless `warm` is off; without `warm_long`
-    not what is long.
+    """Return seconds by variant and round. One untimed round warms everything up.
 
-    Every round begins with another variant, so that none always runs behind the same one.
+    Every round begins with another variant, so that none always runs behind the same one. Rounds that the journal holds
+    are not run again.
     """
+    samples: Samples = {variant.name: {} for variant in variants}
     with _quiet_collector():
-        _round([one for one in variants if warm and (warm_long or not one.long)], device)
-        samples: Samples = {variant.name: {} for variant in variants}
+        _round(variants, device)
         for number in range(rounds):
             due = [v for v in variants if not v.long or _is_long(number, rounds, long_rounds)]
-            first = number % len(due)
-            for name, seconds in _round([*due[first:], *due[:first]], device).items():
-                samples[name][number] = seconds
-            print(f"{label} round {number + 1}/{rounds}", file=sys.stderr, flush=True)
+            first, key = number % len(due), f"round {number}"
+            found = journal.done.get(key) if journal else None
+            if found is None:
+                found = _round([*due[first:], *due[:first]], device)
+                if journal:
+                    journal.add(key, found)
+            for name, seconds in found.items():
+                samples.setdefault(name, {})[number] = seconds
+            print(f"round {number + 1}/{rounds}", file=sys.stderr, flush=True)
     return samples
 
 
@@ -134,21 +141,21 @@ def _quiet_collector() -> Iterator[None]:
 
 def _round(variants: Sequence[Variant], device: torch.device) -> dict[str, float]:
     gc.collect()
-    return {variant.name: _time(variant, device) for variant in variants}
+    return {name: value for variant in variants for name, value in _time(variant, device).items()}
 
 
-def _time(variant: Variant, device: torch.device) -> float:
-    """Seconds of the sample that lost the least share of its processors' time."""
-    best = (math.inf, math.inf)
+def _time(variant: Variant, device: torch.device) -> dict[str, float]:
+    """Return the sample that lost the least share of its processors' time."""
+    best: tuple[float, dict[str, float]] = (math.inf, {})
     for _ in range(LONG_TRIES if variant.long else TRIES):
-        best = min(best, _sample(variant, device))
+        best = min(best, _sample(variant, device), key=lambda sample: sample[0])
         if best[0] <= MOST_STOLEN:
             break
     return best[1]
 
 
-def _sample(variant: Variant, device: torch.device) -> tuple[float, float]:
-    """Share of all processors' time that was stolen meanwhile, and seconds."""
+def _sample(variant: Variant, device: torch.device) -> tuple[float, dict[str, float]]:
+    """Return the share of all processors' time that was stolen meanwhile, and seconds by name."""
     if variant.prepare is not None:
         variant.prepare()
     synchronise(device)
@@ -157,8 +164,9 @@ def _sample(variant: Variant, device: torch.device) -> tuple[float, float]:
     synchronise(device)
     seconds = time.perf_counter() - started
     share = theft.share()
+    further = dict(result) if isinstance(result, Mapping) else {}
     del result
-    return share, seconds
+    return share, {variant.name: seconds, **further}
 
 
 class Theft:
@@ -187,12 +195,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
     Fewer than 6 values cannot say that much: all of their range is returned then. Raises ValueError for none.
     """
-    ordered = sorted(values)
-    if not ordered:
+    if not values:
         raise ValueError("there is nothing to take a median of")
-    count, below, chance = len(ordered), 0, 0.5 ** len(ordered)  # chance that at most `below` values lie below it
-    while chance + math.comb(count, below + 1) * 0.5**count <= 0.025:
-        below += 1
-        chance += math.comb(count, below) * 0.5**count
-    outside = below if chance <= 0.025 else 0
-    return ordered[outside], ordered[count - 1 - outside]
+    if len(values) < 6:
+        return min(values), max(values)
+    found = quantile_test(list(values), p=0.5).confidence_interval(0.95)
+    return float(found.low), float(found.high)

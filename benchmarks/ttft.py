@@ -1,36 +1,32 @@
 """Time to first token of fused prefill: by phase, and against the floor and full prefill.
 
-python -m benchmarks.ttft --shape SmolLM2-135M --dtype float32 --device cpu --passages 10 --tokens 500 --suffix 30
+python -m benchmarks ttft --set shape=SmolLM2-135M --set passages=10 --set tokens=500
+python -m benchmarks ttft --codecs int8 kvtc           # stored blocks of these codecs beside raw ones
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from benchmarks.environment import environment
 from benchmarks.files import file_system
-from benchmarks.options import add_numbers, add_places, settings_from
-from benchmarks.questions import RetrievalPhase
+from benchmarks.questions import RetrievalPhase, load_named
 from benchmarks.reading import Bench, agreement
-from benchmarks.report import Goal, Result, show, write
-from benchmarks.shapes import SHAPES, build
+from benchmarks.report import Goal, Result
+from benchmarks.runner import Run
+from benchmarks.shapes import build
 from benchmarks.timing import Ratio, Samples, Variant, alternate, ratio, summarise
-from ragcache.models.load import DTYPES
-from ragcache.retrieval.embedder import Embedder, load_embedder
 
 
 @dataclass(frozen=True)
 class Settings:
     """passages x tokens of context, then suffix tokens. rounds: of short variants; long_rounds: of full prefill.
 
-    vectors: chunks that retrieval searches
+    vectors: chunks that retrieval searches; embedder: see `load_named`
+    codecs:  further codecs, of which blocks are read from the memory tier and from a cold disk
     """
 
     shape: str = "SmolLM2-135M"
@@ -42,6 +38,8 @@ class Settings:
     rounds: int = 15
     long_rounds: int = 10
     vectors: int = 4000
+    codecs: tuple[str, ...] = ()
+    embedder: str = "minilm"
     threads: int = 0
     seed: int = 0
 
@@ -50,26 +48,36 @@ class Settings:
         return f"ttft-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}-{self.passages}x{self.tokens}"
 
 
-def measure(settings: Settings, embedder: Embedder, workdir: Path, arguments: Sequence[str]) -> Result:
+def measure(settings: Settings, run: Run) -> Result:
     device = torch.device(settings.device)
-    hardware = environment("benchmarks.ttft", arguments, device)
     built = build(settings.shape, settings.dtype, device, seed=settings.seed)
-    with (
-        Bench(built, settings.passages, settings.tokens, settings.suffix, workdir / "kv", settings.seed) as bench,
-        RetrievalPhase(embedder, settings.vectors, settings.passages, workdir / "documents") as retrieval,
-    ):
+    sizes = settings.passages, settings.tokens, settings.suffix
+    with ExitStack() as stack:
+        bench = stack.enter_context(Bench(built, *sizes, run.workdir / "kv", settings.seed))
+        coded = {
+            name: stack.enter_context(Bench(built, *sizes, run.workdir / name, settings.seed, name))
+            for name in settings.codecs
+        }
+        chunks, embedder = run.workdir / "documents", load_named(settings.embedder, settings.device)
+        retrieval = stack.enter_context(RetrievalPhase(embedder, settings.vectors, settings.passages, chunks))
         checks = agreement(bench)
-        variants = [*retrieval.variants(), *_variants(bench, device)]
-        samples = alternate(variants, settings.rounds, settings.long_rounds, device, label="ttft")
+        variants = [*retrieval.variants(), *_variants(bench, device), *_coded(coded)]
+        samples = alternate(variants, settings.rounds, settings.long_rounds, device, run.journal)
         figures = {
             "kv_bytes": bench.num_bytes,
-            "file_system": file_system(workdir),
+            "file_system": file_system(run.workdir),
             "cold_device_read_bytes": bench.cold_read_bytes,
             **checks,
         }
-    ratios = _ratios(samples)
-    timings = summarise(samples)
-    return Result(settings.name, settings, hardware, timings, ratios, figures, _goals(settings, ratios))
+    ratios = _ratios(samples, settings.codecs)
+    return run.result(summarise(samples), ratios, figures, _goals(settings, ratios))
+
+
+def _coded(benches: Mapping[str, Bench]) -> Iterator[Variant]:
+    """Yield the same question over blocks of other codecs."""
+    for name, bench in benches.items():
+        yield Variant(f"{name}: memory tier", bench.reposition_memory)
+        yield Variant(f"{name}: disk, cold page cache", bench.reposition_disk, bench.forget_all)
 
 
 def _variants(bench: Bench, device: torch.device) -> list[Variant]:
@@ -81,7 +89,7 @@ def _variants(bench: Bench, device: torch.device) -> list[Variant]:
         Variant("load: disk, warm page cache", bench.load_disk, bench.forget_memory),
         Variant("load: disk, cold page cache", bench.load_disk, bench.forget_all),
         Variant("rotate and place", bench.place),
-        Variant("first token", bench.first_token),
+        Variant("first token", bench.choose_token),
         Variant("floor", bench.floor),
         Variant(f"reposition: {in_hand}", bench.reposition_in_hand),
         Variant("reposition: context of an earlier question", bench.reposition_again),
@@ -97,11 +105,13 @@ def _variants(bench: Bench, device: torch.device) -> list[Variant]:
     return variants
 
 
-def _ratios(samples: Samples) -> dict[str, Ratio]:
+def _ratios(samples: Samples, codecs: Sequence[str]) -> dict[str, Ratio]:
     fused = [name for name in samples if name.startswith("reposition")]
     pairs = [(name, "floor") for name in fused]
     pairs += [(name, "transformers: full prefill") for name in [*fused, "floor", "transformers: full caches"]]
     pairs += [("floor", "transformers: full caches"), ("ragcache: full prefill", "transformers: full prefill")]
+    for place in ("memory tier", "disk, cold page cache"):
+        pairs += [(f"{name}: {place}", f"reposition: {place}") for name in codecs]
     return {f"{above} / {below}": ratio(samples, above, below) for above, below in pairs}
 
 
@@ -121,36 +131,6 @@ def _goals(settings: Settings, ratios: dict[str, Ratio]) -> list[Goal]:
             ("reposition: memory tier / transformers: full prefill", 0.020),
             ("reposition: disk, cold page cache / transformers: full prefill", 0.08),
         ]
+    cold = "disk, cold page cache"
+    wanted += [(f"{name}: {cold} / reposition: {cold}", 1.0) for name in settings.codecs]
     return [Goal.of(what, "at most", limit, ratios[what], applies) for what, limit in wanted]
-
-
-def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser("benchmarks.ttft", description=__doc__)
-    default = Settings()
-    parser.add_argument("--shape", choices=SHAPES, default=default.shape)
-    parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
-    parser.add_argument("--device", default=default.device)
-    add_numbers(
-        parser, default, ("passages", "tokens", "suffix", "rounds", "long_rounds", "vectors", "threads", "seed")
-    )
-    add_places(parser, "where blocks are written; a disk, not tmpfs")
-    given = parser.parse_args(arguments)
-    return settings_from(given, Settings), given
-
-
-def main(arguments: Sequence[str] | None = None, embedder: Callable[[], Embedder] | None = None) -> Result:
-    """embedder: makes the embedding model; the default one when None."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    settings, given = parse(arguments)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    with tempfile.TemporaryDirectory(dir=given.workdir) as workdir:
-        made = embedder() if embedder else load_embedder()
-        result = measure(settings, made, Path(workdir), arguments)
-    write(result, given.out)
-    show(result)
-    return result
-
-
-if __name__ == "__main__":
-    main()

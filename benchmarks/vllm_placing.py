@@ -1,6 +1,6 @@
 """The first token inside vLLM: stored blocks through ragcache's connector, beside vLLM's own prefill.
 
-    python -m benchmarks.vllm_placing --shape Llama-3.1-8B --dtype bfloat16 --device cuda
+    python -m benchmarks vllm_placing --set shape=Llama-3.1-8B --set dtype=bfloat16 --set device=cuda
 
 Runs in an environment with vLLM. Weights and blocks are random, as the shape alone decides what both cost. Blocks are
 read from files for every question, as behind `ragcache vllm`; vLLM's prefix cache is off. Whether the kernel or vLLM's
@@ -9,21 +9,21 @@ own writer fills the pages is in vLLM's log: `RAGCACHE_PLACE=plain` chooses the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import statistics
-import tempfile
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.report import Result
+from benchmarks.runner import Run
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import Ratio, Timing
+from ragcache.errors import RagCacheError
 from ragcache.fusion.layout import Span
 from ragcache.fusion.place_check import random_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
@@ -35,6 +35,25 @@ from ragcache_vllm.plan import make_plan
 from ragcache_vllm.request_layout import RequestLayout
 
 FINGERPRINT = "random"
+LOADED, PREFILL = "in vLLM: reposition", "full prefill"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """device: cpu or cuda; load: blocks in the "step" that needs them, or "ahead" of it."""
+
+    shape: str = "SmolLM2-135M"
+    dtype: str = "float32"
+    device: str = "cpu"
+    load: str = "step"
+    passages: int = 10
+    tokens: int = 500
+    suffix: int = 30
+    rounds: int = 10
+
+    @property
+    def name(self) -> str:
+        return f"vllm-{self.shape}-{self.dtype}-{self.device}-{self.passages}x{self.tokens}"
 
 
 def write_model(where: Path, shape: str, dtype: str) -> CacheShape:
@@ -47,7 +66,7 @@ def write_model(where: Path, shape: str, dtype: str) -> CacheShape:
     return CacheShape((layer,) * config.num_hidden_layers, DTYPES[dtype], torch.device("cpu"))
 
 
-def engine(where: Path, root: Path, given: argparse.Namespace, longest: int) -> Any:
+def engine(where: Path, root: Path, given: Settings, longest: int) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -70,7 +89,7 @@ def engine(where: Path, root: Path, given: argparse.Namespace, longest: int) -> 
     )
 
 
-def measure(llm: Any, ids: list[int], layout: RequestLayout, rounds: int) -> list[tuple[float, float]]:
+def first_tokens(llm: Any, ids: list[int], layout: RequestLayout, rounds: int) -> list[tuple[float, float]]:
     """Seconds to the first token, from blocks and by prefill, side by side; one round before does not count."""
     from vllm import SamplingParams
 
@@ -88,50 +107,26 @@ def measure(llm: Any, ids: list[int], layout: RequestLayout, rounds: int) -> lis
     blocks = {"kv_transfer_params": layout.to_params()}
     loaded = ask(blocks)
     if loaded != layout.blocks[-1].stop:
-        raise SystemExit(f"vLLM loaded {loaded} of {layout.blocks[-1].stop} tokens from blocks")
+        raise RagCacheError(f"vLLM loaded {loaded} of {layout.blocks[-1].stop} tokens from blocks")
     ask(None)
     return [(timed(blocks), timed(None)) for _ in range(rounds)]
 
 
-def interval(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values), "pairs": len(values)}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("benchmarks.vllm_placing", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--load", choices=("step", "ahead"), default="step")
-    for name, default in (("passages", 10), ("tokens", 500), ("suffix", 30), ("rounds", 10)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
+def measure(settings: Settings, run: Run) -> Result:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, on a CPU
-    ends = list(accumulate([given.tokens] * given.passages, initial=0))
+    ends = list(accumulate([settings.tokens] * settings.passages, initial=0))
     layout = RequestLayout(tuple(Span(start, stop) for start, stop in pairwise(ends)))
     numbers = random.Random(0)
-    ids = [numbers.randrange(3, 500) for _ in range(ends[-1] + given.suffix)]
-    with tempfile.TemporaryDirectory() as folder:
-        shape = write_model(Path(folder, "model"), given.shape, given.dtype)
-        store = StoreLayout(Path(folder, "kb"))
-        store.create()
-        with KVStore(store.kv, memory_bytes=0) as kv:
-            for key in make_plan(ids, layout, FINGERPRINT).keys:
-                kv.put(key, random_block(shape, "raw", given.tokens))
-        llm = engine(Path(folder, "model"), store.root, given, -(-(len(ids) + 8) // 64) * 64)
-        pairs = measure(llm, ids, layout, given.rounds)
-    found = {
-        "seconds": {"in vLLM: reposition": [one for one, _ in pairs], "full prefill": [one for _, one in pairs]},
-        "ratios": {"in vLLM: reposition / full prefill": interval([one / other for one, other in pairs])},
-        "place": os.environ.get("RAGCACHE_PLACE", "kernel, where it runs"),
-    }
-    given.out.mkdir(parents=True, exist_ok=True)
-    name = f"vllm-{given.shape}-{given.dtype}-{given.device}-{given.passages}x{given.tokens}.json"
-    (given.out / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found["ratios"], indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    ids = [numbers.randrange(3, 500) for _ in range(ends[-1] + settings.suffix)]
+    shape = write_model(run.workdir / "model", settings.shape, settings.dtype)
+    store = StoreLayout(run.workdir / "kb")
+    store.create()
+    with KVStore(store.kv, memory_bytes=0) as kv:
+        for key in make_plan(ids, layout, FINGERPRINT).keys:
+            kv.put(key, random_block(shape, "raw", settings.tokens))
+    llm = engine(run.workdir / "model", store.root, settings, -(-(len(ids) + 8) // 64) * 64)
+    loaded, prefill = zip(*first_tokens(llm, ids, layout, settings.rounds), strict=True)
+    ratios = {f"{LOADED} / {PREFILL}": Ratio.of([one / other for one, other in zip(loaded, prefill, strict=True)])}
+    figures = {"place": os.environ.get("RAGCACHE_PLACE", "kernel, where it runs")}
+    return run.result({LOADED: Timing.of(loaded), PREFILL: Timing.of(prefill)}, ratios, figures)

@@ -4,7 +4,7 @@ GNU OpenMP gives every thread that runs such an operation a team of its own, whi
 all teams together have more threads than the machine has processors, none of them spins any more as it waits for its
 next operation (libgomp, `gomp_throttled_spin_count_var`): every operation of every thread then costs a wake-up, 30 us
 instead of 8, and a pass of a model has hundreds of them. So a thread that once copied a block slows all passes for as
-long as it lives. `python -m benchmarks.teams` measures it.
+long as it lives (docs/architecture.md).
 
 Hence: threads that only read, copy and write run their operations alone, and a thread that has computed ends its team
 before it waits, and when it is done. Without an OpenMP library nothing is done.

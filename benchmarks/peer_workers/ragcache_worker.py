@@ -22,7 +22,6 @@ from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
-from ragcache.kv.buffers import SharedContext
 from ragcache.kv.exact import read_cache
 from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import NO_LIMIT
@@ -98,12 +97,13 @@ class RagCacheWorker:
         """Read over the passages as an earlier question placed them, where one did."""
         key = (repr(method), tuple(map(tuple, prompt.passages)))
         seat = leases.enter_context(self._contexts.admit(key, self._need(prompt, tokens), NO_LIMIT, keep=True))
-        with seat.placing(NO_LIMIT) as found:
-            if isinstance(found, SharedContext):
-                return self._fuse(method, prompt, tokens, base=found), len(prompt.ids) - len(prompt.suffix)
+        with seat.placing(NO_LIMIT) as tell:
+            if seat.placed is not None:
+                return self._fuse(method, prompt, tokens, base=seat.placed), len(prompt.ids) - len(prompt.suffix)
             blocks, reused = self._blocks(prompt.passages)
             fused = self._fuse(method, prompt, tokens, blocks=blocks)
-            found(fused.share())
+            if tell is not None:
+                tell(fused.share())
             return fused, reused
 
     def _fuse(self, method: FusionMethod, prompt: Prompt, tokens: int, **over: Any) -> FuseOutput:

@@ -16,9 +16,10 @@ from families import block_diagonal, oracle_logits, oracle_model
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from benchmarks import answers, answers_plot
+from benchmarks import answers, plots
 from benchmarks.answers import choose, every_method, fitted, in_turn, short_answers
 from benchmarks.answers_report import FEWEST_QUESTIONS, Row, figures_of, interval, label, markdown, ratio, table
+from benchmarks.runner import main
 from ragcache.errors import ConfigError
 from ragcache.prompt import Prompt
 from ragcache_eval.case import Case, CasePassage
@@ -96,7 +97,7 @@ def timeless(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_as_one_that_was_not(arguments, tmp_path, monkeypatch):
-    whole = answers.main([*arguments, "--journal", str(tmp_path / "whole.jsonl")])
+    whole = main("answers", [*arguments, "--journal", str(tmp_path / "whole.jsonl")])
     settings = settings_in(tmp_path / "whole.jsonl")
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + 6 * 4  # settings; no passages, full and two methods on six questions
@@ -105,7 +106,7 @@ def test_a_run_that_was_killed_goes_on_as_one_that_was_not(arguments, tmp_path, 
     written: list[str] = []
     add = Journal.add
     monkeypatch.setattr(Journal, "add", lambda self, score: written.append(score.case) or add(self, score))
-    again = answers.main([*arguments, "--journal", str(torn)])
+    again = main("answers", [*arguments, "--journal", str(torn)])
     assert len(written) == 24 - 10
     assert untimed(torn, settings) == untimed(tmp_path / "whole.jsonl", settings)
     assert timeless(again.figures["rows"]) == timeless(whole.figures["rows"])
@@ -114,7 +115,7 @@ def test_a_run_that_was_killed_goes_on_as_one_that_was_not(arguments, tmp_path, 
 def test_time_that_is_up_ends_a_run_between_questions_and_the_report_says_so(arguments, tmp_path, monkeypatch):
     clock = count()
     monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # a second a question
-    found = answers.main([*arguments, "--minutes", str(2.5 / 60)])
+    found = main("answers", [*arguments, "--minutes", str(2.5 / 60)])
     assert {row["questions"] for row in found.figures["rows"] if row["set"] == "plain"} == {1}
     assert {row["questions"] for row in found.figures["rows"] if row["set"] == "all"} == {2}
     text = (tmp_path / "found.md").read_text(encoding="utf-8")
@@ -124,7 +125,7 @@ def test_time_that_is_up_ends_a_run_between_questions_and_the_report_says_so(arg
     assert found.figures["runs"][0]["clean"] is found.environment.clean
     monkeypatch.undo()
     before = (tmp_path / "found.journal.jsonl").read_bytes()
-    none = answers.main([*arguments, "--minutes", "0"])
+    none = main("answers", [*arguments, "--minutes", "0"])
     assert timeless(none.figures["rows"]) == timeless(found.figures["rows"])
     assert len(none.figures["runs"]) == 1, "a report alone is no measurement"
     assert (tmp_path / "found.journal.jsonl").read_bytes() == before
@@ -133,12 +134,12 @@ def test_time_that_is_up_ends_a_run_between_questions_and_the_report_says_so(arg
 def test_a_journal_of_other_settings_is_refused_by_name(arguments, tmp_path):
     journal = ["--minutes", "0", "--journal", str(tmp_path / "j.jsonl")]
     with pytest.raises(ConfigError, match="nothing was measured"):
-        answers.main([*arguments, *journal])
-    answers.main([*arguments, "--questions", "1", *journal[2:]])
-    answers.main([*arguments, "--questions", "2", "--sets", "plain", "--methods", "concat", *journal])
+        main("answers", [*arguments, *journal])
+    main("answers", [*arguments, "--questions", "1", *journal[2:]])
+    main("answers", [*arguments, "--questions", "2", "--sets", "plain", "--methods", "concat", *journal])
     for option, value in (("seed", "1"), ("context", "900"), ("dtype", "bfloat16")):
         with pytest.raises(ConfigError, match=f"was made with {option} "):
-            answers.main([*arguments, f"--{option}", value, *journal])
+            main("answers", [*arguments, f"--{option}", value, *journal])
 
 
 def test_questions_of_a_set_are_chosen_by_hash_and_positions_go_round(data):
@@ -184,7 +185,7 @@ def test_passages_without_the_answer_are_dropped_from_the_end_where_a_prompt_is_
 def test_bad_data_is_named(data, tmp_path, tiny_directory):
     def ask(folder: Path, source: str, *more: str) -> None:
         place = ["--model", str(tiny_directory), "--data", str(folder), "--sets", source, "--out", str(tmp_path)]
-        answers.main([*place, "--questions", "1", "--methods", "full", *more])
+        main("answers", [*place, "--questions", "1", "--methods", "full", *more])
 
     with pytest.raises(ConfigError, match=r"no question set 'nowhere'; it has .*moved, plain"):
         ask(data, "nowhere")
@@ -197,12 +198,12 @@ def test_bad_data_is_named(data, tmp_path, tiny_directory):
     with pytest.raises(ConfigError, match="no question fits into --context 60"):
         ask(data, "plain", "--context", "60")
     with pytest.raises(ConfigError, match="--questions is 0"):
-        answers.parse(["--model", "m", "--data", "d", "--questions", "0"])
+        answers.Settings("m", data, questions=0)
 
 
 def test_kl_is_taken_along_full_prefills_own_answer(arguments, tmp_path, tiny, tiny_directory, data):
     """Against plain transformers: the answer's tokens are more of the suffix under a block-diagonal mask."""
-    answers.main([*arguments, "--questions", "1", "--sets", "plain"])
+    main("answers", [*arguments, "--questions", "1", "--sets", "plain"])
     lines = [json.loads(line) for line in (tmp_path / "found.journal.jsonl").read_bytes().splitlines()[1:]]
     found = {line["method"]: line for line in lines}
     assert found["full@"]["kl_answer"] == 0.0
@@ -331,18 +332,18 @@ def test_methods_are_called_as_the_command_line_writes_them():
 
 @pytest.mark.slow
 def test_the_page_and_the_picture_hold_every_method(arguments, tmp_path):
-    found = answers.main(arguments)
+    found = main("answers", arguments)
     text = (tmp_path / "found.md").read_text(encoding="utf-8")
     assert text == "\n".join(markdown(json.loads((tmp_path / "found.json").read_text()))) + "\n"
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len(tables) == 3 * (2 + 4)
     assert len({line.count("|") for line in tables}) == 1
     assert "Safe by this table" in text
-    figure = answers_plot.draw(found.to_json())
+    figure = plots.draw_answers(found.to_json())
     names = [[one.get_text().strip() for one in ax.texts] for ax in figure.axes]
     assert set(names[0]) == {"reposition", "epic:first_tokens=4"}
     picture = tmp_path / "p.png"
-    answers_plot.main([str(tmp_path / "found.json"), str(picture)])
+    plots.main([str(tmp_path / "found.json"), str(picture)])
     assert picture.stat().st_size > 10_000
 
 

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import askers
 from benchmarks.askers import APART, JOINED, ONE, Settings
+from benchmarks.runner import main
 from ragcache.errors import ConfigError
-from ragcache_demo.bag_of_words import BagOfWords
 
 
 @pytest.mark.slow
 def test_it_runs_and_compares(tmp_path: Path) -> None:
     sizes = ["--shape=toy", "--askers=3", "--questions=6", "--passages=2", "--tokens=12", "--documents=4"]
-    sizes += ["--answer=3", "--rounds=1"]
-    result = askers.main([*sizes, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")], BagOfWords)
+    sizes += ["--answer=3", "--rounds=1", "--embedder=words"]
+    result = main("askers", [*sizes, "--workdir", str(tmp_path), "--out", str(tmp_path / "out")])
     found = json.loads((tmp_path / "out" / f"{result.name}.json").read_text())
     assert {f"{name}: first token" for name in (ONE, JOINED, APART)} <= found["timings"].keys()
     assert [goal["limit"] for goal in found["goals"]] == [1.5, 1.5, 1.5, 1.0]
@@ -38,4 +37,4 @@ def test_goals_are_stated_for_these_sizes() -> None:
 @pytest.mark.slow
 def test_too_many_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no English for 100000 documents"):
-        askers.main(["--shape=toy", "--documents=100000", "--out", str(tmp_path)], BagOfWords)
+        main("askers", ["--shape=toy", "--documents=100000", "--embedder=words", "--out", str(tmp_path)])

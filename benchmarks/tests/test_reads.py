@@ -1,15 +1,13 @@
 """How often the host reads a tensor's value while a method reads a prompt: on a GPU it waits each time."""
 
-import json
 from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+from host_reads import HostReads, reads_of
 
-from benchmarks import methods, ops
-from benchmarks.reads import HostReads, reads_of
-from benchmarks.report import RESULTS
+from benchmarks import methods
 from benchmarks.shapes import build
 from ragcache.models import attention
 
@@ -76,17 +74,3 @@ def test_answers_are_the_same_where_the_host_does_not_look(bench, row):
     with mock.patch.object(attention, "reads_freely", return_value=False):
         blind = bench.fuse(bench.methods[row]).next_logits
     torch.testing.assert_close(blind, looking, atol=2e-5, rtol=2e-5)
-
-
-def test_published_reads_are_of_the_methods_that_there_are():
-    found = json.loads((RESULTS / "ops" / "reads.json").read_text(encoding="utf-8"))["reads"]
-    assert found.keys() == methods.chosen_methods([[1]]).keys()
-    chosen = {row for row in found if row.split(",")[0] not in READS}
-    assert {found[row] for row in chosen} == {0}
-
-
-def test_reads_are_written_where_asked(tmp_path):
-    ops.main(["--shape", "toy", "--passages", "3", "--tokens", "20", "--suffix", "5", "--out", str(tmp_path)])
-    written = json.loads((tmp_path / "reads.json").read_text(encoding="utf-8"))
-    assert (written["shape"], written["layers"], written["passages"]) == ("toy", 2, 3)
-    assert written["reads"]["a3, 0.15"] == 0

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from benchmarks import ttft_plot
+from benchmarks import plots
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "ttft-SmolLM2-135M-float32-cpu-10x500.json"
@@ -27,7 +27,7 @@ def result() -> dict[str, Any]:
 def test_bars_and_their_labels_are_the_recorded_medians(result: dict[str, Any]) -> None:
     for number, name in enumerate(PHASES):  # figures of its own: a picture with numbers written into it would differ
         result["timings"][name]["median_s"] = 40.0 - 9.75 * number
-    (ax,) = ttft_plot.draw(result).axes
+    (ax,) = plots.draw_ttft(result).axes
     bars = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
     assert [bar.get_width() for bar in bars] == [40.0, 30.25, 20.5, 10.75]
     assert [text.get_text() for text in ax.texts] == ["40.0 s", "30.2 s", "20.5 s", "10.8 s"]
@@ -43,7 +43,7 @@ def test_readme_states_what_the_picture_shows(result: dict[str, Any]) -> None:
 
 
 def test_the_committed_picture_is_a_small_opaque_png(tmp_path: Path) -> None:
-    ttft_plot.main([str(RESULT), str(tmp_path / "again.png")])
+    plots.main([str(RESULT), str(tmp_path / "again.png")])
     committed, again = PICTURE.read_bytes(), (tmp_path / "again.png").read_bytes()
     assert committed[:8] == again[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", committed[16:24]) == struct.unpack(">II", again[16:24])

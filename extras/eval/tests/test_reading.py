@@ -6,7 +6,6 @@ from adapters import save_adapter
 from families import load_tiny, oracle_model, random_prompt, save_tiny
 
 import ragcache as rc
-from benchmarks.quality_units import would_write
 from ragcache.errors import ConfigError
 from ragcache.fusion import get_method
 from ragcache.models.generate import decode
@@ -24,7 +23,7 @@ def model(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", ["full", "epic", "ape"])
-def test_the_greedy_answer_and_no_other_would_be_written(model, method):
+def test_forced_logits_choose_the_greedy_answer_and_no_other(model, method):
     lm, _ = model
     fused = rc.fuse(lm, random_prompt(3), method=method)
     held = list(fused.cache.lengths)
@@ -33,11 +32,11 @@ def test_the_greedy_answer_and_no_other_would_be_written(model, method):
         decode(lm, fused.cache, logits, fused.next_position, Sampling(max_tokens=LENGTH), eos_ids=frozenset())
     )
     fused = rc.fuse(lm, random_prompt(3), method=method)
-    assert would_write(lm, fused, written)
+    assert forced_logits(lm, fused, written).argmax(-1).tolist() == written
     for place in range(LENGTH):
         other = [*written]
         other[place] = (other[place] + 1) % lm.vocab_size
-        assert not would_write(lm, fused, other)
+        assert forced_logits(lm, fused, other).argmax(-1).tolist() != other
     assert list(fused.cache.lengths) == held
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from host_reads import HostReads
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
-from benchmarks.reads import HostReads
 from ragcache_train import trainer as trainer_module
 from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import ReuseTrainer, compile_layers, train

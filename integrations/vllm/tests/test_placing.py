@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from families import load_tiny
+from op_counts import PagedAttention
 from placed_oracle import AT, angles_at, coded, turned
 from placed_oracle import random_block as block_of
 from torch import Tensor
 
-from benchmarks.ops import PagedAttention
 from ragcache.fusion.layout import Span
 from ragcache.fusion.place_check import random_block
 from ragcache.kv.block import KVBlock

@@ -1,47 +1,29 @@
 """Operations that a pass calls, counted: unlike time, a count does not depend on what else the machine does.
 
-    python -m benchmarks.ops --shape SmolLM2-135M --passages 10 --tokens 50
-
-Needless copies, masks and conversions show here first. Counts are of calls into ATen from Python (not of what those
-call in turn), on random blocks. Where Triton is installed, placing by the kernel of a GPU is counted beside it, in
-Triton's interpreter: a launch counts as one operation. Beside it stands what vLLM's connector does in the layers of a
-step, over pages of our own; what it does once a step (tables of addresses, slots and angles) is not counted.
-
-The second table is of methods: how often the host reads a tensor's value while a method reads a prompt, which on a GPU
-waits each time until all is done that was launched (`benchmarks/reads.py`). It is written to `--out` and goes to
-docs/methods.md.
+Counts are of calls into ATen from Python (not of what those call in turn), on random blocks. A launch of the placing
+kernel, in Triton's interpreter, counts as one operation. What vLLM's connector does in the layers of a step is counted
+over pages of our own, without what it does once a step (tables of addresses, slots and angles).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import methods
 from benchmarks.reading import Bench, truncate
-from benchmarks.reads import reads_of
-from benchmarks.shapes import SHAPES, Built, build
 from ragcache.fusion import place_check
 from ragcache.fusion.fuse import fuse
 from ragcache.fusion.layout import Span
-from ragcache.fusion.method import FusionMethod
 from ragcache.models import language_model
 from ragcache.models.batch import run_pieces
 from ragcache_vllm.placing import PagedLayer, Shard, WorkerSide
@@ -231,72 +213,3 @@ def profile(bench: Bench) -> dict[str, Counter[str]]:
         "decode a token": count(step),
         "transformers: full caches": count(reuse) - count(bench.fill_plain_cache),
     }
-
-
-def table(counts: dict[str, Counter[str]], num_layers: int) -> Table:
-    made = Table(title=f"calls a layer ({num_layers} layers)")
-    made.add_column("operation")
-    for name in counts:
-        made.add_column(name, justify="right")
-    totals = {name: working(calls) for name, calls in counts.items()}
-    made.add_row("all that compute or copy", *(f"{total / num_layers:.1f}" for total in totals.values()))
-    every: Counter[str] = sum(counts.values(), Counter())
-    for name, number in every.most_common():
-        if number < num_layers / 10:
-            continue
-        label = f"{name} (view)" if name in FREE else name
-        made.add_row(label, *(f"{calls[name] / num_layers:.1f}" for calls in counts.values()))
-    return made
-
-
-def reads_by_method(built: Built, settings: methods.Settings) -> dict[str, int]:
-    """Reads a prompt, by the method's row in `benchmarks.methods`."""
-    bench = methods.Bench(built, settings)
-    found = {}
-    for row, method in bench.methods.items():
-
-        def read(method: FusionMethod = method) -> None:
-            bench.fuse(method).cache.release()
-
-        read()
-        found[row] = sum(reads_of(read).values())
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Counter[str]]:
-    parser = argparse.ArgumentParser("benchmarks.ops", description=__doc__)
-    parser.add_argument("--out", type=Path, help="where reads.json goes; not written if not given")
-    parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M")
-    parser.add_argument("--dtype", default="float32")
-    for name, default in (("passages", 10), ("tokens", 50), ("suffix", 10)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    built = build(given.shape, given.dtype)
-    with (
-        tempfile.TemporaryDirectory() as workdir,
-        Bench(built, given.passages, given.tokens, given.suffix, Path(workdir), seed=0) as bench,
-    ):
-        counts = profile(bench)
-    settings = methods.Settings(given.shape, given.dtype, "cpu", given.passages, given.tokens, given.suffix)
-    reads = reads_by_method(built, settings)
-    console = Console(width=180)
-    console.print(table(counts, built.lm.shape.num_layers))
-    console.print(reads_table(reads))
-    if given.out is not None:
-        found = {"shape": given.shape, "layers": built.lm.shape.num_layers, "passages": given.passages, "reads": reads}
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "reads.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return counts
-
-
-def reads_table(reads: Mapping[str, int]) -> Table:
-    made = Table(title="reads by the host a prompt")
-    made.add_column("method")
-    made.add_column("reads", justify="right")
-    for row, number in reads.items():
-        made.add_row(row, str(number))
-    return made
-
-
-if __name__ == "__main__":
-    main()
