@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
 
 from ragcache import RagCache, __version__
 from ragcache.plugins import ROUTES, Registry
@@ -50,7 +47,7 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         service.cancel_all()
         service.close()
 
-    app = FastAPI(
+    app = Application(
         title="ragcache",
         version=__version__,
         summary="Answers from documents that were read once",
@@ -70,7 +67,7 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     add_handlers(app)
     # Whatever routes a package has, and however they are nested, they need a key.
     open_paths = (*OPEN, *(PAGE if web else ()), *(("/metrics",) if settings.open_metrics else ()))
-    describe(app, list(added), open_paths if settings.api_keys else None)
+    app.open_paths = open_paths if settings.api_keys else None
     # The last one added is the first to see a request.
     sizes = settings.max_body_bytes, settings.max_upload_bytes
     app.add_middleware(BodyLimit, *sizes, document_routes.PATH, settings.receive_s)
@@ -80,54 +77,35 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
 
 
 RETRY_LATER = ("409", "503")
-REF = "#/components/schemas/"
 
 
-def describe(app: FastAPI, packages: Sequence[str], open_paths: Sequence[str] | None) -> None:
-    """Make `app.openapi` complete.
+class Application(FastAPI):
+    """Describes its routes with what the layers around them add: errors, keys and headers.
 
-    packages: whose routers the application's last ones are; open_paths: those that need no key; None: no path does
+    open_paths: those that need no key; None: no path does
     """
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app, packages, open_paths)
-        return app.openapi_schema
+    open_paths: Sequence[str] | None = None
 
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _document(app: FastAPI, packages: Sequence[str], open_paths: Sequence[str] | None) -> dict[str, Any]:
-    say = partial(get_openapi, title=app.title, version=app.version, summary=app.summary, description=app.description)
-    first, document = 1 + len(ROUTERS), dict[str, Any]()  # behind /openapi.json and these
-    _take_in(document, say(routes=app.routes[:first]), "")
-    for rank, package in enumerate(packages, start=first):
-        _take_in(document, say(routes=[app.routes[rank]]), package)
-    components = document["components"]
-    if open_paths is not None:
-        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            _complete(operation, locked=open_paths is not None and not is_open(path, open_paths))
-    return document
-
-
-def _take_in(document: dict[str, Any], part: dict[str, Any], package: str) -> None:
-    """Add what get_openapi says of a package. A schema whose name has another one by then gets the package's before it:
-    packages do not know of each other's."""
-    known = document.setdefault("components", {}).setdefault("schemas", {})
-    paths, schemas = part["paths"], part.get("components", {}).get("schemas", {}) | _definitions(part["paths"])
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answer to bad input, which is not ours
-        schemas.pop(name, None)
-    while name := next((name for name, schema in schemas.items() if known.get(name, schema) != schema), ""):
-        text = json.dumps([paths, schemas]).replace(f'"{REF}{name}"', f'"{REF}{package}.{name}"')
-        paths, schemas = json.loads(text)
-        schemas[f"{package}.{name}"] = schemas.pop(name)
-    document |= {**part, "components": {"schemas": known | schemas}, "paths": document.get("paths", {}) | paths}
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            schemas = document["components"]["schemas"]
+            schemas |= _definitions(document["paths"])
+            for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's answer to bad input; ours is ErrorBody
+                schemas.pop(name, None)
+            if self.open_paths is not None:
+                document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+            for path, operations in document["paths"].items():
+                locked = self.open_paths is not None and not is_open(path, self.open_paths)
+                for operation in operations.values():
+                    _complete(operation, locked=locked)
+            self.openapi_schema = document
+        return self.openapi_schema
 
 
 def _definitions(node: Any) -> dict[str, Any]:
-    """Take out the definitions that `schema_of` put into schemas of bodies and events."""
+    """Take out the definitions that `schema_of` put into schemas of events."""
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     found = node.pop("$defs", {}) if isinstance(node, dict) else {}
     return found | {name: schema for part in parts for name, schema in _definitions(part).items()}

@@ -1,15 +1,17 @@
-"""Request bodies: read once, strictly, into the model that documents them."""
+"""Request bodies: read once, strictly, into the model that the route declares."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
 
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
-from ragcache.server.http_errors import ApiError, from_validation, printable, schema_of
+from ragcache.server.http_errors import ApiError, from_validation, printable
 from ragcache.server.observe import warn
 from ragcache.server.service import service_of
 from ragcache.server.wire import RequestModel
@@ -21,32 +23,70 @@ LARGE = 256 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class JsonRoute(APIRoute):
+    """A route whose body parameter `read_json` reads, in place of FastAPI, which documents it and hands it to the
+    endpoint. Fields that an answer does not set are left out of its JSON.
+
+    content_type: which the body must have, as `read_json` takes it
+    """
+
+    content_type: ClassVar[str] = JSON
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "response_model_exclude_unset": True})
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, body = super().get_route_handler(), self.body_field
+        if body is None:
+            return handle
+        model: type[BaseModel] = body.field_info.annotation  # type: ignore[assignment]
+
+        async def read(request: Request) -> Response:
+            await read_json(request, model, self.content_type)
+            return await handle(_ReadRequest(request.scope, request.receive))
+
+        return read
+
+
+class _ReadRequest(Request):
+    """A request whose body is the object that `read_json` made of it."""
+
+    async def json(self) -> Any:
+        return self.state.asked
+
+    body = json
+
+
 def content_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def read_json(request: Request, model: type[Model], *, also: str = "") -> Model:
-    """The body as the model says. pydantic's own parser reads the bytes: it refuses what is no UTF-8, half a surrogate
-    pair, or nested without end, before anything is built.
+async def read_json(request: Request, model: type[Model], accepted: str = JSON) -> Model:
+    """Read the body as the model says. pydantic's own parser reads the bytes: it refuses text that is not UTF-8, half a
+    surrogate pair, and endless nesting, before it builds anything.
 
-    also: another content type that the route takes, for the message; "*/*": the body is JSON, whatever its type
+    accepted: content types that the route takes, for the message; empty: the body is JSON, whatever its type
     """
-    if content_type(request) != JSON and also != "*/*":
-        wanted = f"{JSON} or {also}" if also else JSON
-        raise ApiError(415, f"send the body as Content-Type: {wanted}", "unsupported_media_type")
+    if accepted and content_type(request) != JSON:
+        raise ApiError(415, f"send the body as Content-Type: {accepted}", "unsupported_media_type")
     body = await request.body()
-    asked, unknown = await asyncio.to_thread(_read, model, body) if len(body) > LARGE else _read(model, body)
+    asked, unknown = await asyncio.to_thread(_parse, model, body) if len(body) > LARGE else _parse(model, body)
     request.state.asked = asked  # errors name the place of their option in it
+    check_unknown(request, unknown)
+    return asked
+
+
+def check_unknown(request: Request, unknown: list[str]) -> None:
+    """Warn of unknown fields. Raises ApiError (400) for the first one where the server is strict."""
     if unknown and service_of(request).settings.strict:
         param = printable(unknown[0])[:200]
         raise ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
     if unknown:
         warn(request, f"unknown fields ignored: {', '.join(unknown)}")
-    return asked
 
 
-def _read(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
-    """The body, and places of the fields in it that are not known."""
+def _parse(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
+    """Return the body, and the places of unknown fields in it."""
     try:
         asked = model.model_validate_json(body)
     except ValidationError as error:
@@ -55,7 +95,7 @@ def _read(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
 
 
 def _dropped(value: Any, place: str = "") -> Iterator[str]:
-    """Drop unknown fields, so that no template is told of them. Their places, such as "tools[0].colour"."""
+    """Drop unknown fields, so that no template reads them. Yield their places, such as "tools[0].colour"."""
     if isinstance(value, list):
         for rank, item in enumerate(value):
             if isinstance(item, RequestModel):
@@ -68,11 +108,7 @@ def _dropped(value: Any, place: str = "") -> Iterator[str]:
             yield from _dropped(item, f"{place}{dot}{name}")
 
 
-def request_body(**content: type[BaseModel] | Mapping[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads its body itself. Names: json, multipart."""
-    kinds = {"json": JSON, "multipart": MULTIPART}
-    documented = {
-        kinds[name]: {"schema": dict(schema) if isinstance(schema, Mapping) else schema_of(schema)}
-        for name, schema in content.items()
-    }
-    return {"requestBody": {"required": True, "content": documented}}
+def request_body(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that reads its body itself. content: schemas by content type"""
+    schemas = {kind: {"schema": schema} for kind, schema in content.items()}
+    return {"requestBody": {"required": True, "content": schemas}}

@@ -27,7 +27,7 @@ from ragcache.server.answers import (
     sources_of,
     usage_of,
 )
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.chat_types import (
     AnswerMessage,
     ChatCompletion,
@@ -44,10 +44,10 @@ from ragcache.server.chat_types import (
 )
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
-from ragcache.server.service import RunningTask, Service, merged, service_of, unless_gone
+from ragcache.server.service import RunningTask, Service, ServiceParam, merged, unless_gone
 from ragcache.server.wire import AnswerModel, EventStream, event
 
-router = APIRouter(tags=["answers"])
+router = APIRouter(route_class=JsonRoute, tags=["answers"])
 DONE = b"data: [DONE]\n\n"
 
 
@@ -58,11 +58,8 @@ DONE = b"data: [DONE]\n\n"
         200: streamed(ChatCompletion, "The answer; with stream: true, events", ChatCompletionChunk),
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
-    openapi_extra=request_body(json=ChatRequest),
 )
-async def create_chat_completion(request: Request) -> Response:
-    service = service_of(request)
-    asked = await read_json(request, ChatRequest)
+async def create_chat_completion(request: Request, service: ServiceParam, asked: ChatRequest) -> Response:
     retrieves = service.retrieves(asked.model)
     call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
     events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from ragcache import Document, IngestReport, ProgressEvent, RagCache
 from ragcache.errors import NoSuchDocumentError
 from ragcache.ingest.readers import SourceFile
-from ragcache.server.body import MULTIPART, content_type, read_json, request_body
-from ragcache.server.http_errors import ApiError, errors, streamed
+from ragcache.server.body import JSON, MULTIPART, JsonRoute, content_type, read_json, request_body
+from ragcache.server.http_errors import ApiError, errors, schema_of, streamed
 from ragcache.server.observe import note
-from ragcache.server.service import RunningTask, Service, service_of, unless_gone
+from ragcache.server.service import RunningTask, Service, ServiceParam, unless_gone
 from ragcache.server.uploads import Upload
 from ragcache.server.wire import EVENT_STREAM, AnswerModel, EventStream, JsonObject, Name, RequestModel, Text, event
 from ragcache.store.filters import MAX_GLOB, Filter
@@ -191,7 +191,7 @@ Id = Annotated[str | None, Query(max_length=MAX_GLOB, description="Document id, 
 Replace = Annotated[
     bool, Query(description="Whether a file replaces a document of its name; else it fails where the texts differ")
 ]
-router = APIRouter(tags=["documents"])
+router = APIRouter(route_class=JsonRoute, tags=["documents"])
 FORM = {
     "type": "object",
     "required": ["files"],
@@ -210,10 +210,9 @@ FORM = {
         200: streamed(AddReport, "What was stored, and what was not, with the reason", UploadProgress),
         **errors(400, 409, 413, 415, 503, 507),
     },
-    openapi_extra=request_body(json=AddDocuments, multipart=FORM),
+    openapi_extra=request_body({JSON: schema_of(AddDocuments), MULTIPART: FORM}),
 )
-async def create_documents(request: Request, replace: Replace = False) -> Response:
-    service = service_of(request)
+async def create_documents(request: Request, service: ServiceParam, replace: Replace = False) -> Response:
     work = service.add(await _additions(service, request, replace))
     try:
         first = await unless_gone(request, anext(work))
@@ -233,7 +232,7 @@ async def create_documents(request: Request, replace: Replace = False) -> Respon
 async def _additions(service: Service, request: Request, replace: bool) -> AsyncGenerator[Said, None]:
     if content_type(request) == MULTIPART:
         return add_uploads(service, await _files(request, service.settings.max_upload_files), replace=replace)
-    asked = await read_json(request, AddDocuments, also=MULTIPART)
+    asked = await read_json(request, AddDocuments, f"{JSON} or {MULTIPART}")
     documents = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
     return add_documents(service, documents, split=asked.split)
 
@@ -259,18 +258,17 @@ def _report(last: Said, request: Request) -> IngestReport:
     return last
 
 
-@router.get(PATH, summary="Documents by id", responses={200: {"model": DocumentList}, **errors(400)})
+@router.get(PATH, summary="Documents by id", responses=errors(400))
 async def list_documents(
-    request: Request,
+    service: ServiceParam,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0, le=MAX_OFFSET)] = 0,
     source: Source = None,
     id: Id = None,
-) -> Response:
-    service = service_of(request)
+) -> DocumentList:
     found, total = await service.in_thread(_page, service, _named(source, id), limit, offset)
     data = [DocumentItem.of(one, **_fields(one)) for one in found]
-    return DocumentList(object="list", data=data, total=total).to_response()
+    return DocumentList(object="list", data=data, total=total)
 
 
 def _page(service: Service, where: Filter, limit: int, offset: int) -> tuple[list[StoredDocument], int]:
@@ -286,29 +284,23 @@ def _named(source: str | None, id: str | None) -> Filter:
 @router.delete(
     PATH,
     summary="Delete the documents that match: at least one of the two has to be given",
-    responses={200: {"model": DeletedDocuments}, **errors(400, 409, 503, 507)},
+    responses=errors(400, 409, 503, 507),
 )
-async def delete_documents(request: Request, source: Source = None, id: Id = None) -> Response:
+async def delete_documents(service: ServiceParam, source: Source = None, id: Id = None) -> DeletedDocuments:
     where = _named(source, id)
     if not where:
         raise ApiError(
             400, "say which documents to delete: source=... or id=...", "missing_required_parameter", "source"
         )
-    work = deletion(service_of(request), where=where)
-    deleted = await service_of(request).change(work).last()
-    return DeletedDocuments(object="list", deleted=deleted or []).to_response()
+    deleted = await service.change(deletion(service, where=where)).last()
+    return DeletedDocuments(object="list", deleted=deleted or [])
 
 
-@router.get(
-    PATH + "/{id:path}",
-    summary="One document with its passages",
-    responses={200: {"model": DocumentDetail}, **errors(404)},
-)
-async def get_document(request: Request, id: str) -> Response:
-    service = service_of(request)
+@router.get(PATH + "/{id:path}", summary="One document with its passages", responses=errors(404))
+async def get_document(service: ServiceParam, id: str) -> DocumentDetail:
     document, chunks = await service.in_thread(_document, service, _checked(id))
     parts = [ChunkItem.of(one, tokens=one.num_tokens) for one in chunks]
-    return DocumentDetail.of(document, **_fields(document), chunks_data=parts).to_response()
+    return DocumentDetail.of(document, **_fields(document), chunks_data=parts)
 
 
 def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
@@ -321,14 +313,13 @@ def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
 @router.delete(
     PATH + "/{id:path}",
     summary="Delete a document: text, embeddings, index entries and KV in every tier",
-    responses={200: {"model": DeletedDocument}, **errors(404, 409, 503, 507)},
+    responses=errors(404, 409, 503, 507),
 )
-async def delete_document(request: Request, id: str) -> Response:
-    service = service_of(request)
+async def delete_document(service: ServiceParam, id: str) -> DeletedDocument:
     # Not cancelled by a client that hangs up: a deletion that was asked for is done.
     if not await service.change(deletion(service, [_checked(id)])).last():
         raise _absent(id)
-    return DeletedDocument(id=id, object="document", deleted=True).to_response()
+    return DeletedDocument(id=id, object="document", deleted=True)
 
 
 async def deletion(

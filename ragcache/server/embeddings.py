@@ -16,11 +16,11 @@ from starlette.responses import Response
 from ragcache.errors import ConfigError, blaming
 from ragcache.models.deadline import LIMIT
 from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder, embed_passages
-from ragcache.server.body import JSON, read_json, request_body
+from ragcache.server.body import JSON, JsonRoute
 from ragcache.server.chat_types import TokenId
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.observe import note
-from ragcache.server.service import Service, service_of
+from ragcache.server.service import Service, ServiceParam, service_of
 from ragcache.server.wire import AnswerModel, Name, RequestModel, Text
 
 MAX_INPUTS = 2048
@@ -90,7 +90,7 @@ class EmbeddingList(AnswerModel):
     usage: EmbeddingUsage
 
 
-router = APIRouter(tags=["answers"])
+router = APIRouter(route_class=JsonRoute, tags=["answers"])
 # Texts between two looks at whether the client is still there.
 BATCH = 64
 Vectors = NDArray[np.float32]
@@ -100,12 +100,10 @@ Vectors = NDArray[np.float32]
     "/v1/embeddings",
     summary="Embed texts",
     responses={200: {"model": EmbeddingList}, **errors(400, 404, 413, 415, 503, 504)},
-    openapi_extra=request_body(json=EmbeddingRequest),
 )
-async def create_embeddings(request: Request) -> Response:
-    asked = await read_json(request, EmbeddingRequest)
+async def create_embeddings(request: Request, service: ServiceParam, asked: EmbeddingRequest) -> Response:
     vectors, tokens = await embed(request, asked)
-    return Response(await service_of(request).in_thread(_answer, asked, vectors, tokens), media_type=JSON)
+    return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
 
 
 async def embed(request: Request, asked: EmbeddingRequest) -> tuple[Vectors, int]:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+from fastapi import Depends
 from starlette.requests import Request
 
 from ragcache import RagCache
@@ -224,6 +225,15 @@ class Figures:
 def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+async def _service(request: Request) -> Service:
+    """`service_of` as a dependency: FastAPI would run a plain function in a thread."""
+    return service_of(request)
+
+
+ServiceParam = Annotated[Service, Depends(_service)]
+"""A route's parameter: the application's service."""
 
 
 def _public_name(name: str) -> str:

@@ -9,7 +9,6 @@ from typing import Literal
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -17,8 +16,9 @@ from ragcache import RagCache, RagCacheError, methods
 from ragcache.errors import ConfigError, StoreUnreachableError
 from ragcache.ingest.readers import readers
 from ragcache.models.machine import device_failure
+from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
-from ragcache.server.service import Service, service_of, stopping
+from ragcache.server.service import Service, ServiceParam, stopping
 from ragcache.server.wire import AnswerModel
 
 
@@ -92,15 +92,13 @@ class Health(AnswerModel):
     status: Literal["ok", "ready"]
 
 
-store_router = APIRouter(tags=["store"])
+store_router = APIRouter(route_class=JsonRoute, tags=["store"])
 
 
-@store_router.get("/v1/store", summary="What the store holds", responses={200: {"model": StoreFigures}, **errors()})
-async def get_store(request: Request) -> Response:
-    service = service_of(request)
-    info = await service.figures.get()
-    figures = StoreFigures.of(
-        info,
+@store_router.get("/v1/store", summary="What the store holds", responses=errors())
+async def get_store(service: ServiceParam) -> StoreFigures:
+    return StoreFigures.of(
+        await service.figures.get(),
         model=service.chat_model,
         method=service.kb.method,
         embedder=service.embedding_model,
@@ -109,14 +107,11 @@ async def get_store(request: Request) -> Response:
         max_upload_files=service.settings.max_upload_files,
         file_kinds=list(readers()),
     )
-    return figures.to_response()
 
 
-@store_router.get("/v1/methods", summary="Fusion methods", responses={200: {"model": MethodList}, **errors()})
-async def list_methods(request: Request) -> Response:
-    service = service_of(request)
-    found = await service.in_thread(_methods, service.kb)
-    return MethodList(object="list", data=found).to_response()
+@store_router.get("/v1/methods", summary="Fusion methods", responses=errors())
+async def list_methods(service: ServiceParam) -> MethodList:
+    return MethodList(object="list", data=await service.in_thread(_methods, service.kb))
 
 
 def _methods(kb: RagCache) -> list[MethodItem]:
@@ -132,23 +127,19 @@ def _is_usable(kb: RagCache, method: str) -> bool:
     return True
 
 
-models_router = APIRouter(tags=["models"])
+models_router = APIRouter(route_class=JsonRoute, tags=["models"])
 
 
-@models_router.get(
-    "/v1/models",
-    summary="The language model, the embedder and the reranker",
-    responses={200: {"model": ModelList}, **errors()},
-)
-async def list_models(request: Request) -> Response:
-    return ModelList(object="list", data=_models(service_of(request))).to_response()
+@models_router.get("/v1/models", summary="The language model, the embedder and the reranker", responses=errors())
+async def list_models(service: ServiceParam) -> ModelList:
+    return ModelList(object="list", data=_models(service))
 
 
-@models_router.get("/v1/models/{id:path}", summary="One model", responses={200: {"model": ModelItem}, **errors(404)})
-async def get_model(request: Request, id: str) -> Response:
-    for model in _models(service_of(request)):
+@models_router.get("/v1/models/{id:path}", summary="One model", responses=errors(404))
+async def get_model(service: ServiceParam, id: str) -> ModelItem:
+    for model in _models(service):
         if model.id == id:
-            return model.to_response()
+            return model
     raise ApiError(404, f"the model {id!r} is not served here; GET /v1/models lists them", "model_not_found", "id")
 
 
@@ -163,7 +154,7 @@ def _models(service: Service) -> list[ModelItem]:
     ]
 
 
-operation_router = APIRouter(tags=["operation"])
+operation_router = APIRouter(route_class=JsonRoute, tags=["operation"])
 
 
 def check_device() -> None:
@@ -173,20 +164,15 @@ def check_device() -> None:
 
 
 @operation_router.head("/healthz", include_in_schema=False)
-@operation_router.get(
-    "/healthz", summary="Whether it can answer at all", responses={200: {"model": Health}, **errors(503)}
-)
-async def healthz() -> Response:
+@operation_router.get("/healthz", summary="Whether it can answer at all", responses=errors(503))
+async def healthz() -> Health:
     check_device()
-    return Health(status="ok").to_response()
+    return Health(status="ok")
 
 
 @operation_router.head("/readyz", include_in_schema=False)
-@operation_router.get(
-    "/readyz", summary="Whether it takes questions", responses={200: {"model": Health}, **errors(503)}
-)
-async def readyz(request: Request) -> Response:
-    service = service_of(request)
+@operation_router.get("/readyz", summary="Whether it takes questions", responses=errors(503))
+async def readyz(service: ServiceParam) -> Health:
     check_device()
     if service.draining:
         raise stopping()
@@ -198,7 +184,7 @@ async def readyz(request: Request) -> Response:
         raise ApiError(
             503, "the database does not answer", "store_unavailable", headers={"Retry-After": "2"}
         ) from error
-    return Health(status="ready").to_response()
+    return Health(status="ready")
 
 
 @operation_router.get(
@@ -209,8 +195,7 @@ async def readyz(request: Request) -> Response:
         **errors(),
     },
 )
-async def metrics(request: Request) -> Response:
-    service = service_of(request)
+async def metrics(service: ServiceParam) -> Response:
     info = await service.figures.get()
     text = await service.in_thread(service.metrics.render, info, service.kb.rates(), service.kb.load_counts())
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})

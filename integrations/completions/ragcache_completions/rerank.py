@@ -11,15 +11,14 @@ from fastapi import APIRouter
 from numpy.typing import NDArray
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from ragcache import Hit
 from ragcache.server.answers import retrieval
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.chat_types import RetrieveFields
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.observe import note
-from ragcache.server.service import service_of
+from ragcache.server.service import ServiceParam
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text
 
 
@@ -62,25 +61,22 @@ class RerankResults(AnswerModel):
     results: list[RerankResult]
 
 
-router = APIRouter(tags=["store"])
+router = APIRouter(route_class=JsonRoute, tags=["store"])
 
 
 @router.post(
     "/v1/rerank",
     summary="Order texts by how well they answer a question",
-    responses={200: {"model": RerankResults}, **errors(400, 404, 413, 415, 503, 504)},
-    openapi_extra=request_body(json=RerankRequest),
+    responses=errors(400, 404, 413, 415, 503, 504),
 )
-async def rerank(request: Request) -> Response:
-    service = service_of(request)
-    asked = await read_json(request, RerankRequest)
+async def rerank(request: Request, service: ServiceParam, asked: RerankRequest) -> RerankResults:
     reranker = service.kb.retriever.reranker
     if reranker is None:
         raise ApiError(404, "this server has no reranker; start it with --reranker", "model_not_found", "model")
     service.check_model(asked.model, str(service.reranking_model))
     scores = await service.compute(request, reranker.scores, asked.query, asked.texts)
     note(request, texts=len(scores))
-    return _ranked(asked, scores).to_response()
+    return _ranked(asked, scores)
 
 
 def _ranked(asked: RerankRequest, scores: NDArray[np.float32]) -> RerankResults:
@@ -121,17 +117,10 @@ class SearchResults(AnswerModel):
     data: list[FoundPassage]
 
 
-@router.post(
-    "/v1/search",
-    summary="Find passages, without an answer",
-    responses={200: {"model": SearchResults}, **errors(400, 413, 415, 503, 504)},
-    openapi_extra=request_body(json=SearchRequest),
-)
-async def search(request: Request) -> Response:
-    service = service_of(request)
-    asked = await read_json(request, SearchRequest)
+@router.post("/v1/search", summary="Find passages, without an answer", responses=errors(400, 413, 415, 503, 504))
+async def search(request: Request, service: ServiceParam, asked: SearchRequest) -> SearchResults:
     options = retrieval(asked, service.settings.answers)
     hits: list[Hit] = await service.compute(request, partial(service.kb.retrieve, asked.query, **options))
     note(request, passages=len(hits))
     found = [FoundPassage.of(hit.chunk, object="passage", score=float(hit.score), handle=hit.handle) for hit in hits]
-    return SearchResults(object="list", data=found).to_response()
+    return SearchResults(object="list", data=found)

@@ -26,11 +26,11 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.sampler import TokenScores, token_scores
 from ragcache.runtime import team_ends
 from ragcache.server.answers import dearest, each_of, number_of, read_options, usage_of
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.chat import Writer, reason_of, respond
 from ragcache.server.chat_types import ChatExtension
 from ragcache.server.http_errors import errors, streamed
-from ragcache.server.service import Service, service_of
+from ragcache.server.service import Service, ServiceParam
 from ragcache.server.wire import AnswerModel
 from ragcache_completions.bodies import (
     CompletionRequest,
@@ -41,7 +41,7 @@ from ragcache_completions.bodies import (
     TokenList,
 )
 
-router = APIRouter(tags=["answers"])
+router = APIRouter(route_class=JsonRoute, tags=["answers"])
 # Tokens of a prompt whose logits are held at once: 40 MB for a vocabulary of 150,000.
 PIECE = 64
 
@@ -53,11 +53,8 @@ PIECE = 64
         200: streamed(TextCompletion, "The text; with stream: true, events", TextCompletion),
         **errors(400, 404, 413, 415, 503, 504),
     },
-    openapi_extra=request_body(json=CompletionRequest),
 )
-async def create_completion(request: Request) -> Response:
-    service = service_of(request)
-    asked = await read_json(request, CompletionRequest)
+async def create_completion(request: Request, service: ServiceParam, asked: CompletionRequest) -> Response:
     service.retrieves(asked.model)
     scored = asked.echo and asked.max_tokens == 0  # no answer, but options are checked all the same
     told = asked.model_copy(update={"max_tokens": 1}) if scored else asked
@@ -190,18 +187,13 @@ def _by_text(token: TokenLogprob) -> dict[str, float]:
 
 
 @router.post(
-    "/tokenize",
-    summary="Token ids of a text, by the language model's tokenizer",
-    responses={200: {"model": TokenList}, **errors(400, 404, 413, 415)},
-    openapi_extra=request_body(json=TokenizeRequest),
+    "/tokenize", summary="Token ids of a text, by the language model's tokenizer", responses=errors(400, 404, 413, 415)
 )
-async def tokenize(request: Request) -> Response:
-    service = service_of(request)
-    asked = await read_json(request, TokenizeRequest)
+async def tokenize(service: ServiceParam, asked: TokenizeRequest) -> TokenList:
     if asked.model is not None:
         service.retrieves(asked.model)
     tokens = await service.in_thread(_tokens, service, asked)
-    return TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens).to_response()
+    return TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens)
 
 
 def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:

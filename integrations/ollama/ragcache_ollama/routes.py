@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -20,13 +20,13 @@ from ragcache.engine.answer import Event
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.thoughts import thinking_of
 from ragcache.server.answers import chat_logprobs, engine_call, read_options, sources_of
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import ChatExtension, Message
 from ragcache.server.embeddings import EmbeddingRequest, embed
 from ragcache.server.http_errors import EVERYWHERE, STATUS_MEANINGS, ApiError, Responses, schema_of
-from ragcache.server.service import RunningTask, Service, merged, service_of
-from ragcache.server.wire import AnswerModel, EventStream, RequestModel
+from ragcache.server.service import RunningTask, Service, ServiceParam, merged, service_of
+from ragcache.server.wire import AnswerModel, EventStream
 from ragcache_ollama.bodies import (
     AnswerCall,
     AnswerFunction,
@@ -58,7 +58,6 @@ NS = 1_000_000_000
 LATEST = ":latest"
 EMBEDDER = "embedder"
 """The family of an embedding model, whose architecture nobody here asks for."""
-Body = TypeVar("Body", bound=RequestModel)
 
 
 class OllamaRouter(APIRouter):
@@ -69,7 +68,13 @@ class OllamaRouter(APIRouter):
         return OllamaError(error=problem.body().error.message)
 
 
-router = OllamaRouter(prefix="/api", tags=["ollama"])
+class AnyTypeRoute(JsonRoute):
+    """Reads JSON whatever its content type says: Ollama's own documentation sends it with curl's."""
+
+    content_type = ""
+
+
+router = OllamaRouter(prefix="/api", route_class=AnyTypeRoute, tags=["ollama"])
 
 
 def failures(*statuses: int) -> Responses:
@@ -81,11 +86,6 @@ def failures(*statuses: int) -> Responses:
 def lines(model: type[BaseModel], description: str) -> dict[str, Any]:
     """A success that is JSON, or lines of it."""
     return {"model": model, "description": description, "content": {NDJSON: {"schema": schema_of(model)}}}
-
-
-async def body_of(request: Request, model: type[Body]) -> Body:
-    """Ollama reads JSON whatever its content type says; its own documentation sends it with curl's."""
-    return await read_json(request, model, also="*/*")
 
 
 def served_name(service: Service, asked: str) -> str:
@@ -106,27 +106,15 @@ ANSWERED: Responses = {
 }
 
 
-@router.post(
-    "/chat",
-    summary="Answer the last user message",
-    responses=ANSWERED,
-    openapi_extra=request_body(json=OllamaChatRequest),
-)
-async def chat(request: Request) -> Response:
-    asked = await body_of(request, OllamaChatRequest)
+@router.post("/chat", summary="Answer the last user message", responses=ANSWERED)
+async def chat(request: Request, asked: OllamaChatRequest) -> Response:
     if not asked.messages:
         return loaded(request, asked, message=AnswerTurn(role="assistant", content=""))
     return await answer(request, asked, messages_of(asked.messages), ChatWriter)
 
 
-@router.post(
-    "/generate",
-    summary="Answer a prompt",
-    responses=ANSWERED,
-    openapi_extra=request_body(json=GenerateRequest),
-)
-async def generate(request: Request) -> Response:
-    asked = await body_of(request, GenerateRequest)
+@router.post("/generate", summary="Answer a prompt", responses=ANSWERED)
+async def generate(request: Request, asked: GenerateRequest) -> Response:
     if not asked.prompt:
         return loaded(request, asked, response="")
     turn = Message(role="user", content=asked.prompt)
@@ -246,14 +234,9 @@ def _line(part: AnswerModel) -> bytes:
 # Embeddings
 
 
-@router.post(
-    "/embed",
-    summary="Embed texts",
-    responses={200: {"model": Embeddings}, **failures(400, 404, 413, 503, 504)},
-    openapi_extra=request_body(json=EmbedRequest),
-)
-async def embed_texts(request: Request) -> Response:
-    asked, started = await body_of(request, EmbedRequest), time.perf_counter()
+@router.post("/embed", summary="Embed texts", responses=failures(400, 404, 413, 503, 504))
+async def embed_texts(request: Request, asked: EmbedRequest) -> Embeddings:
+    started = time.perf_counter()
     texts = [asked.input] if isinstance(asked.input, str) else asked.input
     vectors, tokens = await embedded(request, asked.model, [] if asked.input == "" else texts, asked)
     return Embeddings(
@@ -262,19 +245,13 @@ async def embed_texts(request: Request) -> Response:
         total_duration=int((time.perf_counter() - started) * NS),
         load_duration=0,
         prompt_eval_count=tokens,
-    ).to_response()
+    )
 
 
-@router.post(
-    "/embeddings",
-    summary="Embed one text, the older way",
-    responses={200: {"model": OneEmbedding}, **failures(400, 404, 413, 503, 504)},
-    openapi_extra=request_body(json=EmbeddingsRequest),
-)
-async def embed_text(request: Request) -> Response:
-    asked = await body_of(request, EmbeddingsRequest)
+@router.post("/embeddings", summary="Embed one text, the older way", responses=failures(400, 404, 413, 503, 504))
+async def embed_text(request: Request, asked: EmbeddingsRequest) -> OneEmbedding:
     vectors, _ = await embedded(request, asked.model, [asked.prompt] if asked.prompt else [])
-    return OneEmbedding(embedding=list(chain(*vectors))).to_response()
+    return OneEmbedding(embedding=list(chain(*vectors)))
 
 
 async def embedded(
@@ -297,27 +274,20 @@ async def embedded(
 # Models
 
 
-@router.get("/tags", summary="The models", responses={200: {"model": ModelEntries}, **failures()})
-async def list_models(request: Request) -> Response:
-    return ModelEntries(models=entries(service_of(request))).to_response()
+@router.get("/tags", summary="The models", responses=failures())
+async def list_models(service: ServiceParam) -> ModelEntries:
+    return ModelEntries(models=entries(service))
 
 
-@router.get("/ps", summary="The models that are loaded: all", responses={200: {"model": ModelEntries}, **failures()})
-async def list_loaded(request: Request) -> Response:
-    service = service_of(request)
+@router.get("/ps", summary="The models that are loaded: all", responses=failures())
+async def list_loaded(service: ServiceParam) -> ModelEntries:
     longest = service.kb.lm.max_positions
     more = {"expires_at": NEVER, "size_vram": weight_bytes(service), "context_length": longest}
-    return ModelEntries(models=[one.model_copy(update=more) for one in entries(service)]).to_response()
+    return ModelEntries(models=[one.model_copy(update=more) for one in entries(service)])
 
 
-@router.post(
-    "/show",
-    summary="One model",
-    responses={200: {"model": Shown}, **failures(400, 404, 413)},
-    openapi_extra=request_body(json=ShowRequest),
-)
-async def show_model(request: Request) -> Response:
-    service, asked = service_of(request), await body_of(request, ShowRequest)
+@router.post("/show", summary="One model", responses=failures(400, 404, 413))
+async def show_model(service: ServiceParam, asked: ShowRequest) -> Shown:
     given = asked.model or asked.name
     if given is None:
         raise ApiError(400, "'model' is missing", "missing_required_parameter", "model")
@@ -341,12 +311,12 @@ async def show_model(request: Request) -> Response:
         model_info=about,
         capabilities=["embedding"] if embeds else [one for one in capabilities if one],
         modified_at=started(service),
-    ).to_response()
+    )
 
 
-@router.get("/version", summary="The version of Ollama's API", responses={200: {"model": Version}, **failures()})
-async def version() -> Response:
-    return Version(version=API_VERSION).to_response()
+@router.get("/version", summary="The version of Ollama's API", responses=failures())
+async def version() -> Version:
+    return Version(version=API_VERSION)
 
 
 def entries(service: Service) -> list[ModelEntry]:

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import Depends, FastAPI, Query
 from pydantic import Field, JsonValue, StringConstraints
 from starlette.requests import Request
-from starlette.responses import Response
 
 from ragcache.server.http_errors import ApiError
-from ragcache.server.service import Service, service_of
+from ragcache.server.service import Service, ServiceParam
 from ragcache.server.wire import AnswerModel, Text
 from ragcache_openai.records import Record, Records
 
@@ -78,10 +77,14 @@ def kept_of(app: FastAPI) -> Kept:
 
 @dataclass
 class Caller:
-    """One request's way to the records: those of its API key alone."""
+    """A request's access to the records of its API key.
+
+    work: says that there is something to index
+    """
 
     service: Service
     records: Records
+    work: asyncio.Event
     owner: str
 
     async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -104,7 +107,7 @@ class Caller:
                 raise absent(name, id, param)
         return list(found.values())
 
-    async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> Response:
+    async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> ListOf:
         """wanted: as for `Records.page`, with `order` in place of newest_first, as `Bounds` and `Ends` have them"""
         newest_first = wanted.pop("order") == "desc"
 
@@ -114,14 +117,18 @@ class Caller:
 
         data, has_more = await self.read(read)
         ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return ListOf(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=has_more).to_response()
+        return ListOf(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
 
 
-def caller_of(request: Request) -> Caller:
-    service = service_of(request)
+async def _caller(request: Request, service: ServiceParam) -> Caller:
     key = request.headers.get("authorization", "").partition(" ")[2].strip() if service.settings.api_keys else ""
     owner = hashlib.sha256(key.encode("latin-1")).hexdigest()[:32] if key else ""
-    return Caller(service, kept_of(request.app).records, owner)
+    kept = kept_of(request.app)
+    return Caller(service, kept.records, kept.work, owner)
+
+
+CallerParam = Annotated[Caller, Depends(_caller)]
+"""A route's parameter: who sent the request."""
 
 
 def absent(name: str, id: str, param: str | None = None, status: int = 404) -> ApiError:

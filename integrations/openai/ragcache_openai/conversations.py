@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
-from ragcache_openai.api import Bounds, Caller, Deleted, ListOf, Metadata, absent, caller_of
+from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, ListOf, Metadata, absent
 from ragcache_openai.items import CONVERSATION, ITEM, InputItem, check_room, kept_items, records_of
 from ragcache_openai.records import Record, new_id
 
@@ -46,71 +45,54 @@ class Conversation(AnswerModel):
     metadata: dict[str, str]
 
 
-router = APIRouter(tags=["conversations"])
+router = APIRouter(route_class=JsonRoute, tags=["conversations"])
 
 
-@router.post(
-    PATH,
-    summary="Begin a conversation",
-    responses={200: {"model": Conversation}, **errors(400, 413, 415, 507)},
-    openapi_extra=request_body(json=NewConversation),
-)
-async def create_conversation(request: Request) -> Response:
-    caller, asked = caller_of(request), await read_json(request, NewConversation)
+@router.post(PATH, summary="Begin a conversation", responses=errors(400, 413, 415, 507))
+async def create_conversation(caller: CallerParam, asked: NewConversation) -> Conversation:
     made = Record(new_id("conv_"), CONVERSATION, caller.owner, {"metadata": asked.metadata or {}})
     items = records_of(caller, made.id, kept_items(asked.items or ()))
-    return _shown((await caller.read(caller.records.add, [made, *items]))[0]).to_response()
+    return _shown((await caller.read(caller.records.add, [made, *items]))[0])
 
 
-@router.get(PATH, summary="The conversations of this key", responses={200: {"model": ListOf}, **errors(400)})
-async def list_conversations(request: Request, bounds: Bounds) -> Response:
-    return await caller_of(request).list(CONVERSATION, lambda one: _shown(one).model_dump(), **bounds)
+@router.get(PATH, summary="The conversations of this key", responses=errors(400))
+async def list_conversations(caller: CallerParam, bounds: Bounds) -> ListOf:
+    return await caller.list(CONVERSATION, lambda one: _shown(one).model_dump(), **bounds)
 
 
 @router.get(
     PATH + "/search",
     summary="Items that hold all of these words, the newest first, each with its conversation's id",
-    responses={200: {"model": ListOf}, **errors(400)},
+    responses=errors(400),
 )
 async def search_items(
-    request: Request,
-    query: Annotated[str, Query(min_length=1, max_length=1000)],
-    bounds: Bounds,
-) -> Response:
+    caller: CallerParam, query: Annotated[str, Query(min_length=1, max_length=1000)], bounds: Bounds
+) -> ListOf:
     words = query.casefold().split()
     if not 1 <= len(words) <= MOST_WORDS:
         raise ApiError(400, f"search for 1 to {MOST_WORDS} words", "invalid_value", "query")
     wanted = {**bounds, "words": words, "any_parent": True}
-    return await caller_of(request).list(ITEM, lambda item: {**item.body, "conversation_id": item.parent}, **wanted)
+    return await caller.list(ITEM, lambda item: {**item.body, "conversation_id": item.parent}, **wanted)
 
 
-@router.get(PATH + "/{id}", summary="One conversation", responses={200: {"model": Conversation}, **errors(404)})
-async def get_conversation(request: Request, id: str) -> Response:
-    return _shown(await find_conversation(caller_of(request), id)).to_response()
+@router.get(PATH + "/{id}", summary="One conversation", responses=errors(404))
+async def get_conversation(caller: CallerParam, id: str) -> Conversation:
+    return _shown(await find_conversation(caller, id))
 
 
-@router.post(
-    PATH + "/{id}",
-    summary="Change a conversation's metadata",
-    responses={200: {"model": Conversation}, **errors(400, 404, 413, 415)},
-    openapi_extra=request_body(json=ConversationChange),
-)
-async def change_conversation(request: Request, id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, ConversationChange)
+@router.post(PATH + "/{id}", summary="Change a conversation's metadata", responses=errors(400, 404, 413, 415))
+async def change_conversation(caller: CallerParam, id: str, asked: ConversationChange) -> Conversation:
     found = await find_conversation(caller, id)
     body = {"metadata": asked.metadata}
     await caller.read(caller.records.change, found.id, body)
-    return _shown(found._replace(body=body)).to_response()
+    return _shown(found._replace(body=body))
 
 
-@router.delete(
-    PATH + "/{id}", summary="Delete a conversation and its items", responses={200: {"model": Deleted}, **errors(404)}
-)
-async def delete_conversation(request: Request, id: str) -> Response:
-    caller = caller_of(request)
+@router.delete(PATH + "/{id}", summary="Delete a conversation and its items", responses=errors(404))
+async def delete_conversation(caller: CallerParam, id: str) -> Deleted:
     await find_conversation(caller, id)
     await caller.read(caller.records.delete, [id])
-    return Deleted(id=id, object="conversation.deleted", deleted=True).to_response()
+    return Deleted(id=id, object="conversation.deleted", deleted=True)
 
 
 @router.get(
@@ -118,8 +100,7 @@ async def delete_conversation(request: Request, id: str) -> Response:
     summary="A conversation with all of its items, the oldest first, as a JSON file",
     responses={200: {"content": {"application/json": {}}}, **errors(404)},
 )
-async def export_conversation(request: Request, id: str) -> Response:
-    caller = caller_of(request)
+async def export_conversation(caller: CallerParam, id: str) -> Response:
     found = await find_conversation(caller, id)
     headers = {"Content-Disposition": f'attachment; filename="{found.id}.json"'}
     return StreamingResponse(_export(caller, found), headers=headers, media_type="application/json")
@@ -141,26 +122,17 @@ async def _export(caller: Caller, conversation: Record) -> AsyncIterator[str]:
 # Items
 
 
-@router.post(
-    PATH + "/{id}/items",
-    summary="Add messages to a conversation",
-    responses={200: {"model": ListOf}, **errors(400, 404, 413, 415, 507)},
-    openapi_extra=request_body(json=AddedItems),
-)
-async def create_items(request: Request, id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, AddedItems)
+@router.post(PATH + "/{id}/items", summary="Add messages to a conversation", responses=errors(400, 404, 413, 415, 507))
+async def create_items(caller: CallerParam, id: str, asked: AddedItems) -> ListOf:
     await find_conversation(caller, id)
     items = kept_items(asked.items)
     await append(caller, id, items, "items")
     ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return ListOf(object="list", data=items, first_id=ends[0], last_id=ends[1], has_more=False).to_response()
+    return ListOf(object="list", data=items, first_id=ends[0], last_id=ends[1], has_more=False)
 
 
-@router.get(
-    PATH + "/{id}/items", summary="The items of a conversation", responses={200: {"model": ListOf}, **errors(400, 404)}
-)
-async def list_items(request: Request, id: str, bounds: Bounds) -> Response:
-    caller = caller_of(request)
+@router.get(PATH + "/{id}/items", summary="The items of a conversation", responses=errors(400, 404))
+async def list_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
     await find_conversation(caller, id)
     return await caller.list(ITEM, lambda item: item.body, parent=id, **bounds)
 
@@ -170,19 +142,16 @@ async def list_items(request: Request, id: str, bounds: Bounds) -> Response:
     summary="One item",
     responses={200: {"content": {"application/json": {}}}, **errors(404)},
 )
-async def get_item(request: Request, id: str, item_id: str) -> Response:
-    item = await _find_item(caller_of(request), id, item_id)
+async def get_item(caller: CallerParam, id: str, item_id: str) -> Response:
+    item = await _find_item(caller, id, item_id)
     return Response(json.dumps(item.body), media_type="application/json")
 
 
-@router.delete(
-    PATH + "/{id}/items/{item_id}", summary="Delete an item", responses={200: {"model": Conversation}, **errors(404)}
-)
-async def delete_item(request: Request, id: str, item_id: str) -> Response:
-    caller = caller_of(request)
+@router.delete(PATH + "/{id}/items/{item_id}", summary="Delete an item", responses=errors(404))
+async def delete_item(caller: CallerParam, id: str, item_id: str) -> Conversation:
     await _find_item(caller, id, item_id)
     await caller.read(caller.records.delete, [item_id])
-    return _shown(await find_conversation(caller, id)).to_response()
+    return _shown(await find_conversation(caller, id))
 
 
 async def find_conversation(caller: Caller, id: str, param: str = "conversation_id") -> Record:

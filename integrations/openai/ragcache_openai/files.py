@@ -11,13 +11,11 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ragcache.server.body import MULTIPART, content_type, request_body
-from ragcache.server.http_errors import ApiError, errors, printable
-from ragcache.server.observe import warn
-from ragcache.server.service import service_of
+from ragcache.server.body import MULTIPART, JsonRoute, check_unknown, content_type, request_body
+from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.uploads import plain_name
 from ragcache.server.wire import AnswerModel
-from ragcache_openai.api import After, Caller, Deleted, ListOf, Order, caller_of
+from ragcache_openai.api import After, Caller, CallerParam, Deleted, ListOf, Order
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import ATTACHED, FILE, FILE_FIELD
 from ragcache_openai.vector_stores import delete_indexed
@@ -43,17 +41,16 @@ class FileObject(AnswerModel):
     status: Literal["processed"]
 
 
-router = APIRouter(tags=["files"])
+router = APIRouter(route_class=JsonRoute, tags=["files"])
 
 
 @router.post(
     PATH,
     summary="Keep a file; what it is good for shows when it is attached to a vector store",
-    responses={200: {"model": FileObject}, **errors(400, 403, 409, 413, 415, 507)},
-    openapi_extra=request_body(multipart=FORM),
+    responses=errors(400, 403, 409, 413, 415, 507),
+    openapi_extra=request_body({MULTIPART: FORM}),
 )
-async def create_file(request: Request) -> Response:
-    caller = caller_of(request)
+async def create_file(request: Request, caller: CallerParam) -> FileObject:
     if content_type(request) != MULTIPART:
         raise ApiError(415, f"send the file as Content-Type: {MULTIPART}", "unsupported_media_type")
     async with request.form(max_files=1, max_fields=8) as form:
@@ -68,35 +65,31 @@ async def create_file(request: Request) -> Response:
         body = {"bytes": upload.size, "filename": plain_name(upload.filename), "purpose": purpose}
         file = Record(new_id("file-"), FILE, caller.owner, body, state=purpose)
         [kept] = await caller.read(caller.records.add, [file], upload.file)
-    return FileObject(**shown(kept)).to_response()
+    return FileObject(**shown(kept))
 
 
 def _check_names(request: Request, unknown: list[str]) -> None:
-    """Fields of the form that are not known, as `read_json` has it for those of a body. Raises ApiError (400)."""
+    """Check fields of the form that are not known. Raises ApiError (400)."""
     if any(name.startswith("expires_after") for name in unknown):
         message = "files do not expire here; leave it out, and delete them"
         raise ApiError(400, message, "unsupported_parameter", "expires_after")
-    if unknown and service_of(request).settings.strict:
-        param = printable(unknown[0])[:200]
-        raise ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
-    if unknown:
-        warn(request, f"unknown fields ignored: {', '.join(unknown)}")
+    check_unknown(request, unknown)
 
 
-@router.get(PATH, summary="The files of this key", responses={200: {"model": ListOf}, **errors(400)})
+@router.get(PATH, summary="The files of this key", responses=errors(400))
 async def list_files(
-    request: Request,
+    caller: CallerParam,
     limit: FilesLimit = MOST_FILES,
     order: Order = "desc",
     after: After = None,
     purpose: str | None = None,
-) -> Response:
-    return await caller_of(request).list(FILE, shown, limit=limit, order=order, after=after, state=purpose)
+) -> ListOf:
+    return await caller.list(FILE, shown, limit=limit, order=order, after=after, state=purpose)
 
 
-@router.get(PATH + "/{id}", summary="One file", responses={200: {"model": FileObject}, **errors(404)})
-async def get_file(request: Request, id: str) -> Response:
-    return FileObject(**shown(await _find(caller_of(request), id))).to_response()
+@router.get(PATH + "/{id}", summary="One file", responses=errors(404))
+async def get_file(caller: CallerParam, id: str) -> FileObject:
+    return FileObject(**shown(await _find(caller, id)))
 
 
 @router.get(
@@ -104,8 +97,7 @@ async def get_file(request: Request, id: str) -> Response:
     summary="The bytes of a file",
     responses={200: {"content": {"application/octet-stream": {}}}, **errors(404)},
 )
-async def get_content(request: Request, id: str) -> Response:
-    caller = caller_of(request)
+async def get_content(caller: CallerParam, id: str) -> Response:
     file = await _find(caller, id)
     content: Iterator[bytes] = caller.records.content(file)
     parts: AsyncIterator[bytes] = iterate_in_threadpool(content)
@@ -114,16 +106,13 @@ async def get_content(request: Request, id: str) -> Response:
 
 
 @router.delete(
-    PATH + "/{id}",
-    summary="Delete a file, from all vector stores too",
-    responses={200: {"model": Deleted}, **errors(404, 409, 503, 507)},
+    PATH + "/{id}", summary="Delete a file, from all vector stores too", responses=errors(404, 409, 503, 507)
 )
-async def delete_file(request: Request, id: str) -> Response:
-    caller = caller_of(request)
+async def delete_file(caller: CallerParam, id: str) -> Deleted:
     file = await _find(caller, id)
     attached = await caller.read(caller.records.ending, ATTACHED, caller.owner, f"/{file.id}")
     await delete_indexed(caller, {FILE_FIELD: file.id} if attached else None, [file.id, *(one.id for one in attached)])
-    return Deleted(id=file.id, object="file", deleted=True).to_response()
+    return Deleted(id=file.id, object="file", deleted=True)
 
 
 async def _find(caller: Caller, id: str) -> Record:

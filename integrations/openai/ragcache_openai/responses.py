@@ -20,7 +20,7 @@ from ragcache.errors import RagCacheError
 from ragcache.models.thoughts import Effort
 from ragcache.server import observe as logs
 from ragcache.server.answers import citations, engine_call, sources_of
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import (
     ChatExtension,
@@ -39,7 +39,7 @@ from ragcache.server.chat_types import (
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import RunningTask, merged
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
-from ragcache_openai.api import Bounds, Caller, Deleted, Id, ListOf, Metadata, absent, caller_of
+from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, absent
 from ragcache_openai.conversations import append, find_conversation
 from ragcache_openai.items import (
     ITEM,
@@ -290,7 +290,7 @@ class ResponseEvent(AnswerModel):
     param: str | None = None
 
 
-router = APIRouter(tags=["answers"])
+router = APIRouter(route_class=JsonRoute, tags=["answers"])
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -301,12 +301,9 @@ Status = Literal["in_progress", "completed", "incomplete"]
         200: streamed(ResponseObject, "The answer; with stream: true, events", ResponseEvent),
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
-    openapi_extra=request_body(json=ResponsesRequest),
 )
-async def create_response(request: Request) -> Response:
-    caller = caller_of(request)
+async def create_response(request: Request, caller: CallerParam, asked: ResponsesRequest) -> Response:
     service = caller.service
-    asked = await read_json(request, ResponsesRequest)
     retrieves, history, kb = service.retrieves(asked.model), await history_of(caller, asked), service.kb
     if asked.search is not None:
         if asked.extension.documents is not None:
@@ -374,19 +371,19 @@ def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
 @router.get(
     "/v1/responses/{id}", summary="An answer that was kept", responses={200: {"model": ResponseObject}, **errors(404)}
 )
-async def get_response(request: Request, id: str) -> Response:
-    kept = await caller_of(request).find(RESPONSE, id, "response", "response_id")
+async def get_response(caller: CallerParam, id: str) -> Response:
+    kept = await caller.find(RESPONSE, id, "response", "response_id")
     return Response(json.dumps(kept.body["response"]), media_type="application/json")
 
 
 @router.get(
     "/v1/responses/{id}/input_items",
     summary="What a kept answer was asked, without what it went on from",
-    responses={200: {"model": ListOf}, **errors(400, 404)},
+    responses=errors(400, 404),
 )
-async def list_input_items(request: Request, id: str, bounds: Bounds) -> Response:
+async def list_input_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
     limit, order, after = bounds.values()
-    kept = await caller_of(request).find(RESPONSE, id, "response", "response_id")
+    kept = await caller.find(RESPONSE, id, "response", "response_id")
     items = kept.body["input"][:: -1 if order == "desc" else 1]
     ids = [item["id"] for item in items]
     if after and after not in ids:
@@ -394,17 +391,14 @@ async def list_input_items(request: Request, id: str, bounds: Bounds) -> Respons
     start = ids.index(after) + 1 if after else 0
     page, more = items[start : start + limit], len(items) > start + limit
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ListOf(object="list", data=page, first_id=ends[0], last_id=ends[1], has_more=more).to_response()
+    return ListOf(object="list", data=page, first_id=ends[0], last_id=ends[1], has_more=more)
 
 
-@router.delete(
-    "/v1/responses/{id}", summary="Delete an answer that was kept", responses={200: {"model": Deleted}, **errors(404)}
-)
-async def delete_response(request: Request, id: str) -> Response:
-    caller = caller_of(request)
+@router.delete("/v1/responses/{id}", summary="Delete an answer that was kept", responses=errors(404))
+async def delete_response(caller: CallerParam, id: str) -> Deleted:
     await caller.find(RESPONSE, id, "response", "response_id")
     await caller.read(caller.records.delete, [id])
-    return Deleted(id=id, object="response", deleted=True).to_response()
+    return Deleted(id=id, object="response", deleted=True)
 
 
 @dataclass

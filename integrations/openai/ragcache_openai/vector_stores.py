@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from ragcache import Hit
 from ragcache.ingest.readers import readers
-from ragcache.server.body import read_json, request_body
+from ragcache.server.body import JsonRoute
 from ragcache.server.document_routes import deletion
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel, Text
@@ -21,6 +21,7 @@ from ragcache.store.filters import Filter
 from ragcache_openai.api import (
     MOST_PAIRS,
     Caller,
+    CallerParam,
     Deleted,
     Ends,
     Id,
@@ -29,8 +30,6 @@ from ragcache_openai.api import (
     Metadata,
     ShortText,
     absent,
-    caller_of,
-    kept_of,
 )
 from ragcache_openai.own_documents import only_files_in
 from ragcache_openai.records import Record, new_id
@@ -220,75 +219,60 @@ class FoundPage(AnswerModel):
     next_page: None
 
 
-router = APIRouter(tags=["vector stores"])
+router = APIRouter(route_class=JsonRoute, tags=["vector stores"])
 
 
 # Vector stores
 
 
 @router.post(
-    PATH,
-    summary="Make a vector store, with files if some are named",
-    responses={200: {"model": VectorStore}, **errors(400, 404, 413, 415, 507)},
-    openapi_extra=request_body(json=NewStore),
+    PATH, summary="Make a vector store, with files if some are named", responses=errors(400, 404, 413, 415, 507)
 )
-async def create_store(request: Request) -> Response:
-    caller, asked = caller_of(request), await read_json(request, NewStore)
+async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
     id = new_id("vs_")
     wanted = [FileToAttach(file_id=one, chunking_strategy=asked.chunking_strategy) for one in asked.file_ids or ()]
     body = {"name": asked.name or "", "description": asked.description, "metadata": asked.metadata or {}}
     files = await _to_attach(caller, id, wanted, "file_ids")
     store = (await caller.read(caller.records.add, [Record(id, STORE, caller.owner, body), *files]))[0]
-    kept_of(request.app).work.set()
-    return (await caller.read(_shown_store, caller, store)).to_response()
+    caller.work.set()
+    return await caller.read(_shown_store, caller, store)
 
 
-@router.get(PATH, summary="The vector stores of this key", responses={200: {"model": ListOf}, **errors(400)})
-async def list_stores(request: Request, ends: Ends) -> Response:
-    caller = caller_of(request)
+@router.get(PATH, summary="The vector stores of this key", responses=errors(400))
+async def list_stores(caller: CallerParam, ends: Ends) -> ListOf:
     return await caller.list(STORE, lambda store: _shown_store(caller, store).model_dump(), **ends)
 
 
-@router.get(PATH + "/{id}", summary="One vector store", responses={200: {"model": VectorStore}, **errors(404)})
-async def get_store(request: Request, id: str) -> Response:
-    caller = caller_of(request)
-    return (await caller.read(_shown_store, caller, await _find_store(caller, id))).to_response()
+@router.get(PATH + "/{id}", summary="One vector store", responses=errors(404))
+async def get_store(caller: CallerParam, id: str) -> VectorStore:
+    return await caller.read(_shown_store, caller, await _find_store(caller, id))
 
 
-@router.post(
-    PATH + "/{id}",
-    summary="Change a vector store's name or metadata",
-    responses={200: {"model": VectorStore}, **errors(400, 404, 413, 415)},
-    openapi_extra=request_body(json=StoreChange),
-)
-async def change_store(request: Request, id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, StoreChange)
+@router.post(PATH + "/{id}", summary="Change a vector store's name or metadata", responses=errors(400, 404, 413, 415))
+async def change_store(caller: CallerParam, id: str, asked: StoreChange) -> VectorStore:
     store = await _find_store(caller, id)
     changed = {**store.body, **asked.model_dump(exclude_none=True, include={"name", "metadata"})}
     await caller.read(caller.records.change, store.id, changed)
-    return (await caller.read(_shown_store, caller, store._replace(body=changed))).to_response()
+    return await caller.read(_shown_store, caller, store._replace(body=changed))
 
 
 @router.delete(
     PATH + "/{id}",
     summary="Delete a vector store: what was indexed goes, the files stay",
-    responses={200: {"model": Deleted}, **errors(404, 409, 503, 507)},
+    responses=errors(404, 409, 503, 507),
 )
-async def delete_store(request: Request, id: str) -> Response:
-    caller = caller_of(request)
+async def delete_store(caller: CallerParam, id: str) -> Deleted:
     store = await _find_store(caller, id)
     await delete_indexed(caller, {STORE_FIELD: store.id}, [store.id])
-    return Deleted(id=store.id, object="vector_store.deleted", deleted=True).to_response()
+    return Deleted(id=store.id, object="vector_store.deleted", deleted=True)
 
 
 @router.post(
     PATH + "/{id}/search",
     summary="Find passages in a vector store, without an answer",
-    responses={200: {"model": FoundPage}, **errors(400, 404, 413, 415, 503, 504)},
-    openapi_extra=request_body(json=StoreSearch),
+    responses=errors(400, 404, 413, 415, 503, 504),
 )
-async def search_store(request: Request, id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, StoreSearch)
+async def search_store(request: Request, caller: CallerParam, id: str, asked: StoreSearch) -> FoundPage:
     await check_stores(caller, [id], "vector_store_id")
     options = asked.ranking_options.options() if asked.ranking_options else {}
     options["filter"] = asked.filters and translated(asked.filters, "filters")
@@ -300,7 +284,7 @@ async def search_store(request: Request, id: str) -> Response:
         data=[_found_file(one) for one in await shown_hits(caller, hits)],
         has_more=False,
         next_page=None,
-    ).to_response()
+    )
 
 
 def _found(
@@ -322,49 +306,37 @@ def _found(
 @router.post(
     PATH + "/{id}/files",
     summary="Attach a file, which is indexed in the background",
-    responses={200: {"model": VectorStoreFile}, **errors(400, 404, 413, 415, 507)},
-    openapi_extra=request_body(json=FileToAttach),
+    responses=errors(400, 404, 413, 415, 507),
 )
-async def attach_file(request: Request, id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, FileToAttach)
+async def attach_file(caller: CallerParam, id: str, asked: FileToAttach) -> VectorStoreFile:
     await check_stores(caller, [id], "vector_store_id")
     [file] = await caller.read(caller.records.add, await _to_attach(caller, id, [asked], "file_id"))
-    kept_of(request.app).work.set()
-    return _file(caller, file).to_response()
+    caller.work.set()
+    return _file(caller, file)
 
 
-@router.get(
-    PATH + "/{id}/files", summary="The files of a vector store", responses={200: {"model": ListOf}, **errors(400, 404)}
-)
-async def list_files(request: Request, id: str, ends: Ends, filter: State | None = None) -> Response:
-    caller = caller_of(request)
+@router.get(PATH + "/{id}/files", summary="The files of a vector store", responses=errors(400, 404))
+async def list_files(caller: CallerParam, id: str, ends: Ends, filter: State | None = None) -> ListOf:
     await check_stores(caller, [id], "vector_store_id")
     return await _list_files(caller, id, ends, filter)
 
 
-@router.get(
-    PATH + "/{id}/files/{file_id}",
-    summary="How far the indexing of a file is",
-    responses={200: {"model": VectorStoreFile}, **errors(404)},
-)
-async def get_file(request: Request, id: str, file_id: str) -> Response:
-    caller = caller_of(request)
-    return _file(caller, await _find_file(caller, id, file_id)).to_response()
+@router.get(PATH + "/{id}/files/{file_id}", summary="How far the indexing of a file is", responses=errors(404))
+async def get_file(caller: CallerParam, id: str, file_id: str) -> VectorStoreFile:
+    return _file(caller, await _find_file(caller, id, file_id))
 
 
 @router.post(
     PATH + "/{id}/files/{file_id}",
     summary="Change the attributes of a file, which is indexed anew; no KV is computed again",
-    responses={200: {"model": VectorStoreFile}, **errors(400, 404, 413, 415)},
-    openapi_extra=request_body(json=NewAttributes),
+    responses=errors(400, 404, 413, 415),
 )
-async def change_file(request: Request, id: str, file_id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, NewAttributes)
+async def change_file(caller: CallerParam, id: str, file_id: str, asked: NewAttributes) -> VectorStoreFile:
     file = await _find_file(caller, id, file_id)
     changed = {**file.body, "attributes": asked.attributes or {}}
     await caller.read(caller.records.change, file.id, changed, WAITING)
-    kept_of(request.app).work.set()
-    return _file(caller, file._replace(body=changed, state=WAITING)).to_response()
+    caller.work.set()
+    return _file(caller, file._replace(body=changed, state=WAITING))
 
 
 @router.get(
@@ -372,8 +344,7 @@ async def change_file(request: Request, id: str, file_id: str) -> Response:
     summary="What was read in a file, passage by passage",
     responses={200: {"content": {"application/json": {}}}, **errors(404)},
 )
-async def get_content(request: Request, id: str, file_id: str) -> Response:
-    caller = caller_of(request)
+async def get_content(caller: CallerParam, id: str, file_id: str) -> Response:
     file = await _find_file(caller, id, file_id)
     texts = await caller.read(_texts, caller, file)
     data: list[dict[str, JsonValue]] = [{"type": "text", "text": text} for text in texts]
@@ -381,69 +352,51 @@ async def get_content(request: Request, id: str, file_id: str) -> Response:
 
 
 @router.delete(
-    PATH + "/{id}/files/{file_id}",
-    summary="Take a file out of a vector store",
-    responses={200: {"model": Deleted}, **errors(404, 409, 503, 507)},
+    PATH + "/{id}/files/{file_id}", summary="Take a file out of a vector store", responses=errors(404, 409, 503, 507)
 )
-async def detach_file(request: Request, id: str, file_id: str) -> Response:
-    caller = caller_of(request)
+async def detach_file(caller: CallerParam, id: str, file_id: str) -> Deleted:
     file = await _find_file(caller, id, file_id)
     await delete_indexed(caller, inside(file), [file.id])
-    return Deleted(id=file_id, object="vector_store.file.deleted", deleted=True).to_response()
+    return Deleted(id=file_id, object="vector_store.file.deleted", deleted=True)
 
 
 # Batches of files
 
 
-@router.post(
-    PATH + "/{id}/file_batches",
-    summary="Attach several files",
-    responses={200: {"model": FileBatch}, **errors(400, 404, 413, 415, 507)},
-    openapi_extra=request_body(json=FilesToAttach),
-)
-async def attach_files(request: Request, id: str) -> Response:
-    caller, asked = caller_of(request), await read_json(request, FilesToAttach)
+@router.post(PATH + "/{id}/file_batches", summary="Attach several files", responses=errors(400, 404, 413, 415, 507))
+async def attach_files(caller: CallerParam, id: str, asked: FilesToAttach) -> FileBatch:
     await check_stores(caller, [id], "vector_store_id")
     files = await _to_attach(caller, id, asked.each(), "file_ids" if asked.file_ids else "files")
     body = {"files": [one.id for one in files]}
     batch = Record(new_id("vsfb_"), BATCH, caller.owner, body, parent=id)
     batch = (await caller.read(caller.records.add, [batch, *files]))[0]
-    kept_of(request.app).work.set()
-    return (await caller.read(_shown_batch, caller, batch)).to_response()
+    caller.work.set()
+    return await caller.read(_shown_batch, caller, batch)
 
 
 @router.get(
-    PATH + "/{id}/file_batches/{batch_id}",
-    summary="How far the indexing of several files is",
-    responses={200: {"model": FileBatch}, **errors(404)},
+    PATH + "/{id}/file_batches/{batch_id}", summary="How far the indexing of several files is", responses=errors(404)
 )
-async def get_batch(request: Request, id: str, batch_id: str) -> Response:
-    caller = caller_of(request)
-    return (await caller.read(_shown_batch, caller, await _find_batch(caller, id, batch_id))).to_response()
+async def get_batch(caller: CallerParam, id: str, batch_id: str) -> FileBatch:
+    return await caller.read(_shown_batch, caller, await _find_batch(caller, id, batch_id))
 
 
 @router.post(
     PATH + "/{id}/file_batches/{batch_id}/cancel",
     summary="Leave out the files that are not indexed yet",
-    responses={200: {"model": FileBatch}, **errors(404)},
+    responses=errors(404),
 )
-async def cancel_batch(request: Request, id: str, batch_id: str) -> Response:
-    caller = caller_of(request)
+async def cancel_batch(caller: CallerParam, id: str, batch_id: str) -> FileBatch:
     batch = await _find_batch(caller, id, batch_id)
     files = await caller.read(caller.records.among, batch.body["files"])
     for file in files:
         if file.state == WAITING:
             await caller.read(caller.records.change, file.id, state=CANCELLED)
-    return (await caller.read(_shown_batch, caller, batch)).to_response()
+    return await caller.read(_shown_batch, caller, batch)
 
 
-@router.get(
-    PATH + "/{id}/file_batches/{batch_id}/files",
-    summary="The files of a batch",
-    responses={200: {"model": ListOf}, **errors(400, 404)},
-)
-async def list_batch(request: Request, id: str, batch_id: str, ends: Ends, filter: State | None = None) -> Response:
-    caller = caller_of(request)
+@router.get(PATH + "/{id}/file_batches/{batch_id}/files", summary="The files of a batch", responses=errors(400, 404))
+async def list_batch(caller: CallerParam, id: str, batch_id: str, ends: Ends, filter: State | None = None) -> ListOf:
     batch = await _find_batch(caller, id, batch_id)
     return await _list_files(caller, id, ends, filter, ids=batch.body["files"])
 
