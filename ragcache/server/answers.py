@@ -36,7 +36,7 @@ from ragcache.server.chat_types import (
 )
 
 # Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
-# `RunningTask` keeps it.
+# `Work` keeps it.
 READ = [name for name in names(GenerationOptions) if name not in ("sampling", "cancelled", "timeout_s")]
 
 

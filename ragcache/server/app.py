@@ -89,7 +89,7 @@ class Application(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            document = super().openapi()
+            document = super().openapi()  # which keeps it
             schemas = document["components"]["schemas"]
             schemas |= _definitions(document["paths"])
             for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's answer to bad input; ours is ErrorBody
@@ -100,8 +100,7 @@ class Application(FastAPI):
                 locked = self.open_paths is not None and not is_open(path, self.open_paths)
                 for operation in operations.values():
                     _complete(operation, locked=locked)
-            self.openapi_schema = document
-        return self.openapi_schema
+        return super().openapi()
 
 
 def _definitions(node: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from ragcache.server.chat_types import (
 )
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
-from ragcache.server.service import RunningTask, Service, ServiceParam, merged, unless_gone
+from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.wire import AnswerModel, EventStream, event
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
@@ -73,27 +73,18 @@ async def respond(
     """The answers that these events are, each in a slot of its own: whole, or as a stream. They share a placed context
     as those of several askers do."""
     service, request = writer.service, writer.request
-    works = [service.answer(_counted(service, request, one), timeout_s) for one in events]
-
-    def cancel() -> None:
-        for work in works:
-            work.cancel()
-
-    try:
-        first = await unless_gone(request, anext(works[0]))
-        if isinstance(first, Sources):
-            tell_method(request, first.method)
-        if asked.stream:
-            return writer.stream(writer.chunks(first, works, usage=asked.wants_usage), writer.failed, cancel)
-        found = await unless_gone(request, _answers(works))
-    except BaseException:
-        cancel()
-        raise
-    return writer.completion(found).to_response()
+    work = service.answer(*(_counted(service, request, one) for one in events), timeout_s=timeout_s)
+    index, first = await work.unless_gone(request, anext(work))
+    if isinstance(first, Sources):
+        tell_method(request, first.method)
+    if asked.stream:
+        return writer.stream(writer.chunks(index, first, work, usage=asked.wants_usage), writer.failed, work.cancel)
+    return writer.completion(await work.unless_gone(request, _answers(work))).to_response()
 
 
-async def _answers(works: Sequence[RunningTask[Event]]) -> list[Answer]:
-    return [_answer(await work.last()) for work in works]
+async def _answers(work: Work[Event]) -> list[Answer]:
+    last = {index: one async for index, one in work}
+    return [_answer(last.get(index)) for index in range(len(work.tasks))]
 
 
 async def _counted(service: Service, request: Request, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
@@ -110,7 +101,7 @@ async def _counted(service: Service, request: Request, events: AsyncIterator[Eve
                 yield one
 
 
-def _answer(last: Event) -> Answer:
+def _answer(last: Event | None) -> Answer:
     if isinstance(last, Done):
         return last.answer
     raise ApiError(500, "the engine ended without an answer", "internal_error")
@@ -178,15 +169,15 @@ class Writer:
             return "stop" if self.names_tool else "tool_calls"
         return reason_of(answer)
 
-    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
-        """The stream."""
+    async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
+        """The stream. rank: of the answer that `first` belongs to"""
         more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
         shown = {"event": source_event(first.hits)} if first.hits else {}
-        yield _event(self.event([self.piece(0, first)], ragcache=found, **shown, **more))
+        yield _event(self.event([self.piece(rank, first)], ragcache=found, **shown, **more))
         answers: dict[int, Answer] = {}
-        async for index, one in merged(works):
+        async for index, one in work:
             costs = {}
             if isinstance(one, Done):
                 answers[index] = one.answer

@@ -20,7 +20,7 @@ from ragcache.ingest.readers import SourceFile
 from ragcache.server.body import JSON, MULTIPART, JsonRoute, content_type, read_json, request_body
 from ragcache.server.http_errors import ApiError, errors, schema_of, streamed
 from ragcache.server.observe import note
-from ragcache.server.service import RunningTask, Service, ServiceParam, unless_gone
+from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.uploads import Upload
 from ragcache.server.wire import EVENT_STREAM, AnswerModel, EventStream, JsonObject, Name, RequestModel, Text, event
 from ragcache.store.filters import MAX_GLOB, Filter
@@ -90,10 +90,10 @@ def report_of(report: IngestReport) -> AddReport:
     return AddReport.of(report, failed=failed)
 
 
-async def as_events(first: Said, rest: RunningTask[Said]) -> AsyncIterator[bytes]:
+async def as_events(first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
     """progress, progress, ..., done."""
     yield _event(first)
-    async for said in rest:
+    async for _, said in rest:
         yield _event(said)
 
 
@@ -191,7 +191,7 @@ Id = Annotated[str | None, Query(max_length=MAX_GLOB, description="Document id, 
 Replace = Annotated[
     bool, Query(description="Whether a file replaces a document of its name; else it fails where the texts differ")
 ]
-router = APIRouter(route_class=JsonRoute, tags=["documents"])
+router = APIRouter(route_class=JsonRoute, prefix=PATH, tags=["documents"])
 FORM = {
     "type": "object",
     "required": ["files"],
@@ -200,7 +200,7 @@ FORM = {
 
 
 @router.post(
-    PATH,
+    "",
     summary="Add documents as JSON, or files: text, Markdown, HTML, PDF, JSON lines",
     description=(
         "Embeds the passages and computes their KV. With `Accept: text/event-stream` the answer is events: `progress` "
@@ -214,18 +214,14 @@ FORM = {
 )
 async def create_documents(request: Request, service: ServiceParam, replace: Replace = False) -> Response:
     work = service.add(await _additions(service, request, replace))
-    try:
-        first = await unless_gone(request, anext(work))
-        if EVENT_STREAM in request.headers.get("accept", ""):
+    _, first = await work.unless_gone(request, anext(work))
+    if EVENT_STREAM in request.headers.get("accept", ""):
 
-            def failed(error: Exception) -> bytes:
-                return event(service.told(error, request).body().to_json(), "error")
+        def failed(error: Exception) -> bytes:
+            return event(service.told(error, request).body().to_json(), "error")
 
-            return EventStream(as_events(first, work), failed, work.cancel)
-        last = first if isinstance(first, IngestReport) else await unless_gone(request, work.last())
-    except BaseException:
-        work.cancel()
-        raise
+        return EventStream(as_events(first, work), failed, work.cancel)
+    last = first if isinstance(first, IngestReport) else await work.unless_gone(request, work.last())
     return report_of(_report(last, request)).to_response()
 
 
@@ -258,7 +254,7 @@ def _report(last: Said, request: Request) -> IngestReport:
     return last
 
 
-@router.get(PATH, summary="Documents by id", responses=errors(400))
+@router.get("", summary="Documents by id", responses=errors(400))
 async def list_documents(
     service: ServiceParam,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -282,7 +278,7 @@ def _named(source: str | None, id: str | None) -> Filter:
 
 
 @router.delete(
-    PATH,
+    "",
     summary="Delete the documents that match: at least one of the two has to be given",
     responses=errors(400, 409, 503, 507),
 )
@@ -296,7 +292,7 @@ async def delete_documents(service: ServiceParam, source: Source = None, id: Id 
     return DeletedDocuments(object="list", deleted=deleted or [])
 
 
-@router.get(PATH + "/{id:path}", summary="One document with its passages", responses=errors(404))
+@router.get("/{id:path}", summary="One document with its passages", responses=errors(404))
 async def get_document(service: ServiceParam, id: str) -> DocumentDetail:
     document, chunks = await service.in_thread(_document, service, _checked(id))
     parts = [ChunkItem.of(one, tokens=one.num_tokens) for one in chunks]
@@ -311,7 +307,7 @@ def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
 
 
 @router.delete(
-    PATH + "/{id:path}",
+    "/{id:path}",
     summary="Delete a document: text, embeddings, index entries and KV in every tier",
     responses=errors(404, 409, 503, 507),
 )

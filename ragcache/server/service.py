@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
+from weakref import WeakSet
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -27,6 +28,7 @@ from ragcache.server.settings import ServerSettings
 from ragcache.server.uploads import UploadFolder
 
 T = TypeVar("T")
+U = TypeVar("U")
 View = Callable[[RagCache], RagCache]
 THREADS = 8
 # Requests for embeddings that share the embedder; they leave the slots of questions, and most threads, alone.
@@ -62,8 +64,8 @@ class Service:
         self.created = int(time.time())
         self.warm = False
         self.draining = False
-        self._working: set[RunningTask[Any]] = set()
-        self._additions: set[RunningTask[Any]] = set()
+        self._working: set[asyncio.Task[None]] = set()
+        self._additions: WeakSet[asyncio.Task[None]] = WeakSet()
         self._threads: ThreadPoolExecutor | None = None
 
     async def start(self) -> None:
@@ -91,8 +93,8 @@ class Service:
 
     def cancel_all(self) -> None:
         """End what still runs."""
-        for work in list(self._working):
-            work.cancel()
+        for task in list(self._working):
+            task.cancel()
 
     def close(self) -> None:
         """Let go of the threads; a later start makes new ones."""
@@ -125,15 +127,9 @@ class Service:
 
         Raises ApiError (503) when the server is to stop.
         """
-        most, done = self.settings.timeout_s, self._working.discard
-        work = self._begin(RunningTask(self._alone(function, *args), self.embedding_slots.hold(), most, done))
-        try:
-            return await unless_gone(request, work.last())
-        finally:
-            work.cancel()
-
-    async def _alone(self, function: Callable[..., T], *args: Any) -> AsyncGenerator[T, None]:
-        yield await self.limited(function, *args)
+        limited = alone(partial(self.limited, function, *args))
+        work = self._begin([limited], self.embedding_slots.hold, self.settings.timeout_s)
+        return await work.unless_gone(request, work.last())
 
     async def limited(self, function: Callable[..., T], *args: Any) -> T:
         """`in_thread`, where `LIMIT` tells the function that it is cancelled."""
@@ -145,34 +141,36 @@ class Service:
 
         return await self.in_thread(run, cancelled=gone)
 
-    def answer(self, items: AsyncGenerator[T, None], timeout_s: float | None = None) -> RunningTask[T]:
-        """Work on a question, in a slot, for at most the server's time or the question's own.
+    def answer(self, *answers: AsyncGenerator[T, None], timeout_s: float | None = None) -> Work[T]:
+        """Work on a question, each answer in a slot, for at most the server's time or the question's own.
 
         Raises ApiError (503) when the server is to stop.
         """
         most = self.settings.timeout_s if timeout_s is None else min(timeout_s, self.settings.timeout_s)
-        return self._begin(RunningTask(items, self.slots.hold(), most, self._working.discard))
+        return self._begin(answers, self.slots.hold, most)
 
-    def change(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
+    def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
         """Change the documents, alone. However long it takes: half an upload helps nobody."""
-        return self._begin(RunningTask(items, self.writers.hold(), None, self._working.discard))
+        return self._begin([items], self.writers.hold, None)
 
-    def add(self, items: AsyncGenerator[T, None]) -> RunningTask[T]:
+    def add(self, items: AsyncGenerator[T, None]) -> Work[T]:
         """`change` that `end_additions` may end."""
+        work = self.change(items)
+        self._additions.update(work.tasks)
+        return work
 
-        def done(work: RunningTask[Any]) -> None:
-            self._working.discard(work)
-            self._additions.discard(work)
-
-        work = RunningTask(items, self.writers.hold(), None, done)
-        self._additions.add(work)
-        return self._begin(work)
-
-    def _begin(self, work: RunningTask[T]) -> RunningTask[T]:
+    def _begin(
+        self,
+        generators: Sequence[AsyncGenerator[T, None]],
+        hold: Callable[[], AbstractAsyncContextManager[None]],
+        timeout_s: float | None,
+    ) -> Work[T]:
         if self.draining:
-            work.cancel()
             raise stopping()
-        self._working.add(work)
+        work = Work(generators, hold, timeout_s)
+        for task in work.tasks:
+            self._working.add(task)
+            task.add_done_callback(self._working.discard)
         return work
 
     def told(self, error: Exception, request: Request) -> ApiError:
@@ -242,93 +240,84 @@ def _public_name(name: str) -> str:
     return path.name if path.is_absolute() or path.is_dir() else name
 
 
-class RunningTask(Generic[T]):
-    """An async generator that runs in its own task and holds a place (a slot, the writer's) while it runs.
+class Work(Generic[T]):
+    """Async generators that run side by side, each in a task of its own that holds a place (a slot, the writer's).
 
-    Iterate over it for its items; its errors come out there. The place is free again when the generator is done, when
-    the time is up, or when `cancel` is called. `cancel` does not wait: a response that is cut off in mid-sentence
-    cannot.
+    Iterate over it for their items as they come, each with its generator's rank; an error of one comes out there. A
+    place is free again when its generator is done, when the time is up, or when `cancel` is called. `cancel` does not
+    wait: a response that is cut off in mid-sentence cannot.
     """
 
     def __init__(
         self,
-        items: AsyncGenerator[T, None],
-        place: AbstractAsyncContextManager[None],
+        generators: Sequence[AsyncGenerator[T, None]],
+        hold: Callable[[], AbstractAsyncContextManager[None]],
         timeout_s: float | None,
-        done: Callable[[RunningTask[T]], None],
     ) -> None:
-        self._items = items
-        self._place = place
         self._timeout_s = timeout_s
-        self._queue: asyncio.Queue[tuple[T, None] | tuple[None, Exception]] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda _task: done(self))
+        self._queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+        self.tasks = [asyncio.create_task(self._run(*numbered, hold())) for numbered in enumerate(generators)]
+        self._running = len(self.tasks)
 
-    async def _run(self) -> None:
+    async def _run(self, rank: int, items: AsyncGenerator[T, None], place: AbstractAsyncContextManager[None]) -> None:
+        end: Exception | None = None
         try:
-            async with asyncio.timeout(self._timeout_s), self._place, aclosing(self._items):
-                async for item in self._items:
-                    self._queue.put_nowait((item, None))
-            self._queue.put_nowait((None, StopAsyncIteration()))
+            async with asyncio.timeout(self._timeout_s), place, aclosing(items):
+                async for item in items:
+                    self._queue.put_nowait((rank, item))
         except TimeoutError:
-            self._queue.put_nowait((None, _too_late(self._timeout_s)))
+            end = _too_late(self._timeout_s)
         except asyncio.CancelledError:
-            self._queue.put_nowait((None, stopping()))
+            end = stopping()
             raise
         except Exception as error:
-            self._queue.put_nowait((None, error))
+            end = error
+        finally:
+            self._queue.put_nowait(end)
 
-    def __aiter__(self) -> RunningTask[T]:
+    def __aiter__(self) -> Work[T]:
         return self
 
-    async def __anext__(self) -> T:
-        item, error = await self._queue.get()
-        if error is not None:
-            raise error
-        return item  # type: ignore[return-value]  # an item comes without an error
+    async def __anext__(self) -> tuple[int, T]:
+        while self._running:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return item
+            self._running -= 1
+        raise StopAsyncIteration
+
+    async def unless_gone(self, request: Request, wanted: Awaitable[U]) -> U:
+        """Wait for a result of this work. Where none comes the work is cancelled.
+
+        Raises ClientGoneError as soon as the client hangs up. The request's body was read before.
+        """
+        result, watch = asyncio.ensure_future(wanted), asyncio.ensure_future(_hung_up(request))
+        try:
+            await asyncio.wait({result, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise ClientGoneError
+            return result.result()
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            result.cancel()
+            watch.cancel()
 
     async def last(self) -> T:
-        """The last item."""
-        found: list[T] = []
-        async for item in self:
-            found[:] = [item]
-        return found[0]
+        """Return the last item of all."""
+        return [item async for _, item in self][-1]
 
     def cancel(self) -> None:
-        self._task.cancel()
+        for task in self.tasks:
+            task.cancel()
 
 
-async def merged(works: Sequence[RunningTask[T]]) -> AsyncIterator[tuple[int, T]]:
-    """The items of all of them as they come, each with its work's rank. Raises what one of them raises."""
-    coming = {asyncio.ensure_future(anext(work)): rank for rank, work in enumerate(works)}
-    try:
-        while coming:
-            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                rank = coming.pop(one)
-                try:
-                    item = one.result()
-                except StopAsyncIteration:
-                    continue
-                coming[asyncio.ensure_future(anext(works[rank]))] = rank
-                yield rank, item
-    finally:
-        for one in coming:
-            one.cancel()
-
-
-async def unless_gone(request: Request, wanted: Awaitable[T]) -> T:
-    """Wait for a result. Raises ClientGoneError as soon as the client hangs up. The request's body was read before."""
-    work = asyncio.ensure_future(wanted)
-    watch = asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientGoneError
-        return work.result()
-    finally:
-        work.cancel()
-        watch.cancel()
+async def alone(function: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
+    """Yield what the function returns, and nothing else."""
+    yield await function()
 
 
 async def _hung_up(request: Request) -> None:

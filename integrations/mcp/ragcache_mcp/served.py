@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from ragcache import Answer, Document, IngestReport
 from ragcache.server.document_routes import add_documents, deletion
-from ragcache.server.service import RunningTask, Service
+from ragcache.server.service import Service, Work, alone
 from ragcache_mcp.tools import Tools
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class ServedTools(Tools):
     service: Service = field(kw_only=True)
 
     async def answered(self, work: Callable[[], Awaitable[T]]) -> T:
-        found = await _last(self.service.answer(_alone(work)))
+        found = await _last(self.service.answer(alone(work)))
         if isinstance(found, Answer):
             self.service.metrics.count_answer(found)
         return found
@@ -38,11 +38,7 @@ class ServedTools(Tools):
         return str(self.service.told(error, Request({"type": "http"})).detail)
 
 
-async def _alone(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
-    yield await work()
-
-
-async def _last(work: RunningTask[T]) -> T:
+async def _last(work: Work[T]) -> T:
     """Its result; it ends with whoever waits for it."""
     try:
         return await work.last()

@@ -25,7 +25,7 @@ from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import ChatExtension, Message
 from ragcache.server.embeddings import EmbeddingRequest, embed
 from ragcache.server.http_errors import EVERYWHERE, STATUS_MEANINGS, ApiError, Responses, schema_of
-from ragcache.server.service import RunningTask, Service, ServiceParam, merged, service_of
+from ragcache.server.service import Service, ServiceParam, Work, service_of
 from ragcache.server.wire import AnswerModel, EventStream
 from ragcache_ollama.bodies import (
     AnswerCall,
@@ -171,9 +171,9 @@ class OllamaWriter(Writer):
         scores = {} if one.logprobs is None else {"logprobs": chat_logprobs(one.logprobs).content}
         return self.part(**self.said(one.text, one.reasoning, one.tool_calls), **scores, **self.end(one))
 
-    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
+    async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream."""
-        async for _, one in merged(works):
+        async for _, one in work:
             if isinstance(one, Done):
                 yield _line(self.part(**self.said(""), **self.end(one.answer)))
             elif isinstance(one, Token):

@@ -17,7 +17,6 @@ from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, ListOf, Me
 from ragcache_openai.items import CONVERSATION, ITEM, InputItem, check_room, kept_items, records_of
 from ragcache_openai.records import Record, new_id
 
-PATH = "/v1/conversations"
 MOST_AT_ONCE = 20
 MOST_WORDS = 32
 PAGE = 100
@@ -45,23 +44,23 @@ class Conversation(AnswerModel):
     metadata: dict[str, str]
 
 
-router = APIRouter(route_class=JsonRoute, tags=["conversations"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/conversations", tags=["conversations"])
 
 
-@router.post(PATH, summary="Begin a conversation", responses=errors(400, 413, 415, 507))
+@router.post("", summary="Begin a conversation", responses=errors(400, 413, 415, 507))
 async def create_conversation(caller: CallerParam, asked: NewConversation) -> Conversation:
     made = Record(new_id("conv_"), CONVERSATION, caller.owner, {"metadata": asked.metadata or {}})
     items = records_of(caller, made.id, kept_items(asked.items or ()))
     return _shown((await caller.read(caller.records.add, [made, *items]))[0])
 
 
-@router.get(PATH, summary="The conversations of this key", responses=errors(400))
+@router.get("", summary="The conversations of this key", responses=errors(400))
 async def list_conversations(caller: CallerParam, bounds: Bounds) -> ListOf:
     return await caller.list(CONVERSATION, lambda one: _shown(one).model_dump(), **bounds)
 
 
 @router.get(
-    PATH + "/search",
+    "/search",
     summary="Items that hold all of these words, the newest first, each with its conversation's id",
     responses=errors(400),
 )
@@ -75,12 +74,12 @@ async def search_items(
     return await caller.list(ITEM, lambda item: {**item.body, "conversation_id": item.parent}, **wanted)
 
 
-@router.get(PATH + "/{id}", summary="One conversation", responses=errors(404))
+@router.get("/{id}", summary="One conversation", responses=errors(404))
 async def get_conversation(caller: CallerParam, id: str) -> Conversation:
     return _shown(await find_conversation(caller, id))
 
 
-@router.post(PATH + "/{id}", summary="Change a conversation's metadata", responses=errors(400, 404, 413, 415))
+@router.post("/{id}", summary="Change a conversation's metadata", responses=errors(400, 404, 413, 415))
 async def change_conversation(caller: CallerParam, id: str, asked: ConversationChange) -> Conversation:
     found = await find_conversation(caller, id)
     body = {"metadata": asked.metadata}
@@ -88,7 +87,7 @@ async def change_conversation(caller: CallerParam, id: str, asked: ConversationC
     return _shown(found._replace(body=body))
 
 
-@router.delete(PATH + "/{id}", summary="Delete a conversation and its items", responses=errors(404))
+@router.delete("/{id}", summary="Delete a conversation and its items", responses=errors(404))
 async def delete_conversation(caller: CallerParam, id: str) -> Deleted:
     await find_conversation(caller, id)
     await caller.read(caller.records.delete, [id])
@@ -96,7 +95,7 @@ async def delete_conversation(caller: CallerParam, id: str) -> Deleted:
 
 
 @router.get(
-    PATH + "/{id}/export",
+    "/{id}/export",
     summary="A conversation with all of its items, the oldest first, as a JSON file",
     responses={200: {"content": {"application/json": {}}}, **errors(404)},
 )
@@ -122,7 +121,7 @@ async def _export(caller: Caller, conversation: Record) -> AsyncIterator[str]:
 # Items
 
 
-@router.post(PATH + "/{id}/items", summary="Add messages to a conversation", responses=errors(400, 404, 413, 415, 507))
+@router.post("/{id}/items", summary="Add messages to a conversation", responses=errors(400, 404, 413, 415, 507))
 async def create_items(caller: CallerParam, id: str, asked: AddedItems) -> ListOf:
     await find_conversation(caller, id)
     items = kept_items(asked.items)
@@ -131,23 +130,21 @@ async def create_items(caller: CallerParam, id: str, asked: AddedItems) -> ListO
     return ListOf(object="list", data=items, first_id=ends[0], last_id=ends[1], has_more=False)
 
 
-@router.get(PATH + "/{id}/items", summary="The items of a conversation", responses=errors(400, 404))
+@router.get("/{id}/items", summary="The items of a conversation", responses=errors(400, 404))
 async def list_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
     await find_conversation(caller, id)
     return await caller.list(ITEM, lambda item: item.body, parent=id, **bounds)
 
 
 @router.get(
-    PATH + "/{id}/items/{item_id}",
-    summary="One item",
-    responses={200: {"content": {"application/json": {}}}, **errors(404)},
+    "/{id}/items/{item_id}", summary="One item", responses={200: {"content": {"application/json": {}}}, **errors(404)}
 )
 async def get_item(caller: CallerParam, id: str, item_id: str) -> Response:
     item = await _find_item(caller, id, item_id)
     return Response(json.dumps(item.body), media_type="application/json")
 
 
-@router.delete(PATH + "/{id}/items/{item_id}", summary="Delete an item", responses=errors(404))
+@router.delete("/{id}/items/{item_id}", summary="Delete an item", responses=errors(404))
 async def delete_item(caller: CallerParam, id: str, item_id: str) -> Conversation:
     await _find_item(caller, id, item_id)
     await caller.read(caller.records.delete, [item_id])

@@ -20,7 +20,6 @@ from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import ATTACHED, FILE, FILE_FIELD
 from ragcache_openai.vector_stores import delete_indexed
 
-PATH = "/v1/files"
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 MOST_FILES = 10_000
 FilesLimit = Annotated[int, Query(ge=1, le=MOST_FILES)]
@@ -41,11 +40,11 @@ class FileObject(AnswerModel):
     status: Literal["processed"]
 
 
-router = APIRouter(route_class=JsonRoute, tags=["files"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/files", tags=["files"])
 
 
 @router.post(
-    PATH,
+    "",
     summary="Keep a file; what it is good for shows when it is attached to a vector store",
     responses=errors(400, 403, 409, 413, 415, 507),
     openapi_extra=request_body({MULTIPART: FORM}),
@@ -76,7 +75,7 @@ def _check_names(request: Request, unknown: list[str]) -> None:
     check_unknown(request, unknown)
 
 
-@router.get(PATH, summary="The files of this key", responses=errors(400))
+@router.get("", summary="The files of this key", responses=errors(400))
 async def list_files(
     caller: CallerParam,
     limit: FilesLimit = MOST_FILES,
@@ -87,13 +86,13 @@ async def list_files(
     return await caller.list(FILE, shown, limit=limit, order=order, after=after, state=purpose)
 
 
-@router.get(PATH + "/{id}", summary="One file", responses=errors(404))
+@router.get("/{id}", summary="One file", responses=errors(404))
 async def get_file(caller: CallerParam, id: str) -> FileObject:
     return FileObject(**shown(await _find(caller, id)))
 
 
 @router.get(
-    PATH + "/{id}/content",
+    "/{id}/content",
     summary="The bytes of a file",
     responses={200: {"content": {"application/octet-stream": {}}}, **errors(404)},
 )
@@ -105,9 +104,7 @@ async def get_content(caller: CallerParam, id: str) -> Response:
     return StreamingResponse(parts, headers=headers, media_type="application/octet-stream")
 
 
-@router.delete(
-    PATH + "/{id}", summary="Delete a file, from all vector stores too", responses=errors(404, 409, 503, 507)
-)
+@router.delete("/{id}", summary="Delete a file, from all vector stores too", responses=errors(404, 409, 503, 507))
 async def delete_file(caller: CallerParam, id: str) -> Deleted:
     file = await _find(caller, id)
     attached = await caller.read(caller.records.ending, ATTACHED, caller.owner, f"/{file.id}")

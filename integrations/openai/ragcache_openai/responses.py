@@ -37,7 +37,7 @@ from ragcache.server.chat_types import (
     TokenCount,
 )
 from ragcache.server.http_errors import ApiError, errors, streamed
-from ragcache.server.service import RunningTask, merged
+from ragcache.server.service import Work
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
 from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, absent
 from ragcache_openai.conversations import append, find_conversation
@@ -451,7 +451,7 @@ class ResponseWriter(Writer):
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         return self.whole(answers[0])
 
-    async def chunks(self, first: Event, works: Sequence[RunningTask[Event]], *, usage: bool) -> AsyncIterator[bytes]:
+    async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
         """The stream."""
         found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
         for name in ("response.created", "response.in_progress"):
@@ -466,7 +466,7 @@ class ResponseWriter(Writer):
         last = len(self.searches())
         yield self.say("response.output_item.added", output_index=last, item=self.message("in_progress", []))
         yield self.say("response.content_part.added", **self._place(), part=_part(""))
-        async for _, one in merged(works):
+        async for _, one in work:
             if isinstance(one, Token) and one.text:
                 yield self.say("response.output_text.delta", **self._place(), delta=one.text, logprobs=[])
             elif isinstance(one, Done):

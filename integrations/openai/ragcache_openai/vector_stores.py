@@ -50,7 +50,6 @@ from ragcache_openai.search import (
     translated,
 )
 
-PATH = "/v1/vector_stores"
 MOST_FILES = 2000
 DEFAULT_RESULTS = 10
 
@@ -219,15 +218,13 @@ class FoundPage(AnswerModel):
     next_page: None
 
 
-router = APIRouter(route_class=JsonRoute, tags=["vector stores"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/vector_stores", tags=["vector stores"])
 
 
 # Vector stores
 
 
-@router.post(
-    PATH, summary="Make a vector store, with files if some are named", responses=errors(400, 404, 413, 415, 507)
-)
+@router.post("", summary="Make a vector store, with files if some are named", responses=errors(400, 404, 413, 415, 507))
 async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
     id = new_id("vs_")
     wanted = [FileToAttach(file_id=one, chunking_strategy=asked.chunking_strategy) for one in asked.file_ids or ()]
@@ -238,17 +235,17 @@ async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
     return await caller.read(_shown_store, caller, store)
 
 
-@router.get(PATH, summary="The vector stores of this key", responses=errors(400))
+@router.get("", summary="The vector stores of this key", responses=errors(400))
 async def list_stores(caller: CallerParam, ends: Ends) -> ListOf:
     return await caller.list(STORE, lambda store: _shown_store(caller, store).model_dump(), **ends)
 
 
-@router.get(PATH + "/{id}", summary="One vector store", responses=errors(404))
+@router.get("/{id}", summary="One vector store", responses=errors(404))
 async def get_store(caller: CallerParam, id: str) -> VectorStore:
     return await caller.read(_shown_store, caller, await _find_store(caller, id))
 
 
-@router.post(PATH + "/{id}", summary="Change a vector store's name or metadata", responses=errors(400, 404, 413, 415))
+@router.post("/{id}", summary="Change a vector store's name or metadata", responses=errors(400, 404, 413, 415))
 async def change_store(caller: CallerParam, id: str, asked: StoreChange) -> VectorStore:
     store = await _find_store(caller, id)
     changed = {**store.body, **asked.model_dump(exclude_none=True, include={"name", "metadata"})}
@@ -257,7 +254,7 @@ async def change_store(caller: CallerParam, id: str, asked: StoreChange) -> Vect
 
 
 @router.delete(
-    PATH + "/{id}",
+    "/{id}",
     summary="Delete a vector store: what was indexed goes, the files stay",
     responses=errors(404, 409, 503, 507),
 )
@@ -268,7 +265,7 @@ async def delete_store(caller: CallerParam, id: str) -> Deleted:
 
 
 @router.post(
-    PATH + "/{id}/search",
+    "/{id}/search",
     summary="Find passages in a vector store, without an answer",
     responses=errors(400, 404, 413, 415, 503, 504),
 )
@@ -304,7 +301,7 @@ def _found(
 
 
 @router.post(
-    PATH + "/{id}/files",
+    "/{id}/files",
     summary="Attach a file, which is indexed in the background",
     responses=errors(400, 404, 413, 415, 507),
 )
@@ -315,19 +312,19 @@ async def attach_file(caller: CallerParam, id: str, asked: FileToAttach) -> Vect
     return _file(caller, file)
 
 
-@router.get(PATH + "/{id}/files", summary="The files of a vector store", responses=errors(400, 404))
+@router.get("/{id}/files", summary="The files of a vector store", responses=errors(400, 404))
 async def list_files(caller: CallerParam, id: str, ends: Ends, filter: State | None = None) -> ListOf:
     await check_stores(caller, [id], "vector_store_id")
     return await _list_files(caller, id, ends, filter)
 
 
-@router.get(PATH + "/{id}/files/{file_id}", summary="How far the indexing of a file is", responses=errors(404))
+@router.get("/{id}/files/{file_id}", summary="How far the indexing of a file is", responses=errors(404))
 async def get_file(caller: CallerParam, id: str, file_id: str) -> VectorStoreFile:
     return _file(caller, await _find_file(caller, id, file_id))
 
 
 @router.post(
-    PATH + "/{id}/files/{file_id}",
+    "/{id}/files/{file_id}",
     summary="Change the attributes of a file, which is indexed anew; no KV is computed again",
     responses=errors(400, 404, 413, 415),
 )
@@ -340,7 +337,7 @@ async def change_file(caller: CallerParam, id: str, file_id: str, asked: NewAttr
 
 
 @router.get(
-    PATH + "/{id}/files/{file_id}/content",
+    "/{id}/files/{file_id}/content",
     summary="What was read in a file, passage by passage",
     responses={200: {"content": {"application/json": {}}}, **errors(404)},
 )
@@ -352,7 +349,7 @@ async def get_content(caller: CallerParam, id: str, file_id: str) -> Response:
 
 
 @router.delete(
-    PATH + "/{id}/files/{file_id}", summary="Take a file out of a vector store", responses=errors(404, 409, 503, 507)
+    "/{id}/files/{file_id}", summary="Take a file out of a vector store", responses=errors(404, 409, 503, 507)
 )
 async def detach_file(caller: CallerParam, id: str, file_id: str) -> Deleted:
     file = await _find_file(caller, id, file_id)
@@ -363,7 +360,7 @@ async def detach_file(caller: CallerParam, id: str, file_id: str) -> Deleted:
 # Batches of files
 
 
-@router.post(PATH + "/{id}/file_batches", summary="Attach several files", responses=errors(400, 404, 413, 415, 507))
+@router.post("/{id}/file_batches", summary="Attach several files", responses=errors(400, 404, 413, 415, 507))
 async def attach_files(caller: CallerParam, id: str, asked: FilesToAttach) -> FileBatch:
     await check_stores(caller, [id], "vector_store_id")
     files = await _to_attach(caller, id, asked.each(), "file_ids" if asked.file_ids else "files")
@@ -374,15 +371,13 @@ async def attach_files(caller: CallerParam, id: str, asked: FilesToAttach) -> Fi
     return await caller.read(_shown_batch, caller, batch)
 
 
-@router.get(
-    PATH + "/{id}/file_batches/{batch_id}", summary="How far the indexing of several files is", responses=errors(404)
-)
+@router.get("/{id}/file_batches/{batch_id}", summary="How far the indexing of several files is", responses=errors(404))
 async def get_batch(caller: CallerParam, id: str, batch_id: str) -> FileBatch:
     return await caller.read(_shown_batch, caller, await _find_batch(caller, id, batch_id))
 
 
 @router.post(
-    PATH + "/{id}/file_batches/{batch_id}/cancel",
+    "/{id}/file_batches/{batch_id}/cancel",
     summary="Leave out the files that are not indexed yet",
     responses=errors(404),
 )
@@ -395,7 +390,7 @@ async def cancel_batch(caller: CallerParam, id: str, batch_id: str) -> FileBatch
     return await caller.read(_shown_batch, caller, batch)
 
 
-@router.get(PATH + "/{id}/file_batches/{batch_id}/files", summary="The files of a batch", responses=errors(400, 404))
+@router.get("/{id}/file_batches/{batch_id}/files", summary="The files of a batch", responses=errors(400, 404))
 async def list_batch(caller: CallerParam, id: str, batch_id: str, ends: Ends, filter: State | None = None) -> ListOf:
     batch = await _find_batch(caller, id, batch_id)
     return await _list_files(caller, id, ends, filter, ids=batch.body["files"])
@@ -488,7 +483,7 @@ def _texts(caller: Caller, file: Record) -> list[str]:
 
 async def _list_files(
     caller: Caller, store: str, ends: Mapping[str, Any], state: str | None, ids: Sequence[str] | None = None
-) -> Response:
+) -> ListOf:
     """A file is listed by its own id; its record's has the vector store's before it."""
     own = {name: ends[name] and f"{store}/{ends[name]}" for name in ("after", "before")}
     wanted = {**ends, **own, "parent": store, "state": state, "ids": ids}
