@@ -19,7 +19,7 @@ from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.load import load_card
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_plan.shape import shape_of
+from ragcache_plan.stated import shape_of
 
 PACKET = TrainedTokens("packet", first_packet_id=VOCAB, header_tokens=3, trailer_tokens=2)
 LINK = TrainedTokens(

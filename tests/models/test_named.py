@@ -35,7 +35,7 @@ from ragcache.models.hub import models_home, place_of, resolve
 from ragcache.models.load import load_card
 from ragcache.models.pull import obtain, pull
 from ragcache_demo.bag_of_words import BagOfWords
-from ragcache_plan.shape import shape_of
+from ragcache_plan.stated import shape_of
 from ragcache_vllm.merged_adapter import servable
 
 

@@ -38,7 +38,8 @@ class ShapeOptions:
 
     def shape(self) -> KVShape:
         """Raises ConfigError naming the option, ModelNotFoundError, UnsupportedModelError."""
-        from ragcache_plan.shape import KVShape, shape_of
+        from ragcache_plan.shape import KVShape
+        from ragcache_plan.stated import shape_of
 
         stated = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-dim": self.head_dim}
         given = [name for name, value in stated.items() if value is not None]
@@ -306,7 +307,7 @@ def generate_accesses(stream: WorkloadOptions, model: str | None, kept: float) -
     if stream.bytes_per_token is not None or model is None:
         stated = 131072 if stream.bytes_per_token is None else stream.bytes_per_token
         return stream.generate(math.ceil(kept * stated), 0)
-    from ragcache_plan.shape import shape_of
+    from ragcache_plan.stated import shape_of
 
     shape = shape_of(model)
     return stream.generate(math.ceil(kept * shape.bytes_per_token), shape.state_bytes)

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from ragcache.errors import UnsupportedModelError
 from ragcache_plan.configured import configured_shape
-from ragcache_plan.shape import PLAIN, plain_shape, shape_of
+from ragcache_plan.stated import PLAIN, plain_shape, shape_of
 
 FIELDS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 96}
 

@@ -24,7 +24,8 @@ from ragcache_plan.commands import WorkloadOptions, generate_accesses
 from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
 from ragcache_plan.rates import MachineRates, measure_rates
 from ragcache_plan.replay import advise_policy
-from ragcache_plan.shape import CodecSize, KVShape, codec_sizes, shape_of
+from ragcache_plan.shape import CodecSize, KVShape, codec_sizes
+from ragcache_plan.stated import shape_of
 
 LLAMA_3_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 RAW = CodecSize("raw", LLAMA_3_8B.bytes_per_token, 1.0, True)

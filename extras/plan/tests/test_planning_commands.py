@@ -11,7 +11,8 @@ from ragcache_plan.accesses import Workload, generated
 from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.replay import Budgets, simulate
-from ragcache_plan.shape import KVShape, shape_of
+from ragcache_plan.shape import KVShape
+from ragcache_plan.stated import shape_of
 
 SHAPE = ["--layers", 32, "--kv-heads", 8, "--head-dim", 128]
 CORPUS = ["--documents", 100, "--tokens", 1000]

@@ -1,0 +1,80 @@
+"""The shape of a model's KV as its config.json states it, without its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ragcache.kv.cache_shape import ATTENTION_LAYERS
+from ragcache.models.hub import ADAPTER, CONFIG, resolve
+from ragcache_plan.shape import ITEMSIZES, KVShape
+
+# Families whose config.json says what the model does, field by field; of all others, and of a field that is absent,
+# only transformers knows what is meant.
+PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
+WIDTH_OF_HIDDEN = PLAIN - {"qwen3"}  # without head_dim, heads share hidden_size
+PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
+# What makes such a model another one, or one that is refused; see `models/support.py`.
+OBSTACLES = ("text_config", "is_encoder_decoder", "kv_lora_rank", "alibi", "position_embedding_type")
+
+
+def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
+    """The shape that a model's config.json states; the weights need not be there.
+
+    model: bundled name, directory with a config.json, or hub id
+    dtype: "auto" is the configuration's own, float32 where it names none
+
+    Raises ModelNotFoundError, UnsupportedModelError, ConfigError.
+    """
+    found = plain_shape(Path(resolve(model)))
+    if found is None:
+        from ragcache_plan.configured import configured_shape
+
+        found = configured_shape(model)
+    return found if dtype == "auto" else replace(found, dtype=dtype)
+
+
+def plain_shape(directory: Path) -> KVShape | None:
+    """The shape that the config.json there states field by field; None where that takes transformers, which takes
+    seconds: another family, an absent field, rotary scaling or layers of another kind, a damaged file, an adapter."""
+    if (directory / ADAPTER).is_file():
+        return None
+    try:
+        return _stated_shape(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # whatever is wrong with it, transformers says what
+        return None
+
+
+def _stated_shape(stated: object) -> KVShape | None:
+    """Raises TypeError where a name is a list or the like."""
+    if not isinstance(stated, dict) or stated.get("model_type") not in PLAIN or not _is_plain(stated):
+        return None
+    numbers = [stated.get("num_hidden_layers"), stated.get("num_key_value_heads"), stated.get("head_dim")]
+    if numbers[2] is None and stated["model_type"] in WIDTH_OF_HIDDEN:
+        numbers[2] = _width_of_hidden(stated)
+    layers, heads, width = (number if type(number) is int else 0 for number in numbers)
+    dtype = stated.get("dtype") or stated.get("torch_dtype") or "float32"
+    if min(layers, heads, width) < 1 or dtype not in ITEMSIZES:
+        return None
+    return KVShape(layers, heads, width, dtype)
+
+
+def _is_plain(stated: dict[str, Any]) -> bool:
+    kinds = set(stated.get("layer_types") or ())
+    if any(map(stated.get, OBSTACLES)) or len(kinds) > 1 or not kinds <= ATTENTION_LAYERS:
+        return False
+    return all(_plainly_rotates(stated.get(field) or {}) for field in ("rope_parameters", "rope_scaling"))
+
+
+def _plainly_rotates(rope: object) -> bool:
+    """rope: of transformers 5, or by the field and the names of older ones"""
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return False
+    return "llama_4_scaling_beta" not in rope and rope.get("rope_type", rope.get("type", "default")) in PLAIN_ROPE
+
+
+def _width_of_hidden(stated: dict[str, Any]) -> int | None:
+    hidden, heads = stated.get("hidden_size"), stated.get("num_attention_heads")
+    return hidden // heads if type(hidden) is type(heads) is int and heads else None
