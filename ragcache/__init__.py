@@ -129,22 +129,17 @@ _NAMES = {
     "retrieval.retriever": "Hit",
     "store.records": "Chunk",
 }
-_WORKERS = {"RayConfig": "ray"}  # brought by plug-ins
 _HOMES = {name: f"ragcache.{module}" for module, names in _NAMES.items() for name in names.split()}
+_HOMES["RayConfig"] = "ragcache_ray.cluster"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in _WORKERS:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ragcache.runtime import refuse_foreign
 
     refuse_foreign()
-    if name in _WORKERS:
-        from ragcache.ingest.worker import WORKERS
-
-        value: Any = WORKERS[_WORKERS[name]]
-    else:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

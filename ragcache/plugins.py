@@ -1,8 +1,8 @@
-"""What packages add through entry points: methods, codecs, remotes, indexes, commands, engines, workers, adapters,
-compressors, readers of files, routes of the server, eviction policies, admission filters.
+"""Load objects by name: those that packages add through entry points, and those of the wheel's own annexes.
 
-A package registers an object under a name in one of the groups below; it is imported at its first use. The annexes that
-ship beside `ragcache` in the same wheel do the same, so nothing in here names one of them.
+A package registers a method, codec, command, reader, engine or router under a name in one of the groups below. Other
+kinds of object have a plain dict of names in the module that uses them; its values are objects or places such as
+"ragcache_postgres.pgvector:PgVectorIndex". Either way a module of an annex is imported at its first use.
 """
 
 from __future__ import annotations
@@ -11,25 +11,17 @@ import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.metadata import EntryPoint, entry_points
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from ragcache.errors import PluginError
+from ragcache.errors import PluginError, check_choice
 
 log = logging.getLogger(__name__)
 METHODS = "ragcache.methods"
 CODECS = "ragcache.codecs"
-REMOTES = "ragcache.remotes"
-INDEXES = "ragcache.indexes"
-INDEX_KINDS = "ragcache.index_kinds"
 COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
-WORKERS = "ragcache.workers"
-ADAPTERS = "ragcache.adapters"
-COMPRESSORS = "ragcache.compressors"
 READERS = "ragcache.readers"
 ROUTES = "ragcache.routes"
-POLICIES = "ragcache.policies"
-ADMISSIONS = "ragcache.admissions"
 
 T = TypeVar("T")
 
@@ -92,16 +84,34 @@ class Registry(MutableMapping[str, T]):
 
 
 def targets(group: str) -> dict[str, str]:
-    """Where the plug-ins of a group are, as "module:name" by their names; none is imported."""
+    """Return the places of a group's plug-ins, as "module:attribute" by name, without importing any."""
     return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
+def load(what: str, name: str, objects: Mapping[str, T | str]) -> T:
+    """Return the object called `name`, imported if `objects` holds its place as "module:attribute".
+
+    Args:
+        what: The kind of object, for errors: "codec".
+        name: The name to look up.
+        objects: A registry, or a dict of objects and places by name.
+
+    Raises:
+        ConfigError: There is no such name. The error lists the names there are.
+        PluginError: The object cannot be imported.
+    """
+    if name not in objects:
+        check_choice(what, name, objects)
+    found = objects[name]
+    return cast(T, _load(EntryPoint(name, found, what))) if isinstance(found, str) else found
+
+
 def _load(entry: EntryPoint) -> Any:
-    """Raises PluginError, whatever importing the plug-in raises."""
+    """Import an entry point's object. Raises PluginError, whatever the import raises."""
     try:
         return entry.load()
     except Exception as error:
-        owner = "an unknown distribution" if entry.dist is None else entry.dist.name
+        owner = "ragcache-kv" if entry.dist is None else entry.dist.name
         raise PluginError(
             f"{owner}: its plug-in {entry.name!r} ({entry.value}) cannot be loaded: {error}; install or update "
             f"{owner} and the packages that it needs, or uninstall it"

@@ -1,4 +1,4 @@
-"""Plug-ins: found by entry point, loaded at first use, and named with their distribution where they cannot be."""
+"""Plug-ins and objects of annexes: found by name, loaded at first use, named with their distribution if that fails."""
 
 import subprocess
 import sys
@@ -13,8 +13,15 @@ from ragcache import codecs, plugins
 from ragcache.codecs import RawCodec, get_codec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
-from ragcache.errors import PluginError, SchemaVersionError
-from ragcache.plugins import Registry
+from ragcache.engine.attach import ADAPTERS
+from ragcache.errors import ConfigError, PluginError, SchemaVersionError
+from ragcache.ingest.chunker import COMPRESSORS
+from ragcache.ingest.worker import WORKERS
+from ragcache.plugins import Registry, load
+from ragcache.retrieval.open_index import INDEXES
+from ragcache.retrieval.vector_index import KINDS
+from ragcache.store.eviction import ADMISSIONS, POLICIES
+from ragcache.store.remote import SCHEMES
 
 GROUP = "ragcache.made_up"
 
@@ -117,6 +124,35 @@ def test_a_codec_that_is_missing_is_to_be_installed_and_nothing_deleted(distribu
         assert "delete" not in str(refused.value)
         assert ("codec-plugs" in str(refused.value)) == bool(entries)
         list(codecs.CODECS)
+
+
+def test_load_imports_an_object_at_its_first_use(distribution):
+    distribution("good-plugs", {"one": "plug_good:ONE"}, plug_good="ONE, TWO = 1, 2\n")
+    objects = {"own": 0, "two": "plug_good:TWO"}
+    assert load("thing", "own", objects) == 0
+    assert "plug_good" not in sys.modules
+    assert [load("thing", "two", objects), load("thing", "one", Registry[int](GROUP))] == [2, 1]
+
+
+def test_load_refuses_a_name_that_there_is_not():
+    with pytest.raises(ConfigError, match=r"^thing 'nobody' is unknown; choose one of own, two$"):
+        load("thing", "nobody", {"own": 0, "two": "plug_good:TWO"})
+
+
+def test_load_refuses_an_object_that_cannot_be_imported(distribution):
+    distribution("broken-plugs", {}, plug_bad="raise ZeroDivisionError('by design')\n")
+    with pytest.raises(PluginError, match=r"ragcache-kv: its plug-in 'bad' \(plug_bad:X\) .*by design"):
+        load("thing", "bad", {"bad": "plug_bad:X"})
+
+
+TABLES = [ADAPTERS, ADMISSIONS, COMPRESSORS, INDEXES, KINDS, POLICIES, SCHEMES, WORKERS]
+
+
+def test_every_object_of_an_annex_is_where_its_table_says():
+    places = [(name, table) for table in TABLES for name, found in table.items() if isinstance(found, str)]
+    assert len(places) > 12
+    for name, table in places:
+        assert not isinstance(load("object", name, table), str), name
 
 
 def test_a_name_that_nobody_has_is_a_key_error():

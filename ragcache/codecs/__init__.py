@@ -10,8 +10,7 @@ from ragcache.codecs.fp8 import Fp8Codec
 from ragcache.codecs.kivi import Int4Codec
 from ragcache.codecs.kivi import Int8Codec as Int8Codec
 from ragcache.codecs.none import RawCodec as RawCodec
-from ragcache.errors import ConfigError
-from ragcache.plugins import Registry
+from ragcache.plugins import Registry, load
 
 CODECS: Registry[type[Codec]] = Registry(
     plugins.CODECS,
@@ -24,9 +23,4 @@ def get_codec(name: str, bases: Bases | None = None) -> Codec:
 
     Raises ConfigError that names the codecs, and PluginError for a plug-in's that cannot be loaded.
     """
-    if name not in CODECS:
-        known = ", ".join(sorted(CODECS))
-        raise ConfigError(
-            f"codec {name!r} is unknown; choose one of {known}, or install the package that brings it", "codec"
-        )
-    return CODECS[name](bases)
+    return load("codec", name, CODECS)(bases)

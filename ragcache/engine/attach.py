@@ -19,10 +19,9 @@ from functools import wraps
 from types import new_class
 from typing import Any, NamedTuple, Protocol
 
-from ragcache import plugins
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.ingest.document import Document
-from ragcache.plugins import Registry
+from ragcache.plugins import load
 
 log = logging.getLogger(__name__)
 Arguments = Mapping[str, Any]
@@ -95,13 +94,16 @@ class Adapter(Protocol):
         """The methods of a store or retriever that are followed. Raises ConfigError for what cannot be attached."""
 
 
-ADAPTERS: Registry[Adapter] = Registry(plugins.ADAPTERS)
+ADAPTERS: dict[str, Adapter | str] = {
+    "langchain_core": "langchain_ragcache.attachment:ADAPTER",
+    "llama_index": "llama_index.ingestion.ragcache.attachment:ADAPTER",
+}
 """By the name of the library's package."""
 
 
 def find_adapter(given: Any) -> Adapter | None:
     packages = [cls.__module__.partition(".")[0] for cls in type(given).__mro__]
-    return next((ADAPTERS[name] for name in dict.fromkeys(packages) if name in ADAPTERS), None)
+    return next((load("adapter", name, ADAPTERS) for name in packages if name in ADAPTERS), None)
 
 
 def attach(given: Any, kb: Kept, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:

@@ -68,6 +68,7 @@ from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
+from ragcache.plugins import load
 from ragcache.prompt import encode_text
 from ragcache.retrieval.embedder import Embedder
 from ragcache.retrieval.reranker import Reranker
@@ -257,7 +258,7 @@ class RagCache(Store):
         cancelled: set it to stop
         """
         self._check_open()
-        given, chosen = _listed(inputs), WORKERS["ray"].of(ray) if ray else None
+        given, chosen = _listed(inputs), load("workers", "ray", WORKERS).of(ray) if ray else None
         run = partial(
             self._parts.ingestor.ingest,
             given,

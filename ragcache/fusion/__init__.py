@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from ragcache import plugins
-from ragcache.errors import ConfigError, blaming, check_choice
+from ragcache.errors import ConfigError, blaming
 from ragcache.fusion.cacheblend import CacheBlend
 from ragcache.fusion.epic import Epic
 from ragcache.fusion.full import Full
@@ -14,7 +14,7 @@ from ragcache.fusion.link import Link
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.raw import Concat
 from ragcache.fusion.reposition import Reposition
-from ragcache.plugins import Registry
+from ragcache.plugins import Registry, load
 
 METHODS: Registry[type[FusionMethod]] = Registry(
     plugins.METHODS,
@@ -54,13 +54,13 @@ def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
         if options:
             raise ConfigError(f"options {', '.join(options)} go with a method's name, not with a method object")
         return method
-    check_choice("method", method, METHODS)
-    known = [f.name for f in fields(METHODS[method])]
+    kind = load("method", method, METHODS)
+    known = [f.name for f in fields(kind)]
     if unknown := [name for name in options if name not in known]:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
         raise ConfigError(f"method {method!r} has no option {', '.join(unknown)}; it {takes}", "method_options")
     with blaming("method_options"):
-        return METHODS[method](**options)
+        return kind(**options)
 
 
 def method_label(method: FusionMethod) -> str:

@@ -18,13 +18,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ragcache import plugins
 from ragcache.errors import Config, ConfigError, check_least
 from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.ingest.sentences import split_sentences
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks
 from ragcache.models.deadline import LIMIT
-from ragcache.plugins import Registry
+from ragcache.plugins import load
 from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
@@ -50,7 +49,9 @@ class Compressor(Protocol):
     def compress(self, text: str) -> str: ...
 
 
-COMPRESSORS: Registry[Callable[[str, float], Compressor]] = Registry(plugins.COMPRESSORS)
+COMPRESSORS: dict[str, Callable[[str, float], Compressor] | str] = {
+    "llmlingua2": "ragcache_papers.llmlingua2:Compressor"
+}
 """Called with the name of a model and the share of tokens that stay."""
 
 
@@ -128,7 +129,7 @@ class Chunker:
         """tokenizer: a transformers tokenizer. Raises ConfigError."""
         self.config = config or ChunkerConfig()
         model, keep = self.config.compressor, self.config.keep
-        self._compressor = None if model is None else COMPRESSORS["llmlingua2"](model, keep)
+        self._compressor = None if model is None else load("compressor", "llmlingua2", COMPRESSORS)(model, keep)
         self._tokens = ChunkTokenizer(tokenizer)
 
     @property

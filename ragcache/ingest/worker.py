@@ -1,6 +1,6 @@
 """The part of an ingestion that needs no stored documents: read, cut, embed, encode.
 
-It runs in the process that commits, or in a plug-in's workers (the actors of a Ray cluster): the same code in both.
+It runs in the process that commits, or in the actors of a Ray cluster: the same code in both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
-from ragcache import plugins
 from ragcache.errors import IngestError, PromptError, ReaderError
 from ragcache.ingest.chunker import Chunker, TextChunk
 from ragcache.ingest.document import Document
@@ -26,7 +25,6 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
-from ragcache.plugins import Registry
 from ragcache.retrieval.embedder import Embedder, embed_windows
 from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
@@ -116,7 +114,7 @@ class WorkersConfig(Protocol):
         ...
 
 
-WORKERS: Registry[type[WorkersConfig]] = Registry(plugins.WORKERS)
+WORKERS: dict[str, type[WorkersConfig] | str] = {"ray": "ragcache_ray.cluster:RayConfig"}
 
 
 @dataclass

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ragcache import plugins
 from ragcache.errors import DamagedIndexError, check_choice
-from ragcache.plugins import Registry
+from ragcache.plugins import load
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, TableIndex, VectorIndex
 from ragcache.store.documents import DocumentStore
 
 log = logging.getLogger(__name__)
-INDEXES: Registry[Callable[..., TableIndex]] = Registry(plugins.INDEXES)
+INDEXES: dict[str, Callable[..., TableIndex] | str] = {"pgvector": "ragcache_postgres.pgvector:PgVectorIndex"}
 """Kinds of index that the documents' database holds. Called with the `Database`, the dimension, `embedder=` and
 `stored=`, as a `VectorIndex` is."""
 
@@ -37,7 +36,6 @@ def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, d
 
 def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:
     """An index that the database holds. Raises ConfigError, StoreNotFoundError."""
-    if kind not in INDEXES:
-        check_choice("index kind", kind, (*KINDS, *INDEXES))
+    check_choice("index kind", kind, (*KINDS, *INDEXES))
     stored = partial(documents.vectors_by_ids, dimension=dimension)
-    return INDEXES[kind](documents.database, dimension, embedder=embedder, stored=stored)
+    return load("index kind", kind, INDEXES)(documents.database, dimension, embedder=embedder, stored=stored)

@@ -12,16 +12,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ragcache import plugins
-from ragcache.errors import ConfigError, DamagedIndexError, check_choice, check_least
-from ragcache.plugins import Registry
+from ragcache.errors import ConfigError, DamagedIndexError, check_least
+from ragcache.plugins import load
 from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, Stored, Vectors, faiss
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
 
-KINDS: Registry[type[IndexKind]] = Registry(plugins.INDEX_KINDS, {"flat": Flat, "hnsw": Hnsw})
+KINDS: dict[str, type[IndexKind] | str] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": "ragcache_papers.ivfpq:IvfPq"}
 
 
 class SearchResult(NamedTuple):
@@ -79,7 +78,7 @@ class VectorIndex:
     """
 
     def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "", stored: Stored | None = None) -> None:
-        check_choice("index kind", kind, KINDS)
+        make = load("index kind", kind, KINDS)
         check_least("dimension", dimension, 1)
         self.kind = kind
         self.dimension = dimension
@@ -87,7 +86,7 @@ class VectorIndex:
         self.generation = -1
         self.saved_generation: int | None = None
         self._lock = threading.RLock()
-        self._index = KINDS[kind](dimension, stored)
+        self._index = make(dimension, stored)
         self._live = IdSet()
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from ragcache import RagCache, __version__
+from ragcache.errors import ConfigError
 from ragcache.plugins import ROUTES, Registry
 from ragcache.server import chat, document_routes, embeddings
 from ragcache.server.auth import Guard, is_open
@@ -17,7 +18,7 @@ from ragcache.server.limits import BodyLimit
 from ragcache.server.observe import Observe
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
-from ragcache.server.status import models_router, mount_page, operation_router, page_directory, store_router
+from ragcache.server.status import models_router, operation_router, store_router
 
 ROUTERS = (chat.router, embeddings.router, document_routes.router, models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
@@ -25,6 +26,8 @@ ADDED: Registry[APIRouter] = Registry(ROUTES)
 of the knowledge base what all requests see, without the documents that the package keeps for its own routes."""
 OPEN, PAGE = ("/healthz", "/readyz", "/openapi.json"), ("/", "/static/")
 """Paths that need no API key; those of the chat page."""
+PAGE_NAME = "page"
+"""Name of the chat page among the routes of packages. Its routes are left out unless they are asked for."""
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
@@ -36,7 +39,9 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     Raises ConfigError when the page is wanted and not installed.
     """
     settings = settings or ServerSettings()
-    added = {name: ADDED[name] for name in ADDED}
+    added = {name: router for name, router in ADDED.items() if web or name != PAGE_NAME}
+    if web and PAGE_NAME not in added:
+        raise ConfigError("the chat page is not installed; install ragcache-kv again, with its annex ragcache_chatbot")
     service = Service(kb, settings, [router.view for router in added.values() if hasattr(router, "view")])
 
     @asynccontextmanager
@@ -62,8 +67,6 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         app.include_router(router)
     forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added.values()}
     app.state.error_forms = {start: form for start, form in forms.items() if form is not None}
-    if web:
-        mount_page(app, page_directory())
     add_handlers(app)
     # Whatever routes a package has, and however they are nested, they need a key.
     open_paths = (*OPEN, *(PAGE if web else ()), *(("/metrics",) if settings.open_metrics else ()))

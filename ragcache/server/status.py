@@ -1,46 +1,22 @@
-"""What there is and how it is: the chat page, /v1/store, /v1/methods, /v1/models, /healthz, /readyz, /metrics."""
+"""What there is and how it is: /v1/store, /v1/methods, /v1/models, /healthz, /readyz, /metrics."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Literal
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
-from starlette.responses import FileResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.responses import Response
 
 from ragcache import RagCache, RagCacheError, methods
-from ragcache.errors import ConfigError, StoreUnreachableError
+from ragcache.errors import StoreUnreachableError
 from ragcache.ingest.readers import readers
 from ragcache.models.machine import device_failure
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.service import Service, ServiceParam, stopping
 from ragcache.server.wire import AnswerModel
-
-
-def page_directory() -> Path:
-    """Raises ConfigError where the page is not installed."""
-    try:
-        return Path(importlib.import_module("ragcache_chatbot").PAGE_DIRECTORY)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the chat page is not installed ({error}); install ragcache with its apps") from error
-
-
-def mount_page(app: FastAPI, directory: Path) -> None:
-    """The page at "/", its files under "/static/"."""
-    index = directory / "index.html"
-    if not index.is_file():
-        raise ConfigError(f"{index}: there is no chat page here")
-
-    async def page() -> Response:
-        return FileResponse(index, headers={"Cache-Control": "no-cache"})
-
-    app.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
-    app.mount("/static", StaticFiles(directory=directory), name="static")
 
 
 class ModelItem(AnswerModel):

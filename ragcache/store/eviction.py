@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
-from ragcache import plugins
-from ragcache.errors import check_choice
-from ragcache.plugins import Registry
+from ragcache.plugins import load
 
 # The eviction contract: which block a full tier gives up. A policy knows names and sizes, no tensors and no files.
 
@@ -115,10 +113,16 @@ class PrefillRate:
 
 
 # An admission filter makes of a policy one that refuses newcomers, for about so many entries; None: all come in.
-POLICIES: Registry[type[EvictionPolicy]] = Registry(plugins.POLICIES, {"lru": LRU})
-ADMISSIONS: Registry[Callable[[EvictionPolicy, int], EvictionPolicy] | None] = Registry(
-    plugins.ADMISSIONS, {"all": None}
-)
+POLICIES: dict[str, type[EvictionPolicy] | str] = {
+    "lru": LRU,
+    "gdsf": "ragcache_papers.policies:GDSF",
+    "lfu": "ragcache_papers.policies:LFU",
+    "pgdsf": "ragcache_papers.policies:PGDSF",
+}
+ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | None] = {
+    "all": None,
+    "tinylfu": "ragcache_papers.policies:TinyLFU",
+}
 
 
 def get_policy(
@@ -131,8 +135,7 @@ def get_policy(
 
     Raises ConfigError that names those there are.
     """
-    check_choice("eviction policy", name, sorted(POLICIES))
-    check_choice("admission filter", admission, ADMISSIONS)
-    kind, admit = POLICIES[name], ADMISSIONS[admission]
+    kind = load("eviction policy", name, POLICIES)
+    admit = load("admission filter", admission, ADMISSIONS)
     policy = kind() if prefill is None else kind.priced(prefill)
     return policy if admit is None else admit(policy, entries)

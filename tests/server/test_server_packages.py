@@ -15,9 +15,7 @@ from starlette.routing import Route
 from ragcache.errors import ConfigError
 from ragcache.plugins import Registry
 from ragcache.server import app as server_app
-from ragcache.server import status as page
 from ragcache.server.settings import ServerSettings
-from ragcache.server.status import mount_page
 
 
 def router_of(prefix: str, model: type, **more) -> APIRouter:
@@ -133,21 +131,16 @@ def test_the_page_and_all_of_its_files(serve):
         assert file.headers["referrer-policy"] == "no-referrer"
     absent = served.http.get("/static/nothing.js")
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+    assert [serve().http.get(path).status_code for path in ("/", "/static/favicon.svg")] == [404, 404]
     assert served.http.get("/static/..%2f__init__.py").status_code == 404
     assert served.http.get("/v1/models").status_code == 200
     assert "/" not in served.http.get("/openapi.json").json()["paths"]
 
 
-def test_a_page_that_is_not_there(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"index\.html"):
-        mount_page(FastAPI(), tmp_path)
-
-    def absent(name: str) -> object:
-        raise ImportError(name)
-
-    monkeypatch.setattr(page.importlib, "import_module", absent)
-    with pytest.raises(ConfigError, match="not installed"):
-        page.page_directory()
+def test_a_page_that_is_not_installed(kb, monkeypatch):
+    monkeypatch.setattr(server_app, "ADDED", Registry("ragcache.no_such_group"))
+    with pytest.raises(ConfigError, match="chat page is not installed"):
+        server_app.create_app(kb, web=True)
 
 
 def test_the_example(mini: Served, monkeypatch, capsys):

@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,14 +25,6 @@ from ragcache.errors import ConfigError, EngineError, ModelMismatchError, RagCac
 from ragcache.kv.block_key import digest
 from ragcache.models.deadline import Limit
 from ragcache.models.sampler import TokenScores
-from ragcache_vllm.request_layout import served_name
-
-if TYPE_CHECKING:
-    from ragcache.engine.contract import Engine
-    from ragcache.engine.prompts import Prompts
-    from ragcache.fusion.method import FusionMethod
-    from ragcache.models.card import ModelCard
-    from ragcache.store.kv_store import KVStore
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
@@ -40,11 +32,6 @@ SILENCE_S = 300.0  # of an engine that works on other requests first
 ERROR_BYTES = 1 << 16
 UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
-
-
-def connect(url: str, fingerprint: str, key: str | None) -> VllmClient:
-    """The servers at an address, asked for this model. Raises ConfigError for another kind of address."""
-    return VllmClient(url, served_name(fingerprint), key)
 
 
 class EngineServer(NamedTuple):
@@ -71,18 +58,6 @@ class VllmClient:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx.AsyncClient | None = None
-
-    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
-        """Whether they can read stored blocks by this method."""
-        from ragcache_vllm.engine import reads
-
-        return reads(card, method)
-
-    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
-        """What answers by these servers, over a store's blocks."""
-        from ragcache_vllm.engine import VllmEngine
-
-        return VllmEngine(card, prompts, kv, self)
 
     def longest_prompt(self) -> int | None:
         """Tokens of prompt and answer that every server takes; None where none of them says.

@@ -25,7 +25,7 @@ from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats
 from ragcache.store.kv_store import KVStore
 from ragcache_vllm.client import Completion, VllmClient
-from ragcache_vllm.request_layout import RequestLayout
+from ragcache_vllm.request_layout import RequestLayout, served_name
 
 log = logging.getLogger(__name__)
 NEVER = -100.0  # the least that OpenAI's protocol has
@@ -261,3 +261,20 @@ def _sources(request: Request, handles: Sequence[str], origins: Sequence[str]) -
         tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
     }
     return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*request.hits, *again)]
+
+
+class VllmConnection(VllmClient):
+    """vLLM servers of one model that can answer over a store's blocks."""
+
+    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
+        """Return whether the servers can read stored blocks by this method."""
+        return reads(card, method)
+
+    def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> VllmEngine:
+        """Return an engine that answers by these servers, over a store's blocks."""
+        return VllmEngine(card, prompts, kv, self)
+
+
+def connect(url: str, fingerprint: str, key: str | None) -> VllmConnection:
+    """Return the servers at an address, asked for this model. Raises ConfigError for another kind of address."""
+    return VllmConnection(url, served_name(fingerprint), key)

@@ -8,11 +8,10 @@ walked in sorted order; names that begin with a dot and stores are left out.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import NamedTuple
 
 from ragcache import plugins
@@ -20,6 +19,7 @@ from ragcache.errors import ReaderError
 from ragcache.files import STORE_MARK
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers.plain import Reader, printable, readable, unreadable
+from ragcache.plugins import load
 from ragcache.store.places import edited
 
 # Source code. XML and YAML are data, of which a folder may hold much that nobody asks for.
@@ -125,10 +125,9 @@ def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
 
 
 def reader_of(path: Path) -> Reader:
-    """The reader of files of this kind."""
-    suffix = path.suffix.lower()
-    reader: Reader = resolve_name(OWN.get(suffix) or readers()[suffix])
-    return reader
+    """Return the reader of this kind of file, imported at its first use. Raises ConfigError, PluginError."""
+    objects: Mapping[str, Reader | str] = readers()
+    return load("kind of file", path.suffix.lower(), objects)
 
 
 def _renamed(record: Document | ReaderError, file: SourceFile) -> Document | ReaderError:

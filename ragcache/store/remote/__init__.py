@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
-from ragcache import plugins
-from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError, check_choice
-from ragcache.plugins import Registry
+from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError
+from ragcache.plugins import load
 
 # Seconds of one attempt, and attempts at one call.
 CONNECT_S = 3.0
@@ -184,7 +183,11 @@ class Connection:
             )
 
 
-SCHEMES: Registry[Callable[[str], Blobs]] = Registry(plugins.REMOTES)
+_OBJECTS, _REDIS = "ragcache_remote.object_store:open_objects", "ragcache_remote.redis:open_redis"
+SCHEMES: dict[str, Callable[[str], Blobs] | str] = {
+    **dict.fromkeys(("s3", "gs", "az", "file"), _OBJECTS),
+    **dict.fromkeys(("redis", "rediss"), _REDIS),
+}
 """What opens a URL, by its scheme."""
 
 
@@ -208,6 +211,4 @@ def open_blobs(url: str) -> Blobs:
     scheme, sign, _ = url.partition("://")
     if not sign or not re.fullmatch("[a-z0-9+.-]+", scheme):
         raise ConfigError("the remote is no URL; write it like s3://bucket/prefix or redis://host:6379/0")
-    if scheme not in SCHEMES:
-        check_choice("the remote's scheme", scheme, SCHEMES)
-    return SCHEMES[scheme](url)
+    return load("the remote's scheme", scheme, SCHEMES)(url)
