@@ -12,7 +12,6 @@ import pytest
 from setuptools import find_namespace_packages
 
 from ragcache.models.pull import READERS
-from tools import house
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other project's distribution, by any way of asking for it: as a requirement with extras, or to pip by its name.
@@ -53,13 +52,16 @@ def test_the_distribution_has_a_name_of_its_own():
     assert project["name"] == "ragcache-kv"
 
 
+OWN_PACKAGES = {"ragcache", "langchain_ragcache"} | {
+    path.name for where in ("extras", "integrations") for path in (ROOT / where).glob("*/ragcache_*")
+}
+
+
 def test_only_the_package_its_integrations_and_its_apps_are_shipped():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     find = settings["packages"]["find"]
     found = [name for where in find["where"] for name in find_namespace_packages(ROOT / where, include=find["include"])]
-    annexes = {path.rpartition("/")[2] for path in house.ANNEXES}
-    own = {"ragcache", "ragcache_chatbot", "langchain_ragcache", "llama_index"}
-    assert {name.split(".")[0] for name in found} == annexes | own
+    assert {name.split(".")[0] for name in found} == {*OWN_PACKAGES, "ragcache_chatbot", "llama_index"}
 
 
 # Module -> distribution, where its name is another one, or that of the package that brings it along.
@@ -107,11 +109,10 @@ def declared(requirements: list[str]) -> set[str]:
 def test_an_extra_declares_what_its_packages_import():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, find = settings["project"], settings["tool"]["setuptools"]["packages"]["find"]
-    own = {"ragcache", "langchain_ragcache", *(path.rpartition("/")[2] for path in house.ANNEXES)}
     for where in find["where"]:
         folder = ROOT / ("ragcache" if where == "." else where)
         files = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
-        modules = set().union(*map(imported, files)) - own - OPTIONAL
+        modules = set().union(*map(imported, files)) - OWN_PACKAGES - OPTIONAL
         requirements = [*project["dependencies"]]
         for extra in EXTRAS.get(where, []):
             requirements += project["optional-dependencies"][extra]
