@@ -40,7 +40,7 @@ def test_a_run_writes_its_table_and_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "method"), [("mini-long-link", "link"), ("mini-long", "reposition:neighbours=1")], ids=["link", "behind"]
+    ("model", "method"), [("mini", "link"), ("mini-base", "reposition:neighbours=1")], ids=["link", "behind"]
 )
 def test_what_leans_across_pages_is_answered(tmp_path: Path, model: str, method: str) -> None:
     """Answered with trained link tokens, and where pages were read behind those before them in their document;

@@ -15,7 +15,7 @@ HUB_S = 5.0
 CONFIG = "config.json"
 ADAPTER = "adapter.json"
 GGUF = ".gguf"
-BUNDLED = {"mini": "mini", "mini-base": "mini_base", "mini-long": "mini_long", "mini-long-link": "mini_long_link"}
+BUNDLED = {"mini": "mini", "mini-base": "mini_base"}
 """Name -> directory inside the package."""
 
 

@@ -63,9 +63,8 @@ def load_lm(
 ) -> LanguageModel:
     """Load a model and learn how its keys move.
 
-    name:  "mini" (bundled, trained for reuse), "mini-base" (before that training), "mini-long" (grown from that, for
-           long passages), "mini-long-link" (that one, trained for reuse); "smollm2" (SmolLM2-135M-Instruct, fetched
-           once: `models/pull.py`), a directory in Hugging Face layout, a hub id, an adapter's directory
+    name:  "mini" (bundled, trained for reuse), "mini-base" (before that training); "smollm2" (SmolLM2-135M-Instruct,
+           fetched once: `models/pull.py`), a directory in Hugging Face layout, a hub id, an adapter's directory
            (`models/adapter.py`), a directory with a LoRA adapter (peft), which is merged into its base; a GGUF file (or
            `hub id/file`, or a directory with that file alone), which is dequantised to `dtype`; or a model of
            transformers that is loaded already

@@ -17,8 +17,6 @@ from torch.nn import functional as F  # noqa: N812
 
 HINT_WEIGHT = 0.3
 """Weight of the hints' loss beside that of the answers."""
-FOCUS_WEIGHT = 0.2
-"""The same of the loss of attention."""
 FUSED_LENGTH = 768
 """Tokens of a context from which on the fused attention kernel is faster."""
 
@@ -32,7 +30,6 @@ class PackedBatch(NamedTuple):
     see that chunk only, 0 for those that see all before them (`ragcache_train.masked_pass`); None: one text.
     hidden: [batch], contexts of which the questions see only what no chunk holds (link tokens, say).
     hints: [num_hints, 4], row, place and two ids: what a context token should hold when half of the layers are done.
-    focus: [num_focused, 4], layer, row and two places: what a context token should attend to in the layer's last head.
     """
 
     context_ids: Tensor
@@ -42,7 +39,6 @@ class PackedBatch(NamedTuple):
     segments: Tensor | None = None
     hidden: Tensor | None = None
     hints: Tensor | None = None
-    focus: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,8 +49,7 @@ class PackedBatch(NamedTuple):
 
 
 class PackedScores(NamedTuple):
-    """loss: mean cross-entropy over labels, HINT_WEIGHT times that of the hints and FOCUS_WEIGHT times that of the
-    attention that is asked for; right: [batch, num_questions],
+    """loss: mean cross-entropy over labels, and HINT_WEIGHT times that of the hints; right: [batch, num_questions],
     whether every label is the most likely token, which for an answer is whether greedy decoding gives it exactly."""
 
     loss: Tensor
@@ -63,8 +58,7 @@ class PackedScores(NamedTuple):
 
 def packed_scores(model: Any, batch: PackedBatch) -> PackedScores:
     """Run `model` (LlamaForCausalLM) over `batch`."""
-    focus: list[Tensor] = []
-    states = _states(model, batch, focus)
+    states = _states(model, batch)
     hidden = _questions(model, batch, states[-1])
     labels = batch.labels.flatten()
     chosen = torch.nonzero(labels != -100).squeeze(-1)
@@ -72,8 +66,6 @@ def packed_scores(model: Any, batch: PackedBatch) -> PackedScores:
     loss = F.cross_entropy(logits, labels[chosen])
     if batch.hints is not None:
         loss = loss + HINT_WEIGHT * _hint_loss(model, states[len(states) // 2 - 1], batch.hints)
-    if focus:
-        loss = loss + FOCUS_WEIGHT * torch.cat(focus).mean()
     wrong = torch.zeros_like(labels, dtype=torch.bool)
     wrong[chosen] = logits.detach().argmax(-1) != labels[chosen]
     return PackedScores(loss, ~wrong.view(batch.labels.shape).any(-1))
@@ -84,11 +76,8 @@ def packed_hidden(model: Any, batch: PackedBatch) -> Tensor:
     return _questions(model, batch, _states(model, batch)[-1])
 
 
-def _states(model: Any, batch: PackedBatch, focus: list[Tensor] | None = None) -> list[Tensor]:
-    """What each layer leaves, of context and questions: [batch, seq_len, hidden_size] each.
-
-    focus: where the losses of the batch's focus go
-    """
+def _states(model: Any, batch: PackedBatch) -> list[Tensor]:
+    """Return what each layer leaves, of context and questions: [batch, seq_len, hidden_size] each."""
     context_len = batch.context_ids.shape[1]
     num_questions, question_len = batch.question_ids.shape[1:]
     ids = torch.cat([batch.context_ids, batch.question_ids.flatten(1)], dim=1)
@@ -97,9 +86,7 @@ def _states(model: Any, batch: PackedBatch, focus: list[Tensor] | None = None) -
     masks = (_context_mask(batch), _unseen(batch), batch.segments is None)
     layout = _Layout(context_len, num_questions, question_len, *masks, (cos, sin))
     states = []
-    for number, layer in enumerate(model.model.layers):
-        if focus is not None and batch.focus is not None:
-            focus.append(_focus_loss(layer, x, layout, model.config, batch.focus[batch.focus[:, 0] == number]))
+    for layer in model.model.layers:
         x = _layer(layer, x, layout, model.config)
         states.append(x)
     return states
@@ -115,19 +102,6 @@ def _hint_loss(model: Any, state: Tensor, hints: Tensor) -> Tensor:
     row, place = hints[:, 0], hints[:, 1]
     logits = F.linear(_rms_norm(state[row, place], model.model.norm), model.lm_head.weight).float()
     return -logits.log_softmax(-1).gather(1, hints[:, 2:]).mean()
-
-
-def _focus_loss(layer: Any, x: Tensor, layout: _Layout, config: Any, focus: Tensor) -> Tensor:
-    """By token, the cross-entropy of the last head's attention and all of it on the place that is wanted."""
-    _, rows, places, wanted = focus.unbind(1)
-    normed = _rms_norm(x, layer.input_layernorm)
-    queries, keys = (
-        _rotate(_heads(project(normed), config.head_dim), layout.rotary)[:, -1]
-        for project in (layer.self_attn.q_proj, layer.self_attn.k_proj)
-    )
-    scores = (keys[rows, : layout.context_len] @ queries[rows, places][:, :, None])[:, :, 0] * config.head_dim**-0.5
-    behind = torch.arange(layout.context_len, device=x.device) > places[:, None]
-    return F.cross_entropy(scores.masked_fill(behind, float("-inf")).float(), wanted, reduction="none")
 
 
 class _Layout(NamedTuple):

@@ -179,13 +179,10 @@ class ReuseTrainer(Trainer):
     def _draw_reading(self, rng: random.Random) -> int:
         if self.progress.stage == TAKING_UP:
             return rng.choices((STANDARD, SEPARATE, HIDDEN), TAKING_UP_SHARES)[0]
-        share = self._standard_share()
+        share = VARIANTS[self.options.variant].standard_share
         if self.progress.stage == SETTLING:
             share = max(share, SETTLING_STANDARD_SHARE)
         return STANDARD if rng.random() < share else SEPARATE
-
-    def _standard_share(self) -> float:
-        return VARIANTS[self.options.variant].standard_share
 
     def _draw_kind(self, rng: random.Random) -> str | None:
         if self.progress.stage < SETTLING:
@@ -214,12 +211,7 @@ class ReuseTrainer(Trainer):
             torch.tensor([padded(numbers, max(lengths), 0) for numbers in segments]),
             torch.tensor([reading == HIDDEN for _ in rows]),
             self._hints(rows, contexts) if helped else None,
-            self._focus(rows, contexts, longest) if helped else None,
         )
-
-    def _focus(self, rows: Sequence[Any], contexts: Sequence[list[int]], question_len: int) -> Tensor | None:
-        """Where tokens should look; None: anywhere. question_len: of all questions, padded"""
-        return None
 
     def _hints(self, rows: Sequence[Any], contexts: Sequence[list[int]]) -> Tensor:
         """A link token should hold the name of its passage's entity and, where a sentence was cut, how that ends."""
