@@ -45,7 +45,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "kept": {"name": "isolated", "bos": False, "kept": 0.3},
     "kept for a task": {"name": "prefix", "bos": False, "kept": 0.5, "task": "Answer."},
     "anchors": {"name": "isolated", "bos": False, "anchors": [90, 91], "segment": 16},
-    "AnLLM": {"name": "isolated", "bos": False, "anchors": [90, 91], "segment": 16, "seen_by_text": True},
 }
 LINK = {"link_tokens": 2, "link_slots": 4, "first_link_id": 100}
 PACKET = {"first_packet_id": 300, "header_tokens": 2, "trailer_tokens": 1}
@@ -59,7 +58,6 @@ SECTIONS: list[dict[str, Any]] = [
         {"method": "markers", "doc_start_id": 60, "doc_end_id": 61, "positions": "composite"},
         {"method": "packet", **PACKET},
         {"method": "reposition", **ANCHORS},
-        {"method": "reposition", **ANCHORS, "text_sees_anchors": True},
     )
 ]
 RATES = {

@@ -5,8 +5,8 @@ KVLink, section 2.4 (arXiv 2502.16002), after AnLLMs (arXiv 2402.07616). A chunk
     ids       t  t  t  t  a1 a2 t  t  t  t  a1 a2
     segment   0  0  0  0  0  0  1  1  1  1  1  1
 
-Text sees its own segment, and by AnLLMs' own mask the anchors before it. An anchor sees both in any case; whatever
-stands behind the chunk sees anchors alone. The positions are those of the sequence as it stands here.
+Text sees its own segment. An anchor sees that and the anchors before it; tokens after the chunk see anchors alone.
+Positions are those of the sequence above.
 
 Who sees whom follows from one number a token, which training's masks read as well: its passage in the lower bits, above
 them four times its segment, 1 more for text that gives way to anchors, and 2 more for text that sees none. A token of
@@ -39,25 +39,22 @@ class Anchors(NamedTuple):
     ids:     the same behind each
     segment: text tokens of one. The last one of a chunk may be shorter: it has its share of anchors, the first ones, so
              that a chunk of n tokens has ceil(n * len(ids) / segment) in all
-    seen_by_text: whether a chunk's text sees the anchors of the segments before (AnLLMs)
     """
 
     ids: tuple[int, ...]
     segment: int
-    seen_by_text: bool = False
 
     @classmethod
     def of(cls, given: object) -> Anchors | None:
-        """Raises ConfigError for what are no ids with at least as many text tokens (and a bool)."""
+        """Return anchors of (ids, text tokens). Raises ConfigError for other values, or fewer text tokens than ids."""
         if given is None:
             return None
         try:
-            own, *more = cast(Sequence[Any], given)
-            found = cls(tuple(own), *more)
+            own, segment = cast(Sequence[Any], given)
+            found = cls(tuple(own), segment)
         except (TypeError, ValueError):
             found = cls((), 0)
-        is_pair = all(map(is_whole, (*found.ids, found.segment))) and 1 <= len(found.ids) <= found.segment
-        if not is_pair or not isinstance(found.seen_by_text, bool):
+        if not (all(map(is_whole, (*found.ids, found.segment))) and 1 <= len(found.ids) <= found.segment):
             raise ConfigError(
                 f"anchors {given!r} cannot be used: give their ids, at least one, and the text tokens of a segment, at "
                 "least as many, as ((5, 6), 100)"
@@ -66,7 +63,7 @@ class Anchors(NamedTuple):
 
     def __str__(self) -> str:
         shown = f"{self.ids[0]} to {self.ids[-1]}" if len(self.ids) > 1 else f"{self.ids[0]}"
-        return f"anchors {shown} behind every {self.segment} tokens" + ", which text sees" * self.seen_by_text
+        return f"anchors {shown} behind every {self.segment} tokens"
 
     @property
     def share(self) -> float:
@@ -97,8 +94,7 @@ class Anchors(NamedTuple):
         for segment, start in enumerate(range(0, num_tokens, whole)):
             size = min(whole, num_tokens - start)
             anchors, own = self.held(size), passage | 4 * segment << _PASSAGE_BITS
-            text = own | (1 if self.seen_by_text else 3) << _PASSAGE_BITS
-            found += [text] * (size - anchors) + [own] * anchors
+            found += [own | 3 << _PASSAGE_BITS] * (size - anchors) + [own] * anchors
         return found
 
 

@@ -207,7 +207,6 @@ class Recipe:
             found |= {"kept": float(self.kept), **({"task": self.task} if self.task else {})}
         if self.anchors is not None:
             found |= {"anchors": list(self.anchors.ids), "segment": self.anchors.segment}
-            found |= {"seen_by_text": True} if self.anchors.seen_by_text else {}
         return found
 
     @classmethod
@@ -215,8 +214,7 @@ class Recipe:
         """Raises ConfigError for what is no recipe."""
         name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
         added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
-        stated = (given.get("segment"), given.get("seen_by_text", False))
-        anchors = (given["anchors"], *stated) if "anchors" in given else None
+        anchors = (given["anchors"], given.get("segment")) if "anchors" in given else None
         return cls(name, bos, given.get("markers"), *added, Anchors.of(anchors), tuple(given.get("primer", ())) or "")
 
 

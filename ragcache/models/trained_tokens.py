@@ -34,7 +34,7 @@ SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
 # Left out where there are none, so that sections are as they were before packets and anchors.
 _PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
-_ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment", "text_sees_anchors")
+_ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment")
 # Fields that go with each method.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET, *_ANCHORS),
@@ -62,7 +62,7 @@ class TrainedTokens:
     first_packet_id: id of the first of `header_tokens` in front of every chunk; the ids of `trailer_tokens` behind it
                  follow (packet, link)
     first_anchor_id: id of the first of `anchor_tokens` behind every `anchor_segment` tokens of a chunk (link,
-                 reposition); text_sees_anchors: by AnLLMs' mask
+                 reposition)
 
     Raises ConfigError naming the field that is missing or out of range.
     """
@@ -83,14 +83,13 @@ class TrainedTokens:
     first_anchor_id: int | None = None
     anchor_tokens: int = 0
     anchor_segment: int = 0
-    text_sees_anchors: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in _FIELDS:
             raise _bad(f"method {self.method!r} is unknown; it is one of {', '.join(_FIELDS)}")
         if self.recipe not in RECIPE_NAMES:
             raise _bad(f"recipe {self.recipe!r} is unknown; it is one of {', '.join(RECIPE_NAMES)}")
-        for name in (*_FIELDS["link"][:-1], "doc_start_id", "doc_end_id"):  # the last one is no number
+        for name in (*_FIELDS["link"], "doc_start_id", "doc_end_id"):
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 0):
                 raise _bad(f"{name} is {value!r}; it is a whole number of at least 0")
@@ -106,10 +105,6 @@ class TrainedTokens:
 
     def _check_anchors(self) -> None:
         stated = (self.first_anchor_id is not None, bool(self.anchor_tokens), bool(self.anchor_segment))
-        if self.text_sees_anchors is not False and (self.text_sees_anchors is not True or not all(stated)):
-            raise _bad(
-                f"text_sees_anchors is {self.text_sees_anchors!r}; it is true where there are anchors, or left out"
-            )
         if any(stated) and not all(stated):
             raise _bad("first_anchor_id, anchor_tokens and anchor_segment go together; state all three or none")
         if any(stated) and (self.packet or not set(_ANCHORS) <= set(_FIELDS[self.method])):
@@ -190,7 +185,7 @@ class TrainedTokens:
         if self.first_anchor_id is None:
             return None
         ids = range(self.first_anchor_id, self.first_anchor_id + self.anchor_tokens)
-        return Anchors(tuple(ids), self.anchor_segment, self.text_sees_anchors)
+        return Anchors(tuple(ids), self.anchor_segment)
 
     @property
     def markers(self) -> Sides | None:

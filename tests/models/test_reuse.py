@@ -44,8 +44,7 @@ def test_ids_of_a_packet():
 
 def test_ids_of_anchors():
     spec = replace(LINK, **ANCHORS)
-    assert spec.anchors == ((110, 111, 112), 8, False)
-    assert TrainedTokens.read({**spec.section(), "text_sees_anchors": True}).anchors == ((110, 111, 112), 8, True)
+    assert spec.anchors == ((110, 111, 112), 8)
     assert spec.added_ids == {*range(100, 108), *range(110, 113)}
     assert (LINK.anchors, spec.packet, spec.markers) == (None, None, None)
 
@@ -89,8 +88,6 @@ def test_the_layout_of_the_authors_llama3_checkpoints():
         ({**LINK.section(), **ANCHORS, "first_packet_id": 120, "header_tokens": 1}, "with a packet has no anchors"),
         ({"version": 1, "method": "packet", **ANCHORS}, "'packet' has no anchors"),
         ({"version": 1, "method": "reposition", **ANCHORS, "anchor_tokens": "3"}, "anchor_tokens is '3'"),
-        ({"version": 1, "method": "reposition", **ANCHORS, "text_sees_anchors": 1}, "text_sees_anchors is 1"),
-        ({**LINK.section(), "text_sees_anchors": True}, "where there are anchors"),
         ({"version": 1, "method": "packet", "first_packet_id": 8, "trailer_tokens": 1.5}, "trailer_tokens is 1.5"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "positions": "reordered"}, "doc_end_id"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "doc_end_id": 4, "positions": "odd"}, "odd"),

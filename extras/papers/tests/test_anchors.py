@@ -1,8 +1,6 @@
 """Anchors: what blocks hold and what is answered from them, against plain transformers over the whole sequence of text
 and anchors under an explicit mask."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from families import (
@@ -92,17 +90,6 @@ def test_a_block_is_the_anchors_kv_of_a_plain_forward(family, recipe, tmp_path):
             ours = one.lm.rope.rotate(block.layer_keys(layer), layer, torch.tensor(places))
             assert_same(ours, keys[:, places])
             assert_same(block.layer_values(layer), values[:, places])
-
-
-@pytest.mark.parametrize("family", METHOD_FAMILIES)
-def test_by_anllms_mask_text_sees_the_anchors_before_it(family, tmp_path):
-    one = Trained(family, tmp_path, replace(LINK, text_sees_anchors=True))
-    fused = rc.fuse(one.lm, PROMPT, one.lm.default_method)
-    local, theirs = (
-        plain_logits(one.plain, compressed(links=LINKS, start=60, end=61, anllm=mask)) for mask in (False, True)
-    )
-    assert_same(fused.next_logits, theirs)
-    assert (theirs - local).abs().max() > 1e-4 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ of the positions, which start again at every question (and at every chunk where 
 trained).
 
 KVLink's compressed caches (section 2.4, figure 7): a chunk's text sees its own segment, an anchor its segment and the
-anchors of the chunk before it, and all else anchors but no such text. By AnLLM's mask text sees these anchors too.
+anchors of the chunk before it, and all else anchors but no such text.
 
 The number is the token's segment:
 

@@ -38,14 +38,13 @@ def choose_spec(
     trailer_tokens: int = 0,
     anchor_tokens: int = 0,
     anchor_segment: int = 0,
-    text_sees_anchors: bool = False,
 ) -> TrainedTokens | None:
     """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
 
     reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet", or "none"
            or "cartridge" (None then)
     header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
-    anchor_tokens, anchor_segment: behind so many tokens of every passage ("link"); text_sees_anchors: AnLLM's mask
+    anchor_tokens, anchor_segment: behind so many tokens of every passage ("link")
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
@@ -61,8 +60,7 @@ def choose_spec(
     if not anchor_tokens:
         return spec
     first = _ids(tokenizer, [f"<|anchor_{n + 1}|>" for n in range(anchor_tokens)], spec.added_ids)[0]
-    spec = replace(spec, first_anchor_id=first, anchor_tokens=anchor_tokens, anchor_segment=anchor_segment)
-    return replace(spec, text_sees_anchors=text_sees_anchors)
+    return replace(spec, first_anchor_id=first, anchor_tokens=anchor_tokens, anchor_segment=anchor_segment)
 
 
 def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> TrainedTokens:

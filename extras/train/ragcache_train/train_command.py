@@ -42,9 +42,6 @@ class ReuseOptions:
         int, option("--anchors", "For link: tokens behind each segment of a passage, whose KV alone is stored.")
     ] = 0
     anchor_segment: Annotated[int, option("--anchor-segment", "Text tokens of such a segment.")] = 100
-    text_sees_anchors: Annotated[
-        bool, option("--text-sees-anchors", "AnLLM's mask: text sees the anchors of earlier segments of its passage.")
-    ] = False
     positions: Annotated[Literal["reordered", "composite"], option("--positions", "Of passages between markers.")] = (
         "reordered"
     )

@@ -54,7 +54,6 @@ class TrainOptions:
                      as PACKETS has it
     anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
                      block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
-    text_sees_anchors: AnLLM's mask: a passage's text sees the anchors before its own segment, too
     store:           draw `rows` rows of `passages` neighbouring passages from this store, without labels. By
                      "distill" other rows, too, have a random number of passages, so many at most
     database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
@@ -107,7 +106,6 @@ class TrainOptions:
     link_slots: int = 16
     anchor_tokens: int = 0
     anchor_segment: int = 100
-    text_sees_anchors: bool = False
     positions: str = "reordered"
     separate_share: float = 0.5
     mixture: Mapping[str, float] | None = None
@@ -177,8 +175,6 @@ class TrainOptions:
     def _check_anchors(self) -> None:
         check_least("anchor_tokens", self.anchor_tokens, 0)
         if not self.anchor_tokens:
-            if self.text_sees_anchors:
-                raise ConfigError("text_sees_anchors goes with anchors: give anchor_tokens, or leave it out")
             return
         if self.reuse != "link" or any(self.packet):
             raise ConfigError("anchor_tokens goes with reuse='link' alone, without header_tokens or trailer_tokens")

@@ -260,7 +260,7 @@ def _encode(
         rows = study_rows(lm, options.corpus, **size, seed=options.seed)
     if options.is_frozen or options.distills:
         filled = asking.fill(rows)
-    stored = *options.packet, options.anchor_tokens, options.anchor_segment, options.text_sees_anchors
+    stored = *options.packet, options.anchor_tokens, options.anchor_segment
     spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *stored)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
     if options.is_frozen:

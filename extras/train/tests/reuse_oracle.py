@@ -15,8 +15,7 @@ from torch import Tensor
 
 class Tok(NamedTuple):
     """part: "prefix", "start", "chunk", "text", "anchor", "link", "end" or "question"; number: of the chunk or
-    question, from 0; segment: of a chunk with anchors, whose tokens are "text" and "anchor", or by AnLLM's mask
-    "reading text" in place of "text"."""
+    question, from 0; segment: of a chunk with anchors, whose tokens are "text" and "anchor"."""
 
     id: int
     part: str
@@ -53,18 +52,15 @@ def compressed(
     size: int,
     start: int | None = None,
     end: int | None = None,
-    anllm: bool = False,
 ) -> list[Tok]:
-    """KVLink, section 2.4: documents in segments of `size` tokens, anchors behind each; a shorter one has its share.
-    anllm: "the anchor tokens in the previous chunk can be attended by the following raw tokens and anchor tokens" (the
-    authors, to the reviewer who asked what differs)"""
+    """KVLink, section 2.4: documents in segments of `size` tokens, anchors behind each; a shorter one has its share."""
     found: list[tuple[int, str, int, int]] = [(i, "prefix", 0, 0) for i in prefix]
     found += [] if start is None else [(start, "start", 0, 0)]
     for number, chunk in enumerate(chunks):
         for segment in range(math.ceil(len(chunk) / size)):
             text = chunk[segment * size : (segment + 1) * size]
             count = math.ceil(Fraction(len(text) * len(anchors), size))
-            found += [(i, "reading text" if anllm else "text", number, segment) for i in text]
+            found += [(i, "text", number, segment) for i in text]
             found += [(i, "anchor", number, segment) for i in anchors[:count]]
         found += [(i, "link", number, 0) for i in links[number]]
     found += [] if end is None else [(end, "end", 0, 0)]
@@ -117,17 +113,14 @@ def may_see(
         return False  # nothing sees what comes later
     if window is not None and reader.position - read.position >= window:
         return False
-    raw = ("text", "reading text")
-    if behind_prefix and reader.part in ("chunk", *raw, "anchor") and read.part in ("prefix", "start"):
+    if behind_prefix and reader.part in ("chunk", "text", "anchor") and read.part in ("prefix", "start"):
         return True
-    if reader.part == "reading text" and read.part == "anchor":
-        return read.number == reader.number
-    if reader.part in raw:  # the original tokens in each segment maintain local attention
-        return read.part in raw and (read.number, read.segment) == (reader.number, reader.segment)
+    if reader.part == "text":  # the original tokens in each segment maintain local attention
+        return read.part == "text" and (read.number, read.segment) == (reader.number, reader.segment)
     if reader.part == "anchor":  # their own segment, and the preceding anchors of their document
-        own_segment = read.part in raw and read.segment == reader.segment
+        own_segment = read.part == "text" and read.segment == reader.segment
         return read.number == reader.number and (read.part == "anchor" or own_segment)
-    if read.part in raw:
+    if read.part == "text":
         return False  # what stands behind a compressed document sees its anchors alone
     if reader.part == "chunk":  # documents keep their local causal attention
         return read.part == "chunk" and read.number == reader.number

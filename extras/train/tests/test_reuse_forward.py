@@ -23,7 +23,6 @@ MARKERS = {
 SPECS = {"link": LINK, "reposition": TrainedTokens("reposition"), **MARKERS}
 ANCHORS = {"first_anchor_id": 62, "anchor_tokens": 2, "anchor_segment": 4}
 ANCHORED = {name: replace(SPECS[name], **ANCHORS) for name in ("link", "reposition")}
-ANCHORED |= {f"{name}, AnLLM": replace(spec, text_sees_anchors=True) for name, spec in ANCHORED.items()}
 EVERY = {**SPECS, **{f"{name}, anchors": spec for name, spec in ANCHORED.items()}}
 PROMPT = random_prompt(3)
 QUESTIONS = [list(PROMPT.suffix_ids), [101, 102, 103], [104, 105, 106, 107]]
@@ -59,7 +58,7 @@ def papers_tokens(spec: TrainedTokens, questions: list[list[int]]) -> list[oracl
     links = [[20 + 2 * slot, 21 + 2 * slot] for slot in range(len(chunks))]
     if spec.anchors is not None:
         around = (links, (62, 63), 4, 60, 61) if spec.method == "link" else ([[]] * len(chunks), (62, 63), 4)
-        return oracle.compressed(prefix, chunks, questions, *around, anllm=spec.text_sees_anchors)
+        return oracle.compressed(prefix, chunks, questions, *around)
     if spec.method == "link":
         return oracle.linked(prefix, chunks, questions, links, 60, 61)
     return oracle.linked(prefix, chunks, questions, [[]] * len(chunks))

@@ -15,7 +15,6 @@ from ragcache_train.train_batches import Ask, EncodedRow, Sample, collate, lay_o
 
 LINK = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91)
 ANCHORED = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
-ANLLM = replace(ANCHORED, text_sees_anchors=True)
 COMPOSITE = TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions="composite")
 WINDOWS = (None, 5)
 
@@ -33,7 +32,7 @@ def both(seed: int):
     """A random row laid out by us, and by the oracle."""
     prefix, chunks, questions = random_parts(seed)
     row = EncodedRow("qa", "", prefix, chunks, [Ask(ids[:1], [*ids[1:], 3]) for ids in questions], None, True)
-    kind = seed % 6
+    kind = seed % 5
     if kind == 0:
         return lay_out(row, LINK, False), oracle.together(prefix, chunks, questions)
     if kind == 1:
@@ -43,10 +42,9 @@ def both(seed: int):
         return lay_out(row, COMPOSITE, True), oracle.marked(prefix, chunks, questions, (80, 81), True)
     links = [LINK.link_ids(slot) for slot in range(len(chunks))]
     around = (90, 91) if chunks else (None, None)
-    if kind in (3, 5):
-        spec = ANLLM if kind == 5 else ANCHORED
-        form = (links, (92, 93), 3, *around, spec is ANLLM)
-        return lay_out(row, spec, True), oracle.compressed(prefix, chunks, questions, *form)
+    if kind == 3:
+        form = (links, (92, 93), 3, *around)
+        return lay_out(row, ANCHORED, True), oracle.compressed(prefix, chunks, questions, *form)
     return lay_out(row, LINK, True), oracle.linked(prefix, chunks, questions, links, *around)
 
 

@@ -267,7 +267,6 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
         {"anchor_tokens": 9, "anchor_segment": 8},
         {"anchor_tokens": 5, "reuse": "markers"},
         {"anchor_tokens": 5, "header_tokens": 8, "freeze": True},
-        {"text_sees_anchors": True},
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_read(options, changes):

@@ -47,11 +47,11 @@ def test_a_run(base, data, tmp_path):
 
 
 def test_a_run_with_anchors(base, data, tmp_path):
-    out, anchors = tmp_path / "out", ("--anchor-segment", "9", "--text-sees-anchors")
+    out, anchors = tmp_path / "out", ("--anchor-segment", "9")
     result = run(base, data, out, "--steps", "1", "--link-tokens", "0", "--anchors", "2", *anchors)
     assert result.exit_code == 0, result.output
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    spec = TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9, text_sees_anchors=True)
+    spec = TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9)
     assert config["ragcache"] == spec.section()
 
 
