@@ -185,8 +185,12 @@ class Connection:
 
 _OBJECTS, _REDIS = "ragcache_remote.object_store:open_objects", "ragcache_remote.redis:open_redis"
 SCHEMES: dict[str, Callable[[str], Blobs] | str] = {
-    **dict.fromkeys(("s3", "gs", "az", "file"), _OBJECTS),
-    **dict.fromkeys(("redis", "rediss"), _REDIS),
+    "az": _OBJECTS,
+    "file": _OBJECTS,
+    "gs": _OBJECTS,
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "s3": _OBJECTS,
 }
 """What opens a URL, by its scheme."""
 
