@@ -1,7 +1,7 @@
 """Answers of the bundled models over long pages: every method beside full prefill of the same weights.
 
 python -m benchmarks quality                                                # the bundled models, every kind of question
-python -m benchmarks quality --models mini-long --methods reposition,epic --kinds leaning --set questions=50
+python -m benchmarks quality --models mini-base --methods reposition,epic --kinds leaning --set questions=50
 
 Pages of 150 to 300 tokens about held-out names, in wordings that training did not use (`ragcache_eval.registry.pages`).
 Questions are read and scored as `ragcache eval` does it; a run that was killed goes on from its journals.
@@ -34,7 +34,7 @@ class Settings:
     kinds:  of questions; passages: pages in a context; seed: of the table, options are chosen on another one
     """
 
-    models: tuple[str, ...] = ("mini-long", "mini-long-link")
+    models: tuple[str, ...] = ("mini-base", "mini")
     methods: tuple[str, ...] = ()
     kinds: tuple[str, ...] = PAGE_KINDS
     passages: int = 8
