@@ -86,7 +86,7 @@ more += teams()
 if sys.argv[1] == "off":
     runtime._library = lambda: None
 texts = {str(n): f"Town {n} has a river. " + "The club meets in the old mill by the bridge. " * 20 for n in range(4)}
-config = StoreConfig(codec="int8", write_behind_bytes=1 << 24, memory_bytes=1 << 26, load="always")
+config = StoreConfig(codec="int8", memory_bytes=1 << 26, load="always")
 with tempfile.TemporaryDirectory() as root:
     def ingest():
         with rc.RagCache.open(root, model="mini", embedder=BagOfWords(), store=config) as kb:
@@ -105,7 +105,7 @@ with tempfile.TemporaryDirectory() as root:
 
 @pytest.mark.slow
 def test_no_team_outlives_an_answer_an_ingestion_or_loading() -> None:
-    """Readers, the writer behind and askers live on. Without `openmp`, each of them keeps three threads."""
+    """Readers and askers live on. Without `openmp`, each of them keeps three threads."""
     assert run(ASKING, "on") == [0, 0, 0, 1]
     ingested, opened, asked, cached = run(ASKING, "off")
     assert min(ingested, opened, asked) >= 3

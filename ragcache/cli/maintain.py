@@ -66,7 +66,6 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         *((f"{tier} bytes", bytes_text(count)) for tier, count in found.bytes_by_tier.items()),
         *((f"{tier} hits", count) for tier, count in found.hits_by_tier.items()),
         *_foreign_rows(found.foreign),
-        *((("unwritten bytes", bytes_text(found.unwritten_bytes)),) if found.unwritten_bytes else ()),
         ("pinned blocks", found.pinned),
         ("misses", found.misses),
         ("hit rate", rate),

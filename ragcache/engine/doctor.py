@@ -67,7 +67,6 @@ def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30
     refuse_unproven(store.layout)
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
-        store.kv.flush()
         expired = store.kv.expire()
         referenced = store.documents.handles()
         damaged, newer, checked = _verify_blocks(store)
@@ -105,7 +104,7 @@ def _forget_missing(store: StoreParts) -> list[str]:
         chunk.id
         for document in store.documents.documents()
         for chunk in store.documents.chunks_of(document.id)
-        if chunk.handle is not None and chunk.handle not in kept and not store.kv.lookup([chunk.handle], "flushed")
+        if chunk.handle is not None and chunk.handle not in kept and not store.kv.lookup([chunk.handle], "durable")
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))

@@ -43,7 +43,6 @@ class Info:
     neighbours: int = 0
     neighbours_from: str = SIMILARITY
     pinned: int = 0
-    unwritten_bytes: int = 0
     foreign: ForeignUsage | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +69,6 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
         neighbours=near.number,
         neighbours_from=near.chosen_from,
         pinned=stats.pinned,
-        unwritten_bytes=stats.unwritten_bytes,
         foreign=store.kv.foreign_usage(),
     )
 

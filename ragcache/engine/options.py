@@ -57,7 +57,7 @@ class StoreConfig(Config):
 
     database:     None: SQLite inside the store's directory. The directory names the database that has its documents,
                   and another one is refused
-    codec, eviction, admission, trace, device_bytes, disk_bytes, write_behind_bytes, ttl_s: see KVStore
+    codec, eviction, admission, trace, device_bytes, disk_bytes, ttl_s: see KVStore
     index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: of KV on the model's device that stays for later questions: exact KV of prompts, answers and system
@@ -129,12 +129,6 @@ class StoreConfig(Config):
     disk_bytes: Annotated[int | None, Size("--disk", "Budget of the disk tier; without one it keeps every block.")] = (
         None
     )
-    write_behind_bytes: Annotated[
-        int,
-        Size(
-            "--write-behind", "Blocks that questions leave to be written later, in bytes; 0: each is written at once."
-        ),
-    ] = 0
     ttl_s: Annotated[
         float | None, Option("--ttl", "Drop blocks that were not used for so many seconds; pinned ones stay.")
     ] = None

@@ -178,7 +178,7 @@ class Precompute:
     def _there(self, wanted: dict[str, Chunk], *, listed: bool) -> set[str]:
         """Those whose KV is kept: with the store's own documents, or here. listed: on the list, too, from now on"""
         own = self._parts.store.documents.referenced(wanted)
-        own = set(self._kv.lookup(own, "flushed"))
+        own = set(self._kv.lookup(own, "durable"))
         here = {key: one.num_bytes for key, one in self._blocks.lookup(wanted.keys() - own).items()}
         self._sizes |= here
         for key, size in here.items() if listed else ():

@@ -282,7 +282,7 @@ class WholeStore:
             if not self._kv.keeps_exactly(handle, block):
                 log.warning("the KV of the whole store is not kept on disk: the store's codec would change it")
             elif self._documents.hold_over_all(handle, generation):
-                self._kv.put(handle, block, "flushed")
+                self._kv.put(handle, block)
                 if not self._documents.referenced([handle]):  # a document changed since: nothing else would find it
                     self._kv.delete(handle)
         except (*NOT_KEPT, UnencodableBlockError) as error:

@@ -128,7 +128,6 @@ class Store:
 
             with closing(BlockLoader(kv, policy=ALWAYS)) as loader:
                 loader.load(encoder, self.store.documents, missing)
-            kv.flush(keys)
             if absent := [key for key in keys if key not in kv]:
                 raise PinError(
                     f"the tiers have no room for {len(keys)} blocks at once ({len(absent)} are gone already)"

@@ -74,7 +74,6 @@ def open_kv(
         memory_bytes=config.memory_bytes,
         device_bytes=config.device_bytes,
         disk_bytes=config.disk_bytes,
-        write_behind_bytes=config.write_behind_bytes,
         ttl_s=config.ttl_s,
         referenced=referenced,
         codec=config.codec,
@@ -111,9 +110,7 @@ def open_kv_to_fill(
 
     Raises as `Connection.check` does.
     """
-    alone = replace(
-        config, database=None, remote=None, memory_bytes=0, device_bytes=0, write_behind_bytes=0, trace=None
-    )
+    alone = replace(config, database=None, remote=None, memory_bytes=0, device_bytes=0, trace=None)
     return open_kv(root, alone, None if remote is None else connect(remote, owner), basis=basis)
 
 

@@ -270,7 +270,7 @@ class IngestRun:
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
         keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
-        there = self.to.kv.lookup(keys, "flushed")
+        there = self.to.kv.lookup(keys, "durable")
         if all(chunk.handle == key and key in there for chunk, key in zip(stored, keys, strict=True)):
             self._tell_unchanged(document.id)
             return None
@@ -349,9 +349,9 @@ class IngestRun:
         key = self.to.names.first_key
         if key is None:
             return
-        if not self.to.kv.lookup([key], "flushed"):
+        if not self.to.kv.lookup([key], "durable"):
             encoder = self.to.names.encoder
-            self.to.kv.put(key, encoder.lm.encode([encoder.first_ids])[0], "flushed")
+            self.to.kv.put(key, encoder.lm.encode([encoder.first_ids])[0])
         self.to.documents.hold(key)
 
     def _commit_window(self, window: list[PendingDocument], vectors: list[Vectors]) -> None:
@@ -375,7 +375,7 @@ class IngestRun:
         chunks = [
             NewChunk(
                 id, chunk.text, chunk.token_ids, own[0],
-                handle=key if self.eager or self.to.kv.lookup([key], "flushed") else None,
+                handle=key if self.eager or self.to.kv.lookup([key], "durable") else None,
                 metadata=dict(chunk.metadata),
                 windows=list(own[1:]),
             )
@@ -428,7 +428,7 @@ class IngestRun:
             self._tell_stored(one)
         wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         if self.eager:
-            stored = self.to.kv.lookup(wanted, "flushed")
+            stored = self.to.kv.lookup(wanted, "durable")
             self.report.computed_tokens += sum(size for key, size in wanted.items() if key not in stored)
 
     def _tell_stored(self, one: PendingDocument) -> None:

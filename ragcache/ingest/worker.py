@@ -170,7 +170,7 @@ class Worker:
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> list[Vectors]:
         """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
-        wanted, stored = job.wanted, self.kv.lookup(job.wanted, "flushed")
+        wanted, stored = job.wanted, self.kv.lookup(job.wanted, "durable")
         missing = [key for key in wanted if key not in stored]
         report.reused_blocks += len(wanted) - len(missing)
         say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
@@ -205,8 +205,8 @@ class Worker:
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):
-            self.kv.put(key, block, "flushed")  # a document is committed when its blocks outlive a kill
-        report.kv_bytes += sum(stored.num_bytes for stored in self.kv.lookup([key], "flushed").values())
+            self.kv.put(key, block)  # a document is committed when its blocks outlive a kill
+        report.kv_bytes += sum(stored.num_bytes for stored in self.kv.lookup([key], "durable").values())
 
 
 class LocalWorkers:

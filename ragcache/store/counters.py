@@ -32,7 +32,6 @@ class KVStats:
     misses:        keys asked for that no tier served: it had none, a damaged one, or one that was faster to compute
     damaged:       blocks found damaged and dropped
     evictions:     blocks given up by tiers with a budget
-    unwritten_bytes: of blocks that wait to be kept by the durable tier, or are in use since they waited
     pinned:        keys that no tier gives up
     """
 
@@ -42,7 +41,6 @@ class KVStats:
     misses: int
     damaged: int
     evictions: int
-    unwritten_bytes: int = 0
     pinned: int = 0
 
 

@@ -19,12 +19,11 @@ from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.remote import Connection
 from ragcache.store.retention import Expiry, Pins
-from ragcache.store.tiers import CachedTier, DeviceTier, DurableTier, MemoryTier, RemoteTier, Tier, get_durable
+from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Tier, get_durable
 from ragcache.store.tiers.stack import Demotion, KeyLocks, Stored, TierStack
-from ragcache.store.tiers.write_behind import WriteBehind
 from ragcache.store.trace import TraceWriter
 
-Where = Literal["durable", "flushed", "memory", "again", "nowhere"]
+Where = Literal["durable", "memory", "again", "nowhere"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 LEFTOVER_AGE_S = 3600.0
 
@@ -38,7 +37,6 @@ class KVStore:
     memory_bytes: budget of the memory tier
     device_bytes: budget of the device tier, which is there from `use_device` on; 0: no such tier
     disk_bytes:   budget of the durable tier; None keeps every block
-    write_behind_bytes: of blocks that `put` leaves to a thread to write; 0: `put` writes
     durable:      name of the durable tier on this machine
     remote:       where blocks are kept beyond this machine; what is on this machine are then copies, within disk_bytes
     ttl_s:        seconds after which a block that was not used is dropped; None keeps it
@@ -68,7 +66,6 @@ class KVStore:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         device_bytes: int = 0,
         disk_bytes: int | None = None,
-        write_behind_bytes: int = 0,
         durable: str = "disk",
         remote: Connection | None = None,
         ttl_s: float | None = None,
@@ -91,11 +88,9 @@ class KVStore:
         self._device_bytes = device_bytes
         open_tier, budget = get_durable(durable), None if read_only else disk_bytes
         self._codec = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
-        tier = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__)
+        self._durable = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__)
         if remote is not None:
-            tier = CachedTier(tier, RemoteTier(remote, self._codec), fills=not read_only)
-        behind = WriteBehind(tier, write_behind_bytes)
-        self._durable: DurableTier = behind if write_behind_bytes else tier
+            self._durable = CachedTier(self._durable, RemoteTier(remote, self._codec), fills=not read_only)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
         self._complaints = WarnOnce(log)
         self._counts = AccessCounts(None if trace is None else TraceWriter(Path(trace)))
@@ -115,20 +110,19 @@ class KVStore:
     def put(self, key: str, block: KVBlock, where: Where = "durable") -> KVBlock:
         """Keep a block; returns it as it is given back from any tier (law 6): its first use is like all later ones.
 
-        where: "durable": in every tier, the durable one first: on return it is flushed, unless it is written behind. A
-                   block for which that tier has no room is held by the faster ones alone
-               "flushed": the same, and written before this returns in any case
+        where: "durable": in every tier, the durable one first: on return a kill loses nothing. A block for which that
+                   tier has no room is held by the faster ones alone
                "memory": in this process alone, for a store that cannot be written, or is full
                "again": in the faster tiers, if the durable one still has it: it was computed though it was there
                "nowhere": only what would be given back
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no tier holds anything new.
         """
-        if where in ("durable", "flushed"):
+        if where == "durable":
             self._refuse_if_read_only()
             with self._key_locks.hold(key):
-                written = self._durable.put(key, block, flushed=where == "flushed")
-                self._demotion.stays(key, late=self._durable.writes_late)
+                written = self._durable.put(key, block)
+                self._demotion.stays(key)
                 block = self._tiers.promote(key, written or self._durable.roundtrip(key, block))
                 self._expiry.use(key)
         else:
@@ -214,16 +208,16 @@ class KVStore:
         """Count and trace an access that `ask` announced. None: no tier served it; it is traced when it is made."""
         self._counts.served(request, key, loaded)
 
-    def lookup(self, keys: Iterable[str], where: Where = "durable") -> dict[str, Stored]:
+    def lookup(self, keys: Iterable[str], where: Literal["any", "durable", "memory"] = "any") -> dict[str, Stored]:
         """The fastest tier that has each of these blocks, and the bytes that reading it moves; others are left out.
         Changes, reads and verifies nothing.
 
-        where: "flushed": what outlives this process, with the bytes that it takes there; "memory": what is in memory
+        where: "durable": what outlives this process, with the bytes that it takes there; "memory": what is in memory
                here, with no disk and no network asked
         """
         wanted = [key for key in keys if not self._is_over(key)]
-        if where == "flushed":
-            sizes = self._durable.sizes(wanted, written=True)
+        if where == "durable":
+            sizes = self._durable.sizes(wanted)
             return {key: Stored(self._durable.name, size) for key, size in sizes.items() if size}
         found = self._tiers.lookup(wanted, memory_only=where == "memory")
         if where == "memory" or self.foreign is None:
@@ -283,17 +277,13 @@ class KVStore:
         """
         self._refuse_if_read_only()
         name = basis_name(basis)
-        if self._durable.put(name, basis, encoded=True, flushed=True) is None:
+        if self._durable.put(name, basis, encoded=True) is None:
             raise BasisError(
                 f"the {self._durable.name} tier has no room for a basis of {basis.num_bytes:,} bytes; give it more"
             )
         self.pin([name])
         self.use_basis(name)
         return name
-
-    def flush(self, keys: Iterable[str] | None = None) -> None:
-        """Wait until the durable tier keeps these blocks (None: all). Raises the first error that kept one from it."""
-        self._durable.flush(keys)
 
     def delete(self, key: str) -> None:
         """Remove a block from every tier (law 10); an absent one is fine. Raises StoreReadOnlyError."""
@@ -324,8 +314,8 @@ class KVStore:
 
         To be called when the document store's generation has moved on: what another process deleted is in this one's
         memory still, and what another machine deleted on this one's disk. Blocks that were only remembered go too. What
-        the durable tier's budget gave up stays while a chunk refers to it. A block that was written late, after its
-        document was deleted, is deleted as well.
+        the durable tier's budget gave up stays while a chunk refers to it. A block that was handed down to it after
+        its document was deleted is deleted as well.
         """
         self._pins.reload()
         self._demotion.delete_late()
@@ -365,13 +355,11 @@ class KVStore:
             misses=self._counts.misses,
             damaged=self._counts.damaged,
             evictions=self.evictions,
-            unwritten_bytes=self._durable.unwritten_bytes,
             pinned=len(self._pins),
         )
 
     def close(self) -> None:
-        """Write what waits to be written, and let go of memory and threads. Blocks that were returned stay valid. A
-        second call is fine."""
+        """Close the tiers and the trace. Blocks that were returned stay valid. A second call is fine."""
         for tier in self._tiers:
             tier.close()
         self._demotion.delete_late()

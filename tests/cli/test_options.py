@@ -295,7 +295,7 @@ def test_every_field_of_a_stores_config_is_an_option_but_these():
 
 
 @pytest.mark.parametrize(
-    ("flag", "shown"), [("--memory", "2GiB"), ("--prefix-memory", "512MiB"), ("--write-behind", "0")]
+    ("flag", "shown"), [("--memory", "2GiB"), ("--prefix-memory", "512MiB"), ("--device-memory", "0")]
 )
 def test_help_shows_sizes_as_they_are_written(flag, shown):
     (default,) = [one.show_default for name, one in all_options() if name == "ask" and flag in one.opts]

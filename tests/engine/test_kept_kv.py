@@ -31,7 +31,7 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
         {"device_bytes": 2 * one["memory"], "memory_bytes": 2 * one["memory"]},
         {"disk_bytes": 2 * one["disk"], "memory_bytes": one["memory"]},
         {"disk_bytes": 0, "memory_bytes": 0},
-        {"write_behind_bytes": 3 * one["memory"], "ttl_s": 3600.0, "memory_bytes": 0, "disk_bytes": 3 * one["disk"]},
+        {"ttl_s": 3600.0, "memory_bytes": 0, "disk_bytes": 3 * one["disk"]},
     ]
     for number, budget in enumerate(budgets):
         with open_kb(tmp_path / f"kb{number}", store=rc.StoreConfig(load="always", **budget)) as kb:

@@ -398,9 +398,8 @@ def on_disk(kb):
     return {path.stem for path in kb.store.layout.kv.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("write_behind", [0, 1 << 24])
-def test_what_is_in_memory_alone_is_not_stored(open_kb, write_behind):
-    kb = open_kb(store=rc.StoreConfig(write_behind_bytes=write_behind))
+def test_what_is_in_memory_alone_is_not_stored(open_kb):
+    kb = open_kb()
     handles = read_from_elsewhere(kb)
     documents = [rc.Document(id, text) for id, text in STAYS.items()]
     assert kb.ingest(documents, split=False, dry_run=True).computed_tokens > 0

@@ -268,11 +268,11 @@ def test_a_full_disk_in_the_middle_loses_nothing(kit, monkeypatch):
     inputs = [Document(f"d{n}", text_of(f"Town{n}", 3)) for n in range(8)]
     put, left = kit.kv.put, [12]
 
-    def put_until_full(key, block, where) -> None:
+    def put_until_full(key, block) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise StoreFullError("/: no space left")
-        put(key, block, where)
+        put(key, block)
 
     with monkeypatch.context() as patch:
         patch.setattr(kit.kv, "put", put_until_full)

@@ -52,22 +52,6 @@ def put_blocks_remotely(root: str, url: str, start: str) -> None:
         put_round_and_round(store, int(start))
 
 
-def put_blocks_behind(root: str, start: str) -> None:
-    """Put blocks round and round, written behind; say each one's number once `flush` has returned."""
-    with KVStore(Path(root), memory_bytes=0, write_behind_bytes=30_000, disk_bytes=1 << 20) as store:
-        say("ready")
-        for step in itertools.count(int(start)):
-            number = step % NUM_KEYS
-            if step % 5 == 4:
-                store.delete(make_key(number))
-                say(-number - 1)
-                continue
-            store.put(make_key(number), make_block(number, num_tokens=64))
-            if step % 3 == 0:
-                store.flush([make_key(number)])
-                say(number)
-
-
 def version_of(number: int, version: int) -> tuple[NewDocument, list[NewChunk]]:
     """A document whose text, handles and number of chunks follow from its number and version."""
     document = NewDocument(f"d{number}", content_hash=str(version), metadata={"version": version})
@@ -105,7 +89,6 @@ for package in ("obstore.store", "redis"):
 JOBS = {
     "put_blocks": put_blocks,
     "put_blocks_remotely": put_blocks_remotely,
-    "put_blocks_behind": put_blocks_behind,
     "replace_documents": replace_documents,
 }
 

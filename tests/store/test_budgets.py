@@ -475,7 +475,7 @@ STEPS = st.one_of(
         st.sampled_from(["put", "get", "hold", "delete", "remember", "pin", "unpin"]), NUMBERS.map(lambda n: [n])
     ),
     st.tuples(st.sampled_from(["get", "unpin"]), st.lists(NUMBERS, min_size=1, max_size=4)),
-    st.tuples(st.sampled_from(["let go", "flush"]), st.just([])),
+    st.tuples(st.just("let go"), st.just([])),
 )
 Step = tuple[str, list[int]]
 
@@ -490,13 +490,12 @@ class Worker:
     def __init__(self, store: KVStore, root: Path) -> None:
         self.store, self.root = store, root
         self.held: list[Loaded] = []
-        self.wrong, self.highest_on_disk, self.highest_unwritten = 0, 0, 0
+        self.wrong, self.highest_on_disk = 0, 0
 
     def run(self, steps: list[Step], together: threading.Barrier) -> None:
         together.wait(60)
         for name, numbers in steps:
             self.step(name, numbers)
-            self.highest_unwritten = max(self.highest_unwritten, self.store._durable.unwritten_bytes)
             with FileLock(self.root / ".budget.lock", thread_local=False).acquire(poll_interval=0.0005):
                 self.highest_on_disk = max(self.highest_on_disk, all_bytes(self.root))
         self.held.clear()
@@ -523,8 +522,6 @@ class Worker:
                 self.store.unpin(keys)
             case "let go":
                 self.held.clear()
-            case "flush":
-                self.store.flush()
 
 
 @contextmanager
@@ -541,12 +538,11 @@ def counting() -> Iterator[dict[str, LiveBytes]]:
 @given(
     budgets=st.fixed_dictionaries({"device": st.integers(0, 16), "memory": st.integers(0, 24)}),
     disk_files=st.integers(1, 6),
-    write_behind=st.sampled_from([0, 3_000]),
     policy=st.sampled_from(sorted(POLICIES)),
     admission=st.sampled_from(["all", "tinylfu"]),
     work=st.lists(st.lists(STEPS, max_size=25), min_size=2, max_size=4),
 )
-def test_no_tier_ever_exceeds_its_budget(budgets, disk_files, write_behind, policy, admission, work):
+def test_no_tier_ever_exceeds_its_budget(budgets, disk_files, policy, admission, work):
     tokens = {name: count * BYTES_PER_TOKEN for name, count in budgets.items()}
     disk = disk_files * (block(7).num_bytes + 1500)
     with tempfile.TemporaryDirectory() as directory, counting() as live:
@@ -557,7 +553,6 @@ def test_no_tier_ever_exceeds_its_budget(budgets, disk_files, write_behind, poli
             memory_bytes=tokens["memory"],
             device_bytes=tokens["device"],
             disk_bytes=disk,
-            write_behind_bytes=write_behind,
             eviction=policy,
             admission=admission,
         ) as store:
@@ -568,7 +563,6 @@ def test_no_tier_ever_exceeds_its_budget(budgets, disk_files, write_behind, poli
                 for done in [threads.submit(w.run, steps, together) for w, steps in zip(workers, work, strict=True)]:
                     done.result()
             assert sum(worker.wrong for worker in workers) == 0
-            assert max(worker.highest_unwritten for worker in workers) <= write_behind
             assert len(store._key_locks) == 0
         assert {name: one.highest <= tokens[name] for name, one in live.items()} == {"device": True, "memory": True}
         assert max(worker.highest_on_disk for worker in workers) <= disk

@@ -149,31 +149,6 @@ def test_killed_while_putting_blocks_remotely(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_killed_while_writing_behind(tmp_path, children, kills):
-    """What was flushed is there, but for a deletion under way; of the others each is whole or absent."""
-    rng = random.Random(kills)
-    flushed: set[int] = set()
-    found = 0
-    for _ in range(kills):
-        start = rng.randrange(NUM_KEYS)
-        said = children.run_and_kill("put_blocks_behind", str(tmp_path), str(start), **random_moment(rng))
-        for number, there in presence(said).items():
-            (flushed.add if there else flushed.discard)(number)
-        with KVStore(tmp_path, memory_bytes=0, disk_bytes=1 << 20) as store:
-            for number in range(NUM_KEYS):
-                loaded = store.get(make_key(number))
-                found += loaded is not None
-                assert loaded is None or loaded.block.equal(make_block(number, num_tokens=64))
-            lost = {number for number in flushed if make_key(number) not in store}
-            assert len(lost) <= 1
-            flushed -= lost
-            assert store.stats().damaged == 0, "nothing half visible"
-            store.put(make_key(NUM_KEYS), make_block(NUM_KEYS))
-            assert not list(tmp_path.rglob("*.tmp")), "who counts the directory removes what the dead left"
-    assert found > kills, "the children did work"
-
-
-@pytest.mark.parametrize("kills", KILLS)
 def test_killed_while_replacing_documents(url, children, kills):
     rng = random.Random(kills)
     committed: dict[int, int] = {}

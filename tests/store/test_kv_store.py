@@ -195,7 +195,6 @@ BAD_OPTIONS = [
     ({"memory_bytes": -1}, "memory_bytes is -1"),
     ({"disk_bytes": -1}, "disk_bytes is -1"),
     ({"device_bytes": -1}, "device_bytes is -1"),
-    ({"write_behind_bytes": -1}, "write_behind_bytes is -1"),
     ({"ttl_s": 0.0}, "a time to live of 0.0 s"),
 ]
 

@@ -39,7 +39,6 @@ from ragcache.store.tiers import (
     Tier,
     TierUsage,
 )
-from ragcache.store.tiers.write_behind import WriteBehind
 
 ROOMY = 1 << 20
 
@@ -76,7 +75,7 @@ class SharedTier(DurableTier):
     def has_been_bounded(self) -> bool:
         return False
 
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock:
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock:
         _checked(key)
         block = block if encoded else self.codec.decode(self.codec.encode(block))
         held = block.map(lambda tensor: tensor.detach().clone())
@@ -140,20 +139,17 @@ def durable(codec: Codec) -> dict[str, Callable[[Path], DurableTier]]:
     return {
         "disk": lambda path: DiskTier(path, codec),
         "disk with a budget": lambda path: DiskTier(path, codec, ROOMY),
-        "disk written behind": lambda path: WriteBehind(DiskTier(path, codec), ROOMY),
         "shared": lambda path: SharedTier(path, codec),
         **{f"remote {kind}": partial(remote, kind) for kind in KINDS},
         "remote cached": partial(cached, "s3"),
         "remote cached within a budget": lambda path: cached("redis", path, ROOMY),
-        "remote cached and written behind": lambda path: WriteBehind(cached("s3", path), ROOMY),
-        "shared and written behind": lambda path: WriteBehind(SharedTier(path, codec), ROOMY),
     }
 
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
     "device": lambda path: DeviceTier(torch.device("cpu"), ROOMY, LRU()),
     "memory": lambda path: MemoryTier(ROOMY, LRU()),
-    **{name: make for name, make in durable(RawCodec()).items() if "cached " not in name and "and" not in name},
+    **{name: make for name, make in durable(RawCodec()).items() if "cached " not in name},
 }
 
 
@@ -163,11 +159,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     assert tier.name == request.param.split()[0]
     yield tier
     tier.close()
-
-
-def settle(tier: Tier) -> None:
-    if isinstance(tier, DurableTier):
-        tier.flush()
 
 
 def test_a_block_comes_back_bit_for_bit(tier):
@@ -201,7 +192,6 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier):
     for key, block in blocks.items():
         tier.put(key, block)
     assert sorted(tier.keys()) == sorted(blocks)
-    settle(tier)
     assert sorted(tier.keys()) == sorted(blocks)
     usage = tier.usage()
     assert usage.blocks == 20
@@ -213,10 +203,8 @@ def test_keys_and_usage_are_those_of_the_blocks_held(tier):
 
 def test_putting_a_key_again_replaces_its_block(tier):
     tier.put(make_key(1), make_block(1))
-    settle(tier)
     before = tier.usage()
     tier.put(make_key(1), make_block(2))
-    settle(tier)
     assert tier.usage() == before
     assert same(tier.get(make_key(1)), make_block(2))
 
@@ -246,7 +234,6 @@ def test_slices_of_a_batch_are_held_without_the_batch(tier):
     got = tier.get(make_key(1))
     assert same(got, KVBlock(part, part))
     assert got.keys.is_contiguous()
-    settle(tier)
     assert tier.usage().num_bytes < batch.nbytes
 
 
@@ -291,7 +278,6 @@ BUDGETED: dict[str, Make] = {
     "device": lambda path, codec, budget, policy: DeviceTier(torch.device("cpu"), budget, policy),
     "memory": lambda path, codec, budget, policy: MemoryTier(budget, policy),
     "disk": lambda path, codec, budget, policy: DiskTier(path, codec, budget, policy),
-    "behind": lambda path, codec, budget, policy: WriteBehind(DiskTier(path, codec, budget, policy), 40_000),
 }
 
 
@@ -299,8 +285,6 @@ def held_bytes(tier: Tier, root: Path) -> int:
     """Bytes that can be got or are on disk, without asking the tier for its count."""
     if isinstance(tier, BudgetedTier):
         return sum(block.num_bytes for block in map(tier.get, list(tier.keys())) if block is not None)
-    if isinstance(tier, DurableTier):
-        tier.flush()
     return sum(path.stat().st_size for path in root.rglob("*") if path.suffix in (".safetensors", ".tmp"))
 
 
@@ -313,16 +297,12 @@ def recoded(codec: Codec, number: int) -> KVBlock:
     return codec.decode(codec.encode(made(number)))
 
 
-ENCODING = {"disk", "behind"}
-"""The BUDGETED that encode what they hold."""
-
-
 @pytest.mark.parametrize(
     ("tier_name", "policy", "codec_name"),
     covering(
         *(BUDGETED, sorted(POLICIES), sorted(CODECS)),
         together=[(0, 1), (0, 2)],
-        where=lambda tier_name, policy, codec_name: tier_name in ENCODING or codec_name == "raw",
+        where=lambda tier_name, policy, codec_name: tier_name == "disk" or codec_name == "raw",
     ),
 )
 def test_the_same_bits_within_the_budget(tier_name, policy, codec_name, tmp_path):
@@ -382,7 +362,7 @@ def int8(block: KVBlock) -> KVBlock:
 
 def test_blocks_outlive_the_tier_that_was_given_them(open_tier):
     first = open_tier()
-    held = {key: first.put(key, make_block(1), flushed=flushed) for key, flushed in ((KEY, False), (OTHER, True))}
+    held = {key: first.put(key, make_block(1)) for key in (KEY, OTHER)}
     first.close()
     second = open_tier()
     assert sorted(second.keys()) == sorted(held)
@@ -391,22 +371,10 @@ def test_blocks_outlive_the_tier_that_was_given_them(open_tier):
         assert same(second.get(key), block)
 
 
-def test_a_flushed_put_and_flush_leave_nothing_to_wait_for(open_tier):
-    """Another process sees the block at once, while the first goes on."""
-    first, second = open_tier(), open_tier()
-    first.put(KEY, make_block(1), flushed=True)
-    assert KEY in second
-    first.put(OTHER, make_block(2))
-    first.flush([OTHER])
-    assert OTHER in second
-    first.flush()
-    assert first.unwritten_bytes == 0
-
-
-def test_a_tier_that_writes_late_says_so(open_tier):
+def test_another_process_sees_a_block_once_it_is_put(open_tier):
     first, second = open_tier(), open_tier()
     first.put(KEY, make_block(1))
-    assert first.writes_late or KEY in second
+    assert KEY in second
 
 
 def test_a_roundtrip_is_what_put_returns_and_keeps_nothing(open_tier):
@@ -448,7 +416,7 @@ def test_marks_of_use_are_seen_by_all(open_tier):
     assert first.used_at(KEY) is None
     first.mark_used(KEY, 1_000.0)
     assert first.used_at(KEY) is None, "there is no block to mark"
-    first.put(KEY, make_block(1), flushed=True)
+    first.put(KEY, make_block(1))
     first.mark_used(KEY, 1_234_567.0)
     assert second.used_at(KEY) == pytest.approx(1_234_567.0)
     first.delete(KEY)
@@ -466,7 +434,6 @@ def test_every_process_sees_that_blocks_were_bounded(tmp_path):
     later = DiskTier(tmp_path, RawCodec())
     assert later.budget_bytes is None
     assert later.has_been_bounded
-    assert WriteBehind(later, ROOMY).has_been_bounded
 
 
 def test_only_block_keys_are_taken_and_become_paths(open_tier, tmp_path):
@@ -475,19 +442,18 @@ def test_only_block_keys_are_taken_and_become_paths(open_tier, tmp_path):
         for action in (tier.get, tier.delete, tier.verify, tier.size, tier.used_at, tier.__contains__):
             with pytest.raises(ConfigError, match="no block key"):
                 action(key)
-        for write in (tier.put, partial(tier.put, flushed=True), partial(tier.put, encoded=True), tier.roundtrip):
+        for write in (tier.put, partial(tier.put, encoded=True), tier.roundtrip):
             with pytest.raises(ConfigError, match="no block key"):
                 write(key, make_block(1))
     assert list(tier.keys()) == []
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-@pytest.fixture(params=[0, ROOMY])
-def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVStore]:
-    """Opens stores over the shared tier, which is one line in the dict; with and without write-behind."""
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVStore]:
+    """Opens stores over the shared tier, which is one line in the dict."""
     monkeypatch.setitem(tiers.DURABLE, "shared", SharedTier)
-    bound: int = request.param
-    return lambda **options: KVStore(tmp_path, durable="shared", write_behind_bytes=bound, **options)
+    return partial(KVStore, tmp_path, durable="shared")
 
 
 def test_a_store_over_another_durable_tier(shared, tmp_path):
@@ -496,8 +462,7 @@ def test_a_store_over_another_durable_tier(shared, tmp_path):
         assert not store.gives_up
         held = store.put(KEY, make_block(1))
         assert held.equal(int8(make_block(1)))
-        store.put(OTHER, make_block(2), "flushed")
-        store.flush()
+        store.put(OTHER, make_block(2))
         assert store.sweep() == 0
     with shared() as other:
         assert served_from(other, KEY, held) == "shared"
@@ -511,7 +476,7 @@ def test_a_store_over_another_durable_tier(shared, tmp_path):
 
 def test_what_another_process_deletes_goes_from_memory(shared):
     with shared() as store, shared() as other:
-        store.put(KEY, make_block(1), "flushed")
+        store.put(KEY, make_block(1))
         other.delete(KEY)
         assert store.refresh() == 1
         assert KEY not in store
@@ -520,7 +485,7 @@ def test_what_another_process_deletes_goes_from_memory(shared):
 def test_time_to_live_and_pins_need_no_files(shared):
     with shared(ttl_s=60.0) as store:
         for key in (KEY, OTHER):
-            store.put(key, make_block(1), "flushed")
+            store.put(key, make_block(1))
         store.pin([OTHER])
     SharedTier.services[store.root].update(
         {key: kept._replace(used_at=1_000.0) for key, kept in SharedTier.services[store.root].items()}
@@ -534,7 +499,7 @@ def test_a_full_tier_is_named(shared, monkeypatch):
     one = make_block(1).num_bytes
     monkeypatch.setattr(SharedTier, "budget_bytes", one + one // 2)
     with shared() as store:
-        store.put(KEY, make_block(1), "flushed")
+        store.put(KEY, make_block(1))
         with pytest.raises(PinError, match=r"1 pinned blocks .* would fill the shared tier"):
             store.pin([KEY])
 

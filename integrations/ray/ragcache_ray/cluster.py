@@ -234,7 +234,7 @@ class _WorkThere:
         computed: Computed = _get(self._ray, self._begun[0].computed)
         what, job, _ = self._begun.popleft()
         kv = self._bench.kv
-        absent = next((key for key in islice(job.wanted, 1) if not kv.lookup([key], "flushed")), None)
+        absent = next((key for key in islice(job.wanted, 1) if not kv.lookup([key], "durable")), None)
         if absent is not None and not kv.gives_up:
             raise ClusterError(
                 f"block {absent}, which an actor stored, is not in the store that this machine sees; the actors must "

@@ -160,7 +160,6 @@ def test_reads_of_a_remote_are_measured_apart_from_the_disks(open_kb: OpenKB, ur
             measure_s=0,
             memory_bytes=0,
             prefix_bytes=0,
-            write_behind_bytes=1 << 20,
         )
         kb = open_kb(tmp_path / name, store=config)
         kb._parts.loader.rates.compute.set(PrefillRate(1.0, 0.0))  # a second a token: everything is worth loading
@@ -169,7 +168,6 @@ def test_reads_of_a_remote_are_measured_apart_from_the_disks(open_kb: OpenKB, ur
     add(open_machine("a"))
     kb = open_machine("b")
     for tier in ("remote", "disk"):
-        kb.store.kv.flush()
         assert {hit.kv for hit in kb.ask(QUESTION, k=2).hits} == {tier}
         assert kb.rates().tiers[tier].measured
     assert set(kb.rates().tiers) == {"remote", "disk"}

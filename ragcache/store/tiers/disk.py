@@ -65,7 +65,7 @@ class DiskTier(BlockFiles, DurableTier):
     def evictions(self) -> int:
         return 0 if self._budget is None else self._budget.evictions
 
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
         """Written whole and flushed when this returns; None when the budget has no room for it.
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then nothing is left behind, and an earlier

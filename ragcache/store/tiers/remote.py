@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import pack_block, unpack_block
@@ -15,7 +15,10 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.counters import WarnOnce
 from ragcache.store.remote import Blob, Blobs, Connection
 from ragcache.store.tiers.disk_budget import SUFFIX, check_key
-from ragcache.store.tiers.tier import DurableTier, ForwardingTier, Room, TierUsage
+from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -45,7 +48,7 @@ class RemoteTier(DurableTier):
     def has_been_bounded(self) -> bool:
         return self._read(lambda blobs: blobs.gives_up, False)
 
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock:
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock:
         name = _block_name(key)
         data, held = pack_block(key, block, self.codec_for(block, encoded))
         with self._writing() as blobs:
@@ -74,7 +77,7 @@ class RemoteTier(DurableTier):
     def size(self, key: str) -> int | None:
         return self.sizes([key]).get(key)
 
-    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         names = {_block_name(key): key for key in keys}
         return {names[name]: blob.num_bytes for name, blob in self._look(names).items()}
 
@@ -160,7 +163,7 @@ def _use_name(key: str) -> str:
 # A durable tier on this machine in front of one that several machines share.
 
 
-class CachedTier(ForwardingTier):
+class CachedTier(DurableTier):
     """Keeps blocks in `shared`, by whose name it goes, and copies of those written and read here in `local`.
 
     fills: whether `local` may be written
@@ -169,8 +172,8 @@ class CachedTier(ForwardingTier):
     """
 
     def __init__(self, local: DurableTier, shared: DurableTier, *, fills: bool = True) -> None:
-        super().__init__(shared)
         self.local, self.shared = local, shared
+        self.name, self.codec = shared.name, shared.codec
         self._fills = fills
         self._complaints = WarnOnce(log)
 
@@ -178,8 +181,20 @@ class CachedTier(ForwardingTier):
     def caches(self) -> tuple[DurableTier, ...]:
         return (self.local, *self.shared.caches)
 
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
-        return self._copy(key, self.shared.put(key, block, encoded=encoded, flushed=flushed))
+    @property
+    def evictions(self) -> int:
+        return self.shared.evictions
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return self.shared.budget_bytes
+
+    @property
+    def has_been_bounded(self) -> bool:
+        return self.shared.has_been_bounded
+
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
+        return self._copy(key, self.shared.put(key, block, encoded=encoded))
 
     def get(self, key: str, room: Room | None = None) -> KVBlock | None:
         try:
@@ -205,7 +220,10 @@ class CachedTier(ForwardingTier):
         self.local.delete(key)
         self.shared.delete(key)
 
-    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
+    def size(self, key: str) -> int | None:
+        return self.sizes([key]).get(key)
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         wanted = list(keys)
         here = self.local.sizes(wanted)
         return here | self.shared.sizes([key for key in wanted if key not in here])
@@ -217,9 +235,19 @@ class CachedTier(ForwardingTier):
     def sweep(self, older_than_s: float) -> int:
         return self.local.sweep(older_than_s) + self.shared.sweep(older_than_s)
 
+    def usage(self) -> TierUsage:
+        """Return the shared tier's usage. Copies in the local one are not counted."""
+        return self.shared.usage()
+
+    def used_at(self, key: str) -> float | None:
+        return self.shared.used_at(key)
+
     def mark_used(self, key: str, at: float) -> None:
         self.shared.mark_used(key, at)
         self.local.mark_used(key, at)
+
+    def on_device(self, device: torch.device) -> None:
+        self.shared.on_device(device)
 
     def close(self) -> None:
         self.local.close()

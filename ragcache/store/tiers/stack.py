@@ -131,8 +131,8 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False, repr=False)
 class Demotion:
     """Hands what a tier evicts to the next slower one, and sees that nothing comes to the durable tier which does not
-    belong there: a passing block is never written, and one that was written late, when its document had been deleted by
-    another process, is deleted again (law 10). Thread-safe.
+    belong there: a passing block is never written, and one that was written when its document had been deleted by
+    another process is deleted again (law 10). Thread-safe.
 
     referenced: which of some keys chunks refer to; None: all of them
     """
@@ -174,12 +174,10 @@ class Demotion:
         with self._lock:
             self._passing.add(key)
 
-    def stays(self, key: str, *, late: bool = False) -> None:
-        """The block is written, or deleted. late: it is written after the caller has gone on."""
+    def stays(self, key: str) -> None:
+        """Note that the block is written, or deleted."""
         with self._lock:
             self._passing.discard(key)
-            if late:
-                self._late.add(key)
 
     def wanted(self, keys: Iterable[str]) -> set[str]:
         """Blocks in memory that may stay there although the durable tier has them no more."""

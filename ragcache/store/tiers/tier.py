@@ -108,12 +108,10 @@ class DurableTier(Tier):
     ConfigError before anything is touched. `delete` and all that writes raise StoreReadOnlyError, and StoreFullError
     where there is no room; `put` leaves no part of a block behind when it raises, or returns None.
 
-    codec:       how new blocks are encoded
-    writes_late: whether `put` may return before the block is kept; `flush` waits for it
+    codec: how new blocks are encoded
     """
 
     codec: Codec
-    writes_late: bool = False
 
     @property
     def caches(self) -> tuple[DurableTier, ...]:
@@ -125,9 +123,10 @@ class DurableTier(Tier):
         """room: where the block may be read to, so that nobody has to copy it"""
 
     @abstractmethod
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False, flushed: bool = False) -> KVBlock | None:
-        """encoded: `get`, `put` or `roundtrip` gave the block out: its bits stay, whatever codec it was kept by
-        flushed: a kill or a power cut after the return loses nothing; else only what is written late is lost
+    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
+        """Keep a block: a kill or a power cut after the return loses nothing of it.
+
+        encoded: `get`, `put` or `roundtrip` gave the block out: its bits stay, whatever codec it was kept by
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
         """
@@ -142,11 +141,8 @@ class DurableTier(Tier):
         """The codec that `put` writes a block by."""
         return codec_of(block) if encoded else self.codec.now
 
-    def sizes(self, keys: Iterable[str], *, written: bool = False) -> dict[str, int]:
-        """`size` of several blocks, asked together; those that are not here are left out.
-
-        written: only of those that a kill would leave here
-        """
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """`size` of several blocks, asked together; those that are not here are left out."""
         return {key: size for key in keys if (size := self.size(key)) is not None}
 
     @abstractmethod
@@ -178,57 +174,3 @@ class DurableTier(Tier):
 
         Raises nothing where that is not possible or there is no block: an order of use is lost, no block.
         """
-
-    @property
-    def unwritten_bytes(self) -> int:
-        """Bytes of blocks that wait to be kept, or are in use since they waited."""
-        return 0
-
-    def flush(self, keys: Iterable[str] | None = None) -> None:
-        """Wait until these blocks (None: all) are kept. Raises the first error that kept one of them from it."""
-        return
-
-
-class ForwardingTier(DurableTier):
-    """A durable tier in front of another one, by whose name it goes: does what that does, but for what it overrides."""
-
-    def __init__(self, tier: DurableTier) -> None:
-        self.tier, self.name, self.codec = tier, tier.name, tier.codec
-
-    @property
-    def caches(self) -> tuple[DurableTier, ...]:
-        return self.tier.caches
-
-    @property
-    def evictions(self) -> int:
-        return self.tier.evictions
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return self.tier.budget_bytes
-
-    @property
-    def has_been_bounded(self) -> bool:
-        return self.tier.has_been_bounded
-
-    def size(self, key: str) -> int | None:
-        return self.sizes([key]).get(key)
-
-    def usage(self) -> TierUsage:
-        """Usage of the tier behind this one: what is here alone is not in it."""
-        return self.tier.usage()
-
-    def sweep(self, older_than_s: float) -> int:
-        return self.tier.sweep(older_than_s)
-
-    def used_at(self, key: str) -> float | None:
-        return self.tier.used_at(key)
-
-    def mark_used(self, key: str, at: float) -> None:
-        self.tier.mark_used(key, at)
-
-    def on_device(self, device: torch.device) -> None:
-        self.tier.on_device(device)
-
-    def close(self) -> None:
-        self.tier.close()
