@@ -24,9 +24,7 @@ from ragcache.kv.sparse_block import SparseBlock
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Blocks are written in the first version that has their kind, so that older versions read all that they can.
-# 4: states of recurrent layers; 3: heads that hold some of the tokens alone; 2: layers that differ
-FORMAT_VERSION, _SPARSE, _MIXED, _PLAIN = 4, 3, 2, 1
+FORMAT_VERSION = 1
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
@@ -49,20 +47,12 @@ def pack_block(key: str, block: KVBlock, codec: Codec) -> tuple[bytes, KVBlock]:
 
 def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
     return {
-        "format_version": str(_format_of(block)),
+        "format_version": str(FORMAT_VERSION),
         "key": key,
         "codec": codec.name,
         "codec_version": str(codec.version),
         "num_tokens": str(block.num_tokens),
     }
-
-
-def _format_of(block: KVBlock) -> int:
-    if block.states:
-        return FORMAT_VERSION
-    if isinstance(block, MixedBlock):
-        return max(_MIXED, *map(_format_of, block.parts))
-    return _SPARSE if isinstance(block, SparseBlock) else _PLAIN
 
 
 def codec_of(block: KVBlock) -> Codec:

@@ -12,7 +12,6 @@ from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
 from ragcache.retrieval.open_index import open_table
 from ragcache.retrieval.vector_index import KINDS, VectorIndex
-from ragcache.store.folder import refuse_unproven
 from ragcache.store.kv_store import collect_garbage
 
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
@@ -61,10 +60,8 @@ def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30
     """Verify every block and the index; drop what is damaged, collect what nobody refers to, rebuild the index.
 
     Nothing that can be computed again is lost: chunks keep their text, and a dropped block is made on first use.
-    Raises StoreBusyError, StoreReadOnlyError, StoreFullError; DatabaseMismatchError where the documents of the blocks
-    may be in another database: then nothing was changed.
+    Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
     """
-    refuse_unproven(store.layout)
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
         expired = store.kv.expire()

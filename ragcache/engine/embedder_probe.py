@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import EmbedderMismatchError
-from ragcache.ingest.ingest_run import as_cut
-from ragcache.retrieval.embedder import Embedder, fits_window
+from ragcache.retrieval.embedder import Embedder
 from ragcache.store.documents import DocumentStore
 
 PROBE = "The ferry to the island leaves the harbour at half past nine and takes an hour."
@@ -26,20 +25,22 @@ TOLERANCE = 0.1
 
 
 def refuse_other_embedder(documents: DocumentStore, embedder: Embedder) -> None:
-    """Compare the embedder with the store's vector of the probe; one `embed_query`. A store without that vector is
-    given it, where it may be written, once the vector of one of its chunks is what the embedder makes of it.
+    """Compare the embedder with the store's vector of the probe, by one `embed_query`; a new store is given it.
 
     Raises EmbedderMismatchError, and what the embedder raises.
     """
     given = np.asarray(embedder.embed_query(PROBE), np.float32)
     kept = _kept(documents)
     if kept is None:
-        _check_a_chunk(documents, embedder)
         with suppress(EmbedderMismatchError):  # another process was faster, and its vector is compared now
             documents.bind(PROPERTY, base64.b64encode(given.astype("<f4").tobytes()).decode())
         kept = _kept(documents)
     if kept is not None and _differ(given, kept):
-        raise _mismatch(documents, embedder, "the same text")
+        raise EmbedderMismatchError(
+            f"{documents.database.where}: {embedder.name!r} makes another vector of the same text than the embedder "
+            "that filled the store: it is another model by the same name, or one that gives no text the same vector "
+            "twice; use the model that filled the store, or make a new store"
+        )
 
 
 def _kept(documents: DocumentStore) -> NDArray[np.float32] | None:
@@ -47,24 +48,5 @@ def _kept(documents: DocumentStore) -> NDArray[np.float32] | None:
     return None if kept is None else np.frombuffer(base64.b64decode(str(kept)), "<f4").astype(np.float32)
 
 
-def _check_a_chunk(documents: DocumentStore, embedder: Embedder) -> None:
-    first = next(documents.embeddings(batch_size=1), None)
-    (chunk,) = documents.chunks_by_vector_ids(first.ids) if first is not None else (None,)
-    document = None if chunk is None else documents.document(chunk.document_id)
-    if first is None or chunk is None or document is None or "headings" in document.metadata:  # not told from a chunk's
-        return
-    text = as_cut(chunk, chunk.token_ids, document.metadata).embedded_text(chunk.title)
-    if fits_window(embedder, text) and _differ(np.asarray(embedder.embed([text])[0], np.float32), first.vectors[0]):
-        raise _mismatch(documents, embedder, f"the passage {chunk.id!r}")
-
-
 def _differ(given: NDArray[np.float32], kept: NDArray[np.float32]) -> bool:
     return given.shape != kept.shape or not np.linalg.norm(given - kept) <= TOLERANCE * np.linalg.norm(kept)
-
-
-def _mismatch(documents: DocumentStore, embedder: Embedder, what: str) -> EmbedderMismatchError:
-    return EmbedderMismatchError(
-        f"{documents.database.where}: {embedder.name!r} makes another vector of {what} than the embedder that filled "
-        "the store: it is another model by the same name, or one that gives no text the same vector twice; use the "
-        "model that filled the store, or make a new store"
-    )

@@ -64,7 +64,7 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
         hit_rate=seen.hit_rate,
         model=None if "model_name" not in bound else str(bound["model_name"]),
         embedder=None if "embedder" not in bound else str(bound["embedder"]),
-        schema_version=int(str(bound["schema_version"])),
+        schema_version=int(str(bound["schema"])),
         primer_tokens=len(bound_primer(bound)),
         neighbours=near.number,
         neighbours_from=near.chosen_from,

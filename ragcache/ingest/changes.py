@@ -1,18 +1,16 @@
 """Which stored document an input is, and which files of the store have vanished.
 
-A file's document is found by its id. Three kinds are found otherwise, and take the new id without being made again: the
-same content at a path that has vanished (`sync`), and, where a version before schema 3 stored the document under a
-relative path, the same source or a path that ends like it and has the same text.
+A file's document is found by its id, or by its content at a path that has vanished (`sync`): then it takes the new id
+without being made again.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
 from ragcache.ingest.document import Document, hash_parts
@@ -31,38 +29,25 @@ class Found(NamedTuple):
 class DocumentChanges:
     """The documents of the store as an ingestion finds and changes them, without their texts."""
 
-    def __init__(self, versions: dict[str, StoredVersion], settings: Mapping[str, Any]) -> None:
-        """settings: the chunker's, which content hashes take in"""
+    def __init__(self, versions: dict[str, StoredVersion]) -> None:
         self._versions = versions
-        self._settings = settings
         self._vanished: dict[str, list[str]] = {}  # ids by content hash
         self._claimed: set[str] = set()  # ids of inputs: these are not moved elsewhere
-
-    @cached_property
-    def _earlier(self) -> dict[str, str]:
-        """Ids of what versions before schema 3 stored from files, by the ids that they get today."""
-        earlier = ((id, one.source) for id, one in self._versions.items() if one.file is None)
-        return {new: id for id, source in earlier if (new := _id_today(id, source)) is not None}
-
-    @cached_property
-    def _earlier_ids(self) -> set[str]:
-        return set(self._earlier.values())
 
     def version(self, id: str) -> StoredVersion:
         return self._versions[id]
 
-    def find(self, document: Document, content_hash: str, file: str, is_text_of: Callable[[str], bool]) -> Found | None:
+    def find(self, document: Document, content_hash: str, file: str) -> Found | None:
         """The stored document that this one is; None where it is new.
 
         file: place of the file that it is from, or ""
-        is_text_of: whether the document's text is that of the stored document with an id
         Raises DuplicateDocumentError where its id belongs to a document of another file.
         """
         self._claimed.add(document.id)
         stored = self._versions.get(document.id)
         if stored is not None:
             self._refuse_other_file(document.id, stored, file)
-            if self._is_same(document, content_hash, stored):
+            if hash_parts(stored.content_hash).content == hash_parts(content_hash).content:
                 return Found(document.id, same=True)
         vanished = [
             id
@@ -71,18 +56,11 @@ class DocumentChanges:
         ]
         if file and vanished:
             return Found(vanished[0], same=True)
-        if stored is not None:
-            return Found(document.id, same=False)
-        earlier = self._find_earlier(document.id, is_text_of) if file else None
-        if earlier is None:
-            return None
-        return Found(earlier, self._is_same(document, content_hash, self._versions[earlier]))
+        return None if stored is None else Found(document.id, same=False)
 
     def move(self, id: str, new_id: str, version: StoredVersion) -> None:
         del self._versions[id]
         self._versions[new_id] = version
-        if id != new_id and id in self._earlier_ids:
-            self._earlier_ids.remove(id)
 
     def place(self, id: str, file: SourceFile) -> str:
         """Return the place that a document of the file is stored with: one without links, else the one that it was
@@ -140,12 +118,6 @@ class DocumentChanges:
             and (read[stored.file] if stored.file in read else _is_gone(stored.file))
         ]
 
-    def _is_same(self, document: Document, content_hash: str, stored: StoredVersion) -> bool:
-        hashes = [content_hash]
-        if stored.file is None:
-            hashes.append(document.content_hash(self._settings, source=stored.source))
-        return hash_parts(stored.content_hash).content in (hash_parts(one).content for one in hashes)
-
     def _refuse_other_file(self, id: str, stored: StoredVersion, file: str) -> None:
         """Records of two files that state the same id would replace each other at every run."""
         if not file or not stored.file or stored.file == file or _is_gone(stored.file):
@@ -155,15 +127,6 @@ class DocumentChanges:
                 f"{file}: the id {id!r} belongs to a document of {stored.file}; give the record an id of its own, or "
                 f"delete {id!r} first"
             )
-
-    def _find_earlier(self, new_id: str, is_text_of: Callable[[str], bool]) -> str | None:
-        candidates = self._earlier_ids - self._claimed
-        known = self._earlier.get(new_id)
-        if known in candidates:
-            return known
-        parts = new_id.split("/")
-        endings = ("/".join(parts[start:]) for start in range(1, len(parts)))
-        return next((end for end in endings if end in candidates and is_text_of(end)), None)
 
 
 def sync_roots(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -189,14 +152,6 @@ def sync_roots(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     if not roots:
         raise ConfigError("sync=True compares files and folders with the store; give it one")
     return roots
-
-
-def _id_today(id: str, source: str) -> str | None:
-    """The id that a document from before schema 3 would get today, by its source as seen from the current directory;
-    None where it was from no file: a file's id was an ending of its source."""
-    record = re.fullmatch(r"(?P<path>.*):(?P<line>\d+)", source, re.DOTALL)
-    path, mark = (record["path"], f"#{record['line']}") if record else (source, "")
-    return file_id(path) + mark if f"/{path}{mark}".endswith(f"/{id}") else None
 
 
 def _is_under(file: str, roots: Collection[str]) -> bool:

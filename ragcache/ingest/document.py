@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,8 +13,6 @@ from ragcache.store.places import Place, check_places
 
 HANDLE_KEY = "ragcache_handle"
 """Where integrations name a passage's KV block in the metadata that they return; no document keeps it."""
-# The line below a table's header.
-_TABLE = re.compile(r"(?m)^(?=[^\n]*-)(?=[^\n]*\|)[ \t|:-]+$")
 
 
 @dataclass(frozen=True)
@@ -62,19 +59,16 @@ class Document:
         check_metadata(self.where, dict(self.metadata) if isinstance(self.metadata, Mapping) else self.metadata)
         check_places(self.where, self.text, self.places)
 
-    def content_hash(self, settings: Mapping[str, Any], **more: str) -> str:
+    def content_hash(self, settings: Mapping[str, Any]) -> str:
         """Return the SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and
         source are not among them: a file that moves keeps it. If the document has places, their own SHA-256 follows: a
         document whose places alone changed keeps its chunks (see `hash_parts`).
-
-        more: the source, which stores before schema version 3 took in
         """
-        cut = dict(settings)
-        if "max_tokens" in cut and _TABLE.search(self.text):
-            cut["tables"] = 1  # versions that cut tables anywhere had none: only documents with one are cut anew
-        content = {"text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": cut}
+        content = {
+            "text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)
+        }  # fmt: skip
         places = [[place.start, dict(place.fields), place.row] for place in self.places]
-        return digest(content | more) + (f"{PLACED}{digest(places)}" if places else "")
+        return digest(content) + (f"{PLACED}{digest(places)}" if places else "")
 
 
 PLACED = "+"

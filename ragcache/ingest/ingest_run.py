@@ -91,7 +91,7 @@ class IngestRun:
         self.eager = self.eager and not self._eager_then
         self.report = IngestReport(dry_run=self.dry_run)
         self._work = self.work(self.report, self._say)
-        self._known = DocumentChanges(self.to.documents.versions(), self.chunker.settings)
+        self._known = DocumentChanges(self.to.documents.versions())
         self._seen: set[str] = set()
         self._roots: list[str] = []
         self._files: dict[str, str] = {}  # ids of files, by the places where they were found
@@ -196,7 +196,7 @@ class IngestRun:
                 )
             self._seen.add(document.id)
             content_hash = document.content_hash(self.chunker.settings)
-            found = self._known.find(document, content_hash, file, lambda id: self._is_text_of(document, id))
+            found = self._known.find(document, content_hash, file)
             metadata: Sequence[Mapping[str, Any]] | None = ()
             if found is not None and found.same:
                 metadata = self._placed_anew(found.id, document, content_hash, record)
@@ -257,13 +257,9 @@ class IngestRun:
         if id != document.id:
             self.report.moved.append(Moved(id, document.id))
             self._told.add(document.id)
-        elif metadata or (old.source != version.source and old.file is not None):
+        elif metadata or old.source != version.source:
             self.report.updated.append(id)
             self._told.add(id)
-
-    def _is_text_of(self, document: Document, id: str) -> bool:
-        stored = [chunk.text for chunk in self.to.documents.chunks_of(id)]
-        return [chunk.text for chunk in self.chunker.split(document.text)] == stored
 
     def _prepare_unchanged(self, document: Document, content_hash: str) -> PendingDocument | None:
         """None when its KV blocks are there too, or are not wanted now."""

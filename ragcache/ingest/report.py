@@ -40,7 +40,7 @@ class Failure(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A document that was given another id: its file was renamed, or an older version of ragcache had named it."""
+    """A document that was given another id because its file was renamed."""
 
     old: str
     new: str

@@ -25,7 +25,7 @@ from ragcache.errors import (
     StoreUnreachableError,
 )
 from ragcache.runtime import Home
-from ragcache.store import schema as migrations
+from ragcache.store import schema
 
 # What a PostgreSQL URL may say of the place in its query; a password may stand there, too.
 _PLACE = ("host", "port", "dbname", "user", "service")
@@ -99,12 +99,12 @@ class Database:
     def _prepare(self) -> None:
         if self.read_only:
             with self.read() as connection:
-                migrations.check(connection, self.where)
+                schema.check(connection, self.where)
             return
         if self.dialect == "sqlite":
             self._use_wal()
         with self.write() as connection:
-            migrations.prepare(connection, self.where, create=self._create)
+            schema.prepare(connection, self.where, create=self._create)
 
     @contextmanager
     def _translated_write_errors(self) -> Iterator[None]:
@@ -158,9 +158,8 @@ class Database:
         # A commit that was reported outlives a power cut, too. Against NORMAL that is one flush of the log a document,
         # beside the flushes of its KV blocks, which are a thousand times larger.
         connection.execute("PRAGMA synchronous = FULL")
-        connection.create_function(
-            migrations.SPACED, 1, migrations.spaced, deterministic=True
-        )  # triggers of the index of words call it
+        # Triggers of the index of words call it.
+        connection.create_function(schema.SPACED, 1, schema.spaced, deterministic=True)
         return connection
 
     def _postgres_engine(self, url: URL) -> Engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +89,9 @@ class StoreLayout:
         StoreFullError."""
         self._write_marker({**self._read_marker(), "documents": database._asdict()})
 
-    def some_blocks(self, limit: int = 1000) -> list[str]:
-        """Keys of blocks that have a file here, at most so many."""
-        return list(islice(BlockFiles(self.kv).keys(), limit))
+    def has_content(self) -> bool:
+        """Return whether there is an index or a block here."""
+        return self.index.exists() or any(BlockFiles(self.kv).keys())
 
     def _read_marker(self) -> dict[str, Any]:
         try:
@@ -111,7 +110,7 @@ class StoreLayout:
             )
         noted = marker.get("documents")
         if noted is not None and not (isinstance(noted, dict) and {"where", "id"} <= noted.keys()):
-            raise StoreError(f'{self.marker}: damaged at "documents"; take that out, and name the database at opening')
+            raise StoreError(f'{self.marker}: damaged at "documents"; restore it from a copy, or ingest again')
         return marker
 
     @contextmanager

@@ -104,7 +104,7 @@ class DocumentStore:
     # What the store was made with
 
     def properties(self) -> dict[str, object]:
-        """Every bound property, and schema_version."""
+        """Return every bound property, and `schema`, the version of the schema."""
         with self.database.read() as connection:
             return read_properties(connection)
 
@@ -177,7 +177,7 @@ class DocumentStore:
 
         Raises NoSuchDocumentError, MetadataError; then nothing changed.
         """
-        check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file or ""), [])
+        check_document(NewDocument(new_id, version.source, version.content_hash, file=version.file), [])
         for one in metadata:
             check_metadata(f"document {new_id!r}", one)
         with self.database.write() as connection:
@@ -601,7 +601,7 @@ HELD_OVER_ALL = "held over all:"  # likewise, of what was made over all document
 
 
 def read_properties(connection: Connection) -> dict[str, object]:
-    """Every property, `schema_version` included."""
+    """Return every property, `schema` included."""
     rows = connection.execute(select(properties.c.name, properties.c.value)).mappings()
     return {row["name"]: json.loads(row["value"]) for row in rows}
 

@@ -31,17 +31,16 @@ _PURGE_EVERY = 1024
 _TABLES = """
 PRAGMA secure_delete = ON;
 CREATE TABLE IF NOT EXISTS passages (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, handle TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, token_ids BLOB NOT NULL
+    number INTEGER PRIMARY KEY AUTOINCREMENT, handle TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, token_ids BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS names (
-    collection TEXT NOT NULL, id TEXT NOT NULL, source TEXT NOT NULL, handle TEXT NOT NULL,
+    collection TEXT NOT NULL, id TEXT NOT NULL, source TEXT NOT NULL, handle TEXT NOT NULL, about TEXT NOT NULL,
     PRIMARY KEY (collection, id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS named ON names (handle);
 CREATE INDEX IF NOT EXISTS owned ON passages (owner);
 """
-# Columns that lists of older versions lack.
-_ADDED = {"passages": "num_bytes INTEGER NOT NULL DEFAULT 0", "names": "about TEXT NOT NULL DEFAULT '{}'"}
 
 
 class Name(NamedTuple):
@@ -109,7 +108,6 @@ class PassageList:
         self._read_only = read_only
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None
-        self._is_old = False  # of an older version, and not to be changed
 
     def add(self, *listed: Listed) -> None:
         """List passages. Raises StoreFullError, StoreBusyError."""
@@ -146,8 +144,7 @@ class PassageList:
             for number in numbers:
                 for handle, ids in database.execute(query, (number, owner)).fetchall():
                     if handle in self._blocks:
-                        name = None if self._is_old else _name_of(database, handle)
-                        there[number] = FoundPassage(np.frombuffer(ids, _TOKEN).tolist(), name)
+                        there[number] = FoundPassage(np.frombuffer(ids, _TOKEN).tolist(), _name_of(database, handle))
                     elif not self._read_only:
                         _take_off(database, _unnamed(database, [handle]))
             return there
@@ -155,15 +152,10 @@ class PassageList:
         return self._run(look) or {}
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every listed passage's KV by handle, whether it is there or not; 0 where they are not
-        known. Prompts' prefixes are no passages. Raises StoreError."""
-
-        def read(database: sqlite3.Connection) -> list[tuple[str, int]]:
-            size = 0 if self._is_old else "num_bytes"
-            query = f"SELECT handle, {size} FROM passages WHERE owner NOT GLOB ?"
-            return database.execute(query, (f"{PREFIX}*",)).fetchall()
-
-        return dict(self._run(read) or [])
+        """Return the bytes of every listed passage's KV by handle, whether it is there or not. Prompts' prefixes are no
+        passages. Raises StoreError."""
+        query = "SELECT handle, num_bytes FROM passages WHERE owner NOT GLOB ?"
+        return dict(self._run(lambda database: database.execute(query, (f"{PREFIX}*",)).fetchall()) or [])
 
     def contents(self) -> list[list[int]]:
         """Return the token ids of every passage whose block is there, each text once. Raises StoreError."""
@@ -253,7 +245,6 @@ class PassageList:
             self._opened = sqlite3.connect(uri, timeout=30.0, uri=True, check_same_thread=False)
             if not self._read_only:
                 self._opened.executescript(_TABLES)
-            self._is_old = not all(_has_column(self._opened, *one, add=not self._read_only) for one in _ADDED.items())
         return self._opened
 
     def _let_go(self) -> None:
@@ -293,15 +284,3 @@ def _name_of(database: sqlite3.Connection, handle: str) -> Name | None:
 
 def _about(name: Name) -> str:
     return json.dumps({"title": as_text(name.title), "metadata": as_values(name.metadata)})
-
-
-def _has_column(database: sqlite3.Connection, table: str, column: str, *, add: bool) -> bool:
-    """Return whether a table has a column, which is added to a list that may be changed."""
-    has = column.partition(" ")[0] in [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-    if add and not has:
-        try:
-            database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
-        except sqlite3.OperationalError as error:
-            if "duplicate" not in str(error):  # else another process has just added it
-                raise
-    return has or add

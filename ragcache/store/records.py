@@ -33,11 +33,11 @@ class NewDocument:
 
 
 class StoredVersion(NamedTuple):
-    """Fields that tell unchanged input from changed. file: None where an older version of ragcache stored it."""
+    """Fields that tell unchanged input from changed. file: the file that it was read from, or ""."""
 
     content_hash: str
     source: str
-    file: str | None
+    file: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class NewChunk:
 @dataclass(frozen=True)
 class StoredDocument:
     """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle; file: the file that it
-    was read from, "" where there was none, None where an older version of ragcache stored it."""
+    was read from, "" where there was none."""
 
     id: str
     source: str
@@ -72,7 +72,7 @@ class StoredDocument:
     metadata: dict[str, Any]
     created_at: float
     updated_at: float
-    file: str | None
+    file: str
     num_chunks: int
     num_tokens: int
     num_pending: int
@@ -181,7 +181,7 @@ def document(row: RowMapping) -> StoredDocument:
 
 def select_chunks() -> Select[Any]:
     """Chunks without their embeddings, with source and title of their documents."""
-    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens", "uses_left")]
+    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
 

@@ -3,7 +3,7 @@
 Names carry a prefix because a PostgreSQL database may hold other tables. Times are Unix seconds: the two databases
 disagree on what a date is. Text sorts by code point on both.
 
-When anything here changes, raise SCHEMA_VERSION and add the step to `migrations.MIGRATIONS`.
+When anything here changes, raise SCHEMA_VERSION: a store of another version is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sqlalchemy import (
     JSON,
@@ -38,7 +38,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from ragcache.errors import DatabaseMismatchError, SchemaVersionError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 1
 PREFIX = "ragcache_"
 
 # Letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese. An index of words holds
@@ -86,8 +86,7 @@ documents = Table(
     Column("metadata", _Json, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
-    # Where the file was found that it was read from (`SourceFile.place`); "": none; null: an older version stored it.
-    Column("file", _Text, nullable=True),
+    Column("file", _Text, nullable=False),  # `SourceFile.place` of the file that it was read from; "": none
 )
 
 chunks = Table(
@@ -104,8 +103,6 @@ chunks = Table(
     Column("vector_id", BigInteger, nullable=False, unique=True),
     Column("handle", _Text, nullable=True, index=True),  # null: its KV was not computed yet
     Column("created_at", Double, nullable=False),
-    # Nothing reads it: schemas from version 2 on have it.
-    Column("uses_left", Integer, nullable=False, server_default="0"),
 )
 
 # Vectors of the windows of chunks that are longer than the embedder reads. The chunk's own embedding is their mean.
@@ -143,97 +140,53 @@ neighbours = Table(
 )
 
 
-# Bringing a database to today's schema.
+# Making and checking a database's schema.
 
-
-Migration = Callable[[Connection], None]
-
-
-def _count_uses(connection: Connection) -> None:
-    connection.execute(text("ALTER TABLE ragcache_chunks ADD COLUMN uses_left INTEGER NOT NULL DEFAULT 0"))
-
-
-def _remember_files(connection: Connection) -> None:
-    collation = ' COLLATE "C"' if connection.dialect.name == "postgresql" else ""
-    connection.execute(text(f"ALTER TABLE ragcache_documents ADD COLUMN file TEXT{collation}"))
-
-
-def _remember_neighbours(connection: Connection) -> None:
-    double = "DOUBLE PRECISION" if connection.dialect.name == "postgresql" else "DOUBLE"
-    columns = f"vector_id BIGINT NOT NULL, place INTEGER NOT NULL, neighbour BIGINT NOT NULL, score {double} NOT NULL"
-    connection.execute(text(f"CREATE TABLE ragcache_neighbours ({columns}, PRIMARY KEY (vector_id, place))"))
-    connection.execute(text("CREATE INDEX ix_ragcache_neighbours_neighbour ON ragcache_neighbours (neighbour)"))
-
-
-def _remember_windows(connection: Connection) -> None:
-    data = "BYTEA" if connection.dialect.name == "postgresql" else "BLOB"
-    columns = f"vector_id BIGINT NOT NULL, chunk BIGINT NOT NULL, embedding {data} NOT NULL, PRIMARY KEY (vector_id)"
-    owner = "FOREIGN KEY (chunk) REFERENCES ragcache_chunks (vector_id) ON DELETE CASCADE"
-    connection.execute(text(f"CREATE TABLE ragcache_windows ({columns}, {owner})"))
-    connection.execute(text("CREATE INDEX ix_ragcache_windows_chunk ON ragcache_windows (chunk)"))
-
-
-# MIGRATIONS[n] brings version n to n + 1, with SQL of its own: the tables in `schema` are today's, not those of then.
-MIGRATIONS: dict[int, Migration] = {
-    1: _count_uses,
-    2: _remember_files,
-    3: _remember_neighbours,
-    4: _remember_windows,
-}
 
 # Any number will do, as long as every process takes the same.
 _POSTGRES_LOCK = 7_231_554_190
 
 
 def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
-    """Create the schema, or bring an older one up to date, in the transaction of `connection`.
+    """Create the schema if the database has none, in the transaction of `connection`.
 
-    Raises SchemaVersionError for a newer schema, and for a SQLite file that belongs to another program;
-    DatabaseMismatchError where there is no schema and none is to be made.
+    Raises:
+        SchemaVersionError: the store was made by another version, or the SQLite file belongs to another program.
+        DatabaseMismatchError: there is no store, and `create` is false.
     """
     if connection.dialect.name == "postgresql":  # SQLite's write transaction excludes other writers anyway
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _POSTGRES_LOCK})
-    version = stored_version(connection)
-    if version is None and not create:
-        raise DatabaseMismatchError(f"{where}: holds no ragcache store; name the database that has the documents")
-    if version is None:
-        _create(connection, where)
+    if has_store(connection, where):
         return
-    _refuse_newer(version, where)
-    for step in range(version, SCHEMA_VERSION):
-        MIGRATIONS[step](connection)
-        recorded = update(properties).where(properties.c.name == "schema_version")
-        connection.execute(recorded.values(value=json.dumps(step + 1)))
+    if not create:
+        raise DatabaseMismatchError(f"{where}: holds no ragcache store; name the database that has the documents")
+    _create(connection, where)
 
 
 def check(connection: Connection, where: str) -> None:
-    """For a reader, who may not migrate. Raises SchemaVersionError when the schema is not today's."""
-    version = stored_version(connection)
-    if version is None:
+    """Raise SchemaVersionError if the database has no store, or one of another version."""
+    if not has_store(connection, where):
         raise SchemaVersionError(f"{where}: holds no ragcache store; check the name, or open it for writing")
-    _refuse_newer(version, where)
-    if version < SCHEMA_VERSION:
-        raise SchemaVersionError(
-            f"{where}: schema version {version} is older than this version of ragcache's {SCHEMA_VERSION}; "
-            "open it once for writing, which brings it up to date"
-        )
 
 
-def stored_version(connection: Connection) -> int | None:
-    """The schema version of the database; None where there is no store in it."""
+def has_store(connection: Connection, where: str) -> bool:
+    """Return whether the database has a store. Raises SchemaVersionError if another version made it."""
     if not inspect(connection).has_table(properties.name):
-        return None
-    query = select(properties.c.value).where(properties.c.name == "schema_version")
+        return False
+    query = select(properties.c.value).where(properties.c.name == "schema")
     value = connection.execute(query).scalar_one_or_none()
-    return None if value is None else int(json.loads(value))
-
-
-def _refuse_newer(version: int, where: str) -> None:
-    if version > SCHEMA_VERSION:
+    if value is None:
+        other = " --database NEW" if connection.dialect.name == "postgresql" else ""
         raise SchemaVersionError(
-            f"{where}: schema version {version} is newer than this version of ragcache's {SCHEMA_VERSION}; "
+            f"{where}: this store was made before ragcache 0.1, which does not read it; ingest its documents into a "
+            f"new one: ragcache ingest FOLDER --store NEW{other}"
+        )
+    if int(json.loads(value)) > SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{where}: schema version {value} is newer than this version of ragcache's {SCHEMA_VERSION}; "
             "use the version of ragcache that wrote it, or a later one"
         )
+    return True
 
 
 def _create(connection: Connection, where: str) -> None:
@@ -242,8 +195,7 @@ def _create(connection: Connection, where: str) -> None:
         raise SchemaVersionError(f"{where}: a database with other tables ({', '.join(names)}); name another file")
     metadata_obj.create_all(connection)
     connection.execute(insert(counters), [{"name": "generation", "value": 0}, {"name": "vector_id", "value": 0}])
-    version = json.dumps(SCHEMA_VERSION)
-    connection.execute(insert(properties), {"name": "schema_version", "value": version})
+    connection.execute(insert(properties), {"name": "schema", "value": json.dumps(SCHEMA_VERSION)})
 
 
 # Counters of a document store (see `schema.counters`), and counts of its chunks.

@@ -28,14 +28,8 @@ WORDS = 64
 
 _TERM = re.compile(rf"(?P<run>[{LETTERS}]+)|[^\W{LETTERS}]+")
 _NAME = PREFIX + "terms"
-_BEFORE = (PREFIX + "words", PREFIX + "text")  # these hold words as the databases' own parsers cut them
 # A chunk's text never changes under its vector id.
 _SQLITE = (
-    *(
-        f"DROP {kind} IF EXISTS {before}{end}"
-        for before in _BEFORE
-        for kind, end in (("TRIGGER", "_insert"), ("TRIGGER", "_delete"), ("TABLE", ""))
-    ),
     f"CREATE VIRTUAL TABLE {_NAME} USING fts5(text, content='', tokenize='porter unicode61 remove_diacritics 2')",
     f"CREATE TRIGGER {_NAME}_insert AFTER INSERT ON {chunks.name} BEGIN "
     f"INSERT INTO {_NAME}(rowid, text) VALUES (new.vector_id, {SPACED}(new.text)); END",
@@ -47,10 +41,7 @@ _BARE = f"normalize(regexp_replace(normalize(text, NFKD), '[{MARKS}]', '', 'g'),
 _CUT = f"regexp_replace(regexp_replace({_BARE}, '[{PUNCTUATION}]', ' ', 'g'), '([{LETTERS}])', ' \\1 ', 'g')"
 _KINDS = ("'english'", "'simple'")  # stems; and words as they are, since "it" and "who" have no stem
 _VECTOR = " || ".join(f"to_tsvector({kind}, {_CUT})" for kind in _KINDS)
-_POSTGRES = (
-    *(f"DROP INDEX IF EXISTS {before}" for before in _BEFORE),
-    f"CREATE INDEX {_NAME} ON {chunks.name} USING gin (({_VECTOR}))",
-)
+_POSTGRES = (f"CREATE INDEX {_NAME} ON {chunks.name} USING gin (({_VECTOR}))",)
 
 
 def _is_indexed(connection: Connection) -> bool:

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from ragcache.codecs import CODECS, Codec, get_codec
 from ragcache.codecs.block_file import codec_of, read_block, write_block
-from ragcache.codecs.container import read_container, write_container
 from ragcache.codecs.layered import EncodedBlock
 from ragcache.codecs.sample_block import example_block
-from ragcache.errors import DamagedBlockError, SchemaVersionError, UnencodableBlockError
+from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, empty_block
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
@@ -387,18 +386,6 @@ def test_a_layer_is_read_from_its_own_range_of_the_file(tmp_path: Path) -> None:
             rank = PART_OF[:layer].count(part)
             assert torch.equal(file.get_slice(f"{part}.keys")[rank], keys)
             assert torch.equal(file.get_slice(f"{part}.values")[rank], values)
-
-
-def test_each_kind_of_block_takes_the_first_format_that_has_it(codec: Codec, tmp_path: Path) -> None:
-    """A version that knows format 1 alone refuses 2 and 3, and reads all else as before."""
-    sparse = make_sparse(make_block(1)), make_sparse(make_mixed_block(1))
-    for block, version in ((make_block(1), "1"), (make_mixed_block(1), "2"), *((one, "3") for one in sparse)):
-        write_block(tmp_path / "block", make_key(1), block, codec.for_trial(block))
-        tensors, metadata = read_container(tmp_path / "block")
-        assert metadata["format_version"] == version
-        write_container(tmp_path / "block", tensors, {**metadata, "format_version": "5"})
-        with pytest.raises(SchemaVersionError, match=r"block format 5.*use the version that wrote it"):
-            read_block(tmp_path / "block", make_key(1))
 
 
 def test_parts_that_are_not_one_blocks_are_damage() -> None:

@@ -133,7 +133,7 @@ def bare(path: Path) -> None:
 
 
 CONTENTS = [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"checksum":"' * 9]
-NEWER = [{"format_version": "5"}, {"codec_version": "2"}, {"format_version": "99"}]
+NEWER = [{"format_version": "2"}, {"codec_version": "2"}, {"format_version": "99"}]
 WRONG = [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}]
 OTHER_FILES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     *((lambda path, content=one: path.write_bytes(content), DamagedBlockError, "block") for one in CONTENTS),

@@ -1,9 +1,7 @@
 """KV of passages that stay where they are: kept without embedding or text, found in any prompt, removed by name."""
 
 import logging
-import sqlite3
 import threading
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -326,22 +324,6 @@ def test_progress_counts_passages(kb):
     seen = []
     kb.precompute((f"{MINE[0]} {rank}" for rank in range(70)), progress=seen.append)
     assert [event.done for event in seen] == [64, 70]
-
-
-def test_a_list_of_an_older_version_is_taken_further(open_kb):
-    with open_kb() as kb:
-        kb.precompute(MINE)
-        file = kb.store.kv.passages.path
-    with closing(sqlite3.connect(file)) as database, database:
-        database.execute("DROP TABLE names")
-        database.execute("ALTER TABLE passages DROP COLUMN num_bytes")
-    with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
-        assert kb.info().foreign.passages == 2
-        assert kvs(kb) == ["disk", "disk"]
-    with open_kb() as kb:
-        assert kvs(kb) == ["disk", "disk"]
-        kb.precompute([rc.Document("a", MINE[0])])
-        assert len(kb.forget("a")) == 1
 
 
 async def test_the_twins(kb):

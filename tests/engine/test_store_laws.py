@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blocks import tier_of
-from sqlalchemy import text
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -81,29 +80,17 @@ class OurEmbedder(BagOfWords):
         return (vector + self.noise * blur / np.linalg.norm(blur)).astype(np.float32)
 
 
-def forget_probe(kb):
-    """As an earlier version left the store."""
-    with kb.store.documents.database.write() as connection:
-        done = connection.execute(text("DELETE FROM ragcache_properties WHERE name = 'embedder_probe'"))
-        assert done.rowcount == 1
-
-
 @pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("earlier", [False, True])
-def test_another_model_by_the_same_name_is_refused_before_it_ranks(open_kb, earlier, read_only):
+def test_another_model_by_the_same_name_is_refused_before_it_ranks(open_kb, read_only):
     kb = open_kb(embedder=OurEmbedder(1))
     kb.ingest([rc.Document("cats", "# Cats\n\nThe cat sat on the mat.\n", title="About cats")])
-    if earlier:
-        forget_probe(kb)
     kb.close()
     config = rc.StoreConfig(read_only=read_only)
     for other in (OurEmbedder(2), OurEmbedder(1, noise=0.2)):
         with pytest.raises(EmbedderMismatchError, match=r"'ours' makes another vector of .*use the model that filled"):
             open_kb(embedder=other, store=config)
     same = OurEmbedder(1, noise=0.03)
-    again = open_kb(embedder=same, store=config)
-    assert again.retrieve("cat", 1)[0].chunk.document_id == "cats"
-    assert ("embedder_probe" in again.store.documents.properties()) is not (earlier and read_only)
+    assert open_kb(embedder=same, store=config).retrieve("cat", 1)[0].chunk.document_id == "cats"
 
 
 def test_an_embedder_is_asked_once_at_an_opening(open_kb):
@@ -123,16 +110,6 @@ def test_vectors_of_another_length_are_another_embedders(open_kb):
     embedder.embed_query = lambda text: 2 * single(text)
     with pytest.raises(EmbedderMismatchError):
         open_kb(embedder=embedder)
-
-
-def test_a_chunk_whose_headings_cannot_be_told_is_compared_below_its_title(open_kb):
-    kb = open_kb(embedder=OurEmbedder(1))
-    text = "# Animals\n\n## Cats\n\n" + "The cat sat on the mat in the sun and slept there for hours. " * 30
-    kb.ingest([rc.Document("cats", text, title="About cats")], split=True)
-    assert any(chunk.metadata.get("headings") for chunk in kb.chunks_of("cats"))
-    forget_probe(kb)
-    kb.close()
-    assert open_kb(embedder=OurEmbedder(1)).document("cats")
 
 
 def test_the_store_knows_its_model(kb, open_kb, model_directory):

@@ -25,7 +25,6 @@ from ragcache.errors import (
     StoreFullError,
 )
 from ragcache.ingest.document import Document
-from ragcache.kv.block_key import digest
 from ragcache.store.directory import StoreLayout
 from ragcache.store.places import Place
 
@@ -76,15 +75,6 @@ def test_the_index_is_saved_and_opens_without_sql(kit, folder, tmp_path, lm):
         assert again.retriever.index.generation == kit.documents.generation()
         assert again.embedder.texts == 0
         again.check()
-
-
-def test_a_table_alone_makes_the_hash_another_than_that_of_versions_that_cut_its_rows():
-    settings = {"chunker": 1, "max_tokens": 64}
-    for text in ("a | b\n\n- c", "| a | b |\n|---|---|\n| 1 | 2 |", "# a\n\na | b\n:-: | --\n"):
-        content = {"text": text, "metadata": {}, "title": "", "settings": settings}
-        assert (Document("a", text).content_hash(settings) == digest(content)) is text.startswith("a | b")
-        whole = {"chunker": "whole 1"}
-        assert Document("a", text).content_hash(whole) == digest(content | {"settings": whole})
 
 
 def test_unchanged_input_costs_no_model_time(kit, folder):

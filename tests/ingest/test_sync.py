@@ -1,6 +1,5 @@
-"""Documents follow their files: two folders, other names, renames, removals, stores of earlier versions."""
+"""Documents follow their files: two folders, other names, renames, removals."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 from kit import Kit
 from random_texts import text_of
-from sqlalchemy import create_engine, text
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError
 from ragcache.ingest import ingest_run as run
@@ -75,74 +73,6 @@ def test_records_of_two_files_with_one_id_are_an_error_that_names_both(kit, docs
     assert kit.texts()["x"] == ["Vik has a bridge.\n"]
     (docs / "d.jsonl").unlink()
     assert kit.ingestor.ingest([docs / "e.jsonl"]).updated == ["x"]
-
-
-# Stores of earlier versions
-
-
-def make_earlier(kit: Kit, docs: Path, named: str) -> None:
-    """Let the store be as version 2 of the schema made it of `ragcache ingest NAMED`: ids relative to the folder,
-    sources as they were named, hashes over the source, nothing about files."""
-    engine = create_engine(f"sqlite:///{kit.layout.database}")
-    with engine.begin() as connection:
-        connection.execute(text("PRAGMA foreign_keys = OFF"))
-        found = connection.execute(text("SELECT id, source, title, metadata FROM ragcache_documents")).all()
-        for id, source, title, metadata in found:
-            file = Path(id.partition("#")[0])
-            old = id if not id.startswith(str(docs)) else id.removeprefix(f"{docs}/")
-            old_source = source.replace(str(docs), named) if source.startswith(str(docs)) else source
-            whole = {"text": file.read_text() if file.suffix == ".md" else "", "metadata": json.loads(metadata),
-                     "title": title, "source": old_source, "settings": dict(kit.chunker.settings)}  # fmt: skip
-            if not whole["text"]:
-                (whole["text"],) = (line.strip() for line in kit.texts()[id])
-            packed = json.dumps(whole, sort_keys=True, separators=(",", ":"))
-            values = {"old": old, "new": id, "source": old_source, "hash": hashlib.sha256(packed.encode()).hexdigest()}
-            connection.execute(text("UPDATE ragcache_documents SET id = :old, source = :source, content_hash = :hash, "
-                                    "file = NULL WHERE id = :new"), values)  # fmt: skip
-            connection.execute(text("UPDATE ragcache_chunks SET document_id = :old, id = replace(id, :new, :old) "
-                                    "WHERE document_id = :new"), values)  # fmt: skip
-    engine.dispose()
-
-
-@pytest.mark.parametrize(("named", "place"), [("docs", "."), ("{docs}", "elsewhere"), ("docs", "elsewhere")])
-def test_an_earlier_store_takes_the_new_ids_without_copies_or_work(kit, docs, tmp_path, monkeypatch, named, place):
-    kit.ingestor.ingest([docs])
-    today, cost = content(kit), costs(kit)
-    make_earlier(kit, docs, named.format(docs=docs))
-    assert sorted(kit.ids()) == ["a.md", "b.md", "d.jsonl#2", "sub/c.md", "x"]
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / place)
-    report = kit.ingestor.ingest([docs])
-    assert sorted(report.moved) == [Moved(id, f"{docs}/{id}") for id in ("a.md", "b.md", "d.jsonl#2", "sub/c.md")]
-    assert (report.added, report.updated, report.removed, report.failed) == ([], [], [], [])
-    assert report.unchanged == ["x"]
-    assert (content(kit), costs(kit)) == (today, cost)
-    kit.check()
-    assert len(kit.ingestor.ingest([docs]).unchanged) == 5
-
-
-def test_a_changed_file_of_an_earlier_store_replaces_its_document(kit, docs, tmp_path, monkeypatch):
-    kit.ingestor.ingest([docs])
-    make_earlier(kit, docs, "docs")
-    monkeypatch.chdir(tmp_path)
-    (docs / "a.md").write_text(text_of("Osby"))
-    report = kit.ingestor.ingest([docs])
-    assert report.updated == [str(docs / "a.md")]
-    assert len(kit.ids()) == 5
-    assert "Tolvik has" not in str(kit.texts())
-    kit.check()
-
-
-def test_an_earlier_document_that_only_has_the_name_is_left_alone(kit, docs, tmp_path, monkeypatch):
-    kit.ingestor.ingest([Document("a.md", text_of("Rome")), Document("note", text_of("Oslo"), source="docs/b.md")])
-    engine = create_engine(f"sqlite:///{kit.layout.database}")
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE ragcache_documents SET file = NULL"))
-    engine.dispose()
-    monkeypatch.chdir(tmp_path)
-    report = kit.ingestor.ingest([docs])
-    assert (len(report.added), report.moved) == (5, [])
-    assert {"a.md", "note"} <= set(kit.ids())
 
 
 # Sync

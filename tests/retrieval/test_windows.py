@@ -1,9 +1,6 @@
 """Passages longer than the embedder reads: a vector for each window, the best of which counts, in every kind of index.
 The oracle is NumPy's, over vectors that the test keeps."""
 
-import sqlite3
-from pathlib import Path
-
 import numpy as np
 import pytest
 from postgres_server import pgvector_schema
@@ -229,29 +226,6 @@ def test_quantised_vectors_are_ranked_by_the_best_window(tmp_path, monkeypatch):
             assert dict(hits) == pytest.approx({id: dict(right)[id] for id, _ in hits}, abs=1e-5)
             shared += len({id for id, _ in hits} & {id for id, _ in right[:10]})
         assert shared >= 0.8 * 10 * len(QUESTIONS)
-
-
-# Stores of before
-
-
-def test_passages_of_an_older_store_are_found_by_their_only_vector(tmp_path):
-    """Written by schema 4, where a long passage had the mean alone: until it is stored again."""
-    path = tmp_path / "old.sqlite3"
-    script = (Path(__file__).parents[1] / "store" / "frozen" / "v4.sqlite.sql").read_text()
-    with sqlite3.connect(path) as connection:
-        connection.executescript(script)
-    connection.close()
-    embedder = Rows()
-    embedder.name, embedder.dimension = "minilm", 2
-    with DocumentStore.open(path) as documents:
-        retriever = Retriever.open(documents, tmp_path / "i", embedder)
-        question = np.array([0, -1], np.float32)
-        check_equal(found(retriever, question, 3), [("d.0", 2.0)])
-        windows = np.array([[3, 0], [0, -5]], np.float32)
-        chunk = NewChunk("d.0", "text", [1, 2], windows.mean(0), windows=windows)
-        documents.replace_document(NewDocument("d"), [chunk])
-        check_equal(found(retriever, question, 3), [("d.0", 5.0)])
-        assert documents.vectors(["d.0"], 2).tolist() == [[1.5, -2.5]]
 
 
 # Ingestion

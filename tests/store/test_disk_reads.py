@@ -262,16 +262,11 @@ def test_without_room_in_memory_the_file_is_mapped_and_nothing_is_read_by_hand(t
         assert (kernel.reads, pool.given) == ([], [])
 
 
-def test_files_of_earlier_versions_come_to_where_a_kernel_reads_them(tmp_path, pool, monkeypatch):
-    """Codes stood behind the 40 bytes of their block's shape: page-locked, they are copied as before."""
-    monkeypatch.setattr("ragcache.codecs.container.ALIGNMENT", 1)  # the order that was
+def test_codes_are_read_to_where_a_kernel_reads_them(tmp_path, pool):
     held = kept(tmp_path, "int8", cold=False)
-    monkeypatch.undo()
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
     with KVStore(tmp_path, memory_bytes=1 << 26) as store:
         loaded = store.get(KEY)
         assert loaded is not None
-        monkeypatch.undo()
         assert loaded.block.equal(held)
         codes = [tensor for tensor in tensors_of(loaded.block) if tensor.dtype == torch.uint8]
         assert len(codes) == 2

@@ -249,7 +249,7 @@ def test_properties_are_bound_once(store, url):
     store.bind("fingerprint", "abc")
     store.bind("prefix", [1, 2])
     assert store.properties() == {
-        "schema_version": SCHEMA_VERSION,
+        "schema": SCHEMA_VERSION,
         "embedder": {"name": "minilm", "dimension": 384},
         "fingerprint": "abc",
         "prefix": [1, 2],

@@ -1,7 +1,6 @@
 """A store's directory: its writer's lock, and the one database of its documents that it names."""
 
 import json
-import logging
 import shutil
 import sqlite3
 import time
@@ -80,7 +79,7 @@ def blocks_on_disk(root: Path) -> set[str]:
     return {path.stem for path in (root / "kv").rglob("*.safetensors")}
 
 
-def as_an_earlier_version_left_it(root: Path) -> Path:
+def unnamed(root: Path) -> Path:
     (root / "ragcache.json").write_text(json.dumps({"format": 1, "made_by": "ragcache"}) + "\n")
     return root
 
@@ -163,71 +162,17 @@ def test_the_address_of_a_server_is_written_and_no_password(tmp_path):
             assert getattr(found, part) == getattr(expected, part)
 
 
-# Stores of versions that named no database
-
-
-def test_an_earlier_store_opens_and_says_once_what_is_new(tmp_path, caplog, url):
-    for root, database in ((tmp_path / "in", None), (tmp_path / "out", url)):
-        as_an_earlier_version_left_it(filled(root, database))
-        with opened(root, database, read_only=True, create=False) as store:
-            assert store.documents.counts().documents == 1
-        assert "documents" not in json.loads((root / "ragcache.json").read_text())
-        with caplog.at_level(logging.WARNING), opened(root, database) as store:
-            assert doctor(store).orphans == []
-        (said,) = caplog.messages
-        assert str(root) in said
-        assert "is refused" in said
-        caplog.clear()
-        with caplog.at_level(logging.WARNING), opened(root, database) as store:
-            assert store.documents.counts().documents == 1
-        assert caplog.messages == []
-        assert blocks_on_disk(root) == set(KEYS)
-
-
-def test_an_earlier_store_with_documents_elsewhere_is_not_opened_without_them(tmp_path, url):
-    root = as_an_earlier_version_left_it(filled(tmp_path / "kb", url))
-    for read_only in (True, False):
-        refuse(root, DatabaseMismatchError, r"elsewhere; name it: --database URL", read_only=read_only)
+@pytest.mark.parametrize("left", ["kv", "index.faiss"])
+def test_a_marker_without_a_database_beside_content_is_refused(tmp_path, url, left):
+    root = unnamed(filled(tmp_path / "kb", url))
+    (root / "index.faiss").write_bytes(b"")
+    for other in {"kv", "index.faiss"} - {left}:
+        shutil.rmtree(root / other) if other == "kv" else (root / other).unlink()
+    for options in ({}, {"database": url}, {"read_only": True}):
+        words = r"ragcache\.json does not name the database.*ragcache ingest FOLDER --store NEW"
+        refuse(root, DatabaseMismatchError, words, create=True, **options)
     assert not (root / "store.sqlite3").exists()
-    shutil.rmtree(root / "kv")
-    (root / "index.faiss").write_bytes(b"")  # KV was computed nowhere, or in a remote
-    refuse(root, DatabaseMismatchError, create=True)
-
-
-def test_an_empty_file_beside_the_blocks_of_an_earlier_store_lets_none_be_deleted(tmp_path, caplog, url):
-    """As `ask` or `doctor` of an earlier version made it, where --database was forgotten."""
-    root = filled(tmp_path / "kb", url)
-    with opened(tmp_path / "empty"):
-        pass
-    shutil.copy(tmp_path / "empty" / "store.sqlite3", root)
-    as_an_earlier_version_left_it(root)
-    refused = pytest.raises(DatabaseMismatchError, match=r"nothing was changed.*--database URL.*run it again")
-    with caplog.at_level(logging.WARNING), opened(root, create=False) as store, refused:
-        doctor(store)
-    assert "has KV of documents that are not in its store.sqlite3" in caplog.text
-    assert blocks_on_disk(root) == set(KEYS)
-    with opened(root, url) as store:
-        report = doctor(store)
-        assert (report.orphans, report.missing) == ([], [])
-    refuse(root, DatabaseMismatchError)
-
-
-def test_an_earlier_store_takes_no_database_that_has_none_of_its_documents(tmp_path, url, other_url):
-    root = as_an_earlier_version_left_it(filled(tmp_path / "kb", url))
-    refuse(root, DatabaseMismatchError, "name the database that has them", database=other_url)
-    inside = as_an_earlier_version_left_it(filled(tmp_path / "inside"))
-    shutil.rmtree(inside / "kv")
-    refuse(inside, DatabaseMismatchError, r"in store.sqlite3", database=other_url)
-
-
-def test_an_ingestion_that_broke_off_in_an_earlier_version_goes_on(tmp_path):
-    with opened(tmp_path / "kb") as store:
-        store.kv.put(KEYS[0], make_block(0))
-    root = as_an_earlier_version_left_it(tmp_path / "kb")
-    with opened(root) as store:
-        fill(store)
-    with opened(root) as store:
-        assert doctor(store).orphans == []
+    assert blocks_on_disk(root) == (set(KEYS) if left == "kv" else set())
 
 
 def test_a_damaged_note_is_named(tmp_path):
@@ -293,7 +238,7 @@ def test_two_that_make_one_store_agree_on_its_database(tmp_path):
     """The second one of two that were opened before either named its database."""
     root = tmp_path / "kb"
     with opened(root):
-        as_an_earlier_version_left_it(root)
+        unnamed(root)
         with opened(root):
             assert json.loads((root / "ragcache.json").read_text())["documents"]["where"] == "store.sqlite3"
     with sqlite3.connect(root / "store.sqlite3") as connection:

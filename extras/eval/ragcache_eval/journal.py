@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple, Self
 
 from ragcache.errors import ConfigError, translate_os_errors
 
-VERSION = 2
+VERSION = 1
 
 
 class Key(NamedTuple):

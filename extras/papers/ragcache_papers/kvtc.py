@@ -46,7 +46,7 @@ class KvtcCodec(LayerCodec):
     block's exact tokens are rounded to bfloat16.
 
     Tensors, for keys and for values: `basis`, uint8 [32], the basis's name; `exact`, int64, the exact tokens in order;
-    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in 16 bits (version 1: in the block's dtype);
+    `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in 16 bits;
     `stream` and `ends`, three frames a group: the codes of the other tokens, by component, of 8, 4 and 2 bits.
 
     Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype; or that of
@@ -54,7 +54,7 @@ class KvtcCodec(LayerCodec):
     """
 
     name: ClassVar[str] = "kvtc"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 1
     needs_basis: ClassVar[bool] = True
     rounds_states: ClassVar[bool] = True
     part_names: ClassVar[frozenset[str]] = frozenset({"basis", "exact", "numbers", "stream", "ends"})
@@ -113,7 +113,7 @@ class KvtcCodec(LayerCodec):
         bounds = [-1, *exact.tolist(), num_tokens]
         if bounds != sorted(set(bounds)):
             raise DamagedBlockError("the exact tokens of a block are not some of its tokens in ascending order")
-        expect(tensors, "numbers", (layers, heads, len(exact), width), spec.dtype, _exact_dtype(spec.dtype))
+        expect(tensors, "numbers", (layers, heads, len(exact), width), _exact_dtype(spec.dtype))
         groups = self._groups(part, tensors, spec.shape(part))
         expect(tensors, "stream", (tensors["stream"].numel(),), torch.uint8)
         expect(tensors, "ends", (len(WIDTHS) * len(groups),), torch.int64)

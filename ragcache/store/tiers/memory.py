@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from ragcache.codecs.container import ALIGNMENT
 from ragcache.errors import check_least, first_line
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import torch
@@ -237,14 +236,9 @@ class MemoryTier(BudgetedTier):
 
 
 def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
-    """Whether a block needs no other memory, and a kernel can read it there: files of earlier versions hold tensors of
-    codes at odd places."""
-    own, locked = buffer.untyped_storage().data_ptr(), buffer.is_pinned()
-    for tensor in (one for one in block.held_tensors() if one.numel()):
-        is_odd = locked and tensor.nbytes % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT > 0
-        if is_odd or tensor.untyped_storage().data_ptr() != own:
-            return False
-    return True
+    """Return whether all of the block's tensors lie in the buffer."""
+    own = buffer.untyped_storage().data_ptr()
+    return all(one.untyped_storage().data_ptr() == own for one in block.held_tensors() if one.numel())
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:
