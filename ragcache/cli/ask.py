@@ -210,5 +210,5 @@ def source_line(hit: Mapping[str, Any]) -> str:
     """Return the title, source, place in it, score, and where the KV came from."""
     title = hit["title"] or hit["document_id"]
     where = "" if hit["source"] in ("", title) else f" ({hit['source']})"
-    place = f", {hit['place']}" if hit.get("place") else ""  # an older server states none
+    place = f", {hit['place']}" if hit["place"] else ""
     return f"{title}{where}{place}  score {hit['score']:.3f}  KV: {hit['kv']}"
