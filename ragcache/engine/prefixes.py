@@ -9,11 +9,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ragcache.engine.loader import NOT_KEPT
 from ragcache.engine.options import RetrieveOptions, names
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.stored_prefixes import StoredPrefixes
-from ragcache.errors import ConfigError, ContextTooLongError, UnencodableBlockError
+from ragcache.errors import ConfigError, ContextTooLongError, StoreError
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.layout import Layout, Segment
 from ragcache.fusion.method import FusionMethod
@@ -29,6 +28,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part, PromptEnds
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
+from ragcache.store.foreign import PREFIX, Listed
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NOT_STORED
 
@@ -252,8 +252,8 @@ class Prefixes:
 
 # A small store that is read whole (CAG, arXiv 2412.15605): exact KV of every passage, kept as one block.
 # Behind the prompts' beginning stand all passages, in the order of their documents' ids. A block of all these tokens,
-# read alone, is what a plain pass over the prompt leaves of them. It outlives the process, and goes when any document
-# changes (law 10).
+# read alone, is what a plain pass over the prompt leaves of them. It is kept on disk as prompts' prefixes are, bit for
+# bit, until any document changes (law 10).
 
 
 class WholeStore:
@@ -262,30 +262,29 @@ class WholeStore:
     def __init__(
         self, lm: LanguageModel, kv: KVStore, documents: DocumentStore, tenant: str, on_encoded: OnEncoded | None = None
     ) -> None:
-        # A salt of its own: a passage of the same tokens may be kept by a codec that loses something.
+        # A salt of its own: a passage of the same tokens may be kept as a codec changed it.
         self._encoder = ModelEncoder(lm, tenant=digest({"whole": tenant}), on_encoded=on_encoded)
         self._kv = kv
         self._documents = documents
 
     def read(self, ids: Sequence[int], generation: int) -> PrefixKV:
-        """generation: of the documents whose passages these tokens are
+        """Load the KV of these tokens, or compute and keep it.
 
-        Raises CancelledError and TimedOutError within `limits.limited`.
+        Args:
+            generation: of the documents whose passages these tokens are
+
+        Raises CancelledError and TimedOutError inside a `deadline.limited` block.
         """
         started, handle, lm = time.perf_counter(), self._encoder.key(ids), self._encoder.lm
-        loaded = self._kv.get(handle)
+        loaded = None if self._kv.foreign is None else self._kv.foreign.get(handle)
         if loaded is not None:
             return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode([ids])
         encode_s = time.perf_counter() - started
-        try:  # for as long as no document changes; what cannot be kept on disk costs a later question time
-            if not self._kv.keeps_exactly(handle, block):
-                log.warning("the KV of the whole store is not kept on disk: the store's codec would change it")
-            elif self._documents.hold_over_all(handle, generation):
-                self._kv.put(handle, block)
-                if not self._documents.referenced([handle]):  # a document changed since: nothing else would find it
-                    self._kv.delete(handle)
-        except (*NOT_KEPT, UnencodableBlockError) as error:
+        try:  # what cannot be kept on disk costs a later question time
+            rows = [Listed(handle, f"{PREFIX}{generation}:whole", ids)]
+            self._kv.keep_prefixes(rows, [block], generation, self._documents.generation)
+        except StoreError as error:
             log.warning("the KV of the whole store is not kept on disk: %s", error)
         return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)
 

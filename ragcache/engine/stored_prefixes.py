@@ -155,18 +155,14 @@ class StoredPrefixes:
         if len(ids) - start < LEAST_TOKENS or self._documents.generation() != generation:
             return
         chain = hashlib.sha256(namespace.encode() + all_ids[:start].tobytes())
-        rows = []
-        for at in range(start, len(ids), PIECE_TOKENS):
+        rows, starts = [], range(start, len(ids), PIECE_TOKENS)
+        for at in starts:
             own = all_ids[at : at + PIECE_TOKENS]
             owner = _owner(chain, own[0], generation)
             rows.append(Listed(_key(owner, own), owner, own.tolist()))
             chain.update(own.tobytes())
-        self._list.add(*rows)  # first: a block that is not listed would outlive its documents
-        for at, (key, _, own_ids, _) in zip(range(start, len(ids), PIECE_TOKENS), rows, strict=True):
-            self._blocks.put(key, held.block(at, at + len(own_ids)))
-        self._list.add(*rows)  # again, where another process has taken off what was not there yet
-        if (now := self._documents.generation()) != generation:
-            self._loader.kv.drop_prefixes(now)
+        blocks = (held.block(at, at + len(row.token_ids)) for at, row in zip(starts, rows, strict=True))
+        self._loader.kv.keep_prefixes(rows, blocks, generation, self._documents.generation)
 
 
 def _array(ids: Sequence[int]) -> NDArray[np.int32]:

@@ -126,15 +126,6 @@ class DocumentStore:
         """Count a handle as referenced from now on though no chunk is: that of the prompts' beginning."""
         self.bind(HELD + handle, True)
 
-    def hold_over_all(self, handle: str, generation: int) -> bool:
-        """`hold` what was made over all documents of this generation, until one of them changes: the handle is garbage
-        then. False where one has changed already."""
-        with self.database.write() as connection:
-            if advance(connection, "generation", 0) != generation:
-                return False
-            self._bind(connection, HELD_OVER_ALL + handle, True)
-            return True
-
     @property
     def basis(self) -> str | None:
         """The name of the codec's basis, if the store has one."""
@@ -597,7 +588,6 @@ MISMATCHES: dict[str, type[StoreMismatchError]] = {
 }
 
 HELD = "held:"  # begins the names of properties that hold a handle
-HELD_OVER_ALL = "held over all:"  # likewise, of what was made over all documents: until one of them changes
 
 
 def read_properties(connection: Connection) -> dict[str, object]:
@@ -608,7 +598,7 @@ def read_properties(connection: Connection) -> dict[str, object]:
 
 def held_handles(connection: Connection) -> set[str]:
     """Handles that are referenced though no chunk has them."""
-    return {name.partition(":")[2] for name in read_properties(connection) if name.startswith((HELD, HELD_OVER_ALL))}
+    return {name.partition(":")[2] for name in read_properties(connection) if name.startswith(HELD)}
 
 
 def refuse_other(bound: object, name: str, value: object, where: str) -> None:
@@ -623,8 +613,7 @@ def refuse_other(bound: object, name: str, value: object, where: str) -> None:
 
 
 def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
-    """What was made over all documents goes with any of them, and KV that was read behind a chunk goes with that."""
-    discard_made_over_all(connection)
+    """Delete the chunks of these documents, with the KV that was read behind one of them."""
     discard_read_behind(connection, document_ids)
     to_garbage(connection, chunks.c.document_id.in_(document_ids))
     connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
@@ -639,17 +628,6 @@ def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> 
     to_garbage(connection, chunks.c.vector_id.in_(readers))
     connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
     connection.execute(delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers)))
-
-
-def discard_made_over_all(connection: Connection) -> None:
-    own = properties.c.name.startswith(HELD_OVER_ALL)
-    handles = {name.removeprefix(HELD_OVER_ALL) for name in connection.scalars(select(properties.c.name).where(own))}
-    if not handles:
-        return
-    known = set(connection.scalars(select(garbage.c.handle).where(garbage.c.handle.in_(handles))))
-    for handle in handles - known:
-        connection.execute(insert(garbage), {"handle": handle, "created_at": time.time()})
-    connection.execute(delete(properties).where(own))
 
 
 def to_garbage(connection: Connection, condition: Any) -> None:

@@ -166,6 +166,27 @@ class KVStore:
             evicted_bytes=sum(listed[key] for key in gone),
         )
 
+    def keep_prefixes(
+        self, rows: Sequence[Listed], blocks: Iterable[KVBlock], generation: int, now: Callable[[], int]
+    ) -> None:
+        """Keep KV of prompts on disk, bit for bit, until a document changes; nothing where there is no place for it.
+
+        Args:
+            rows:       owners begin with PREFIX and the generation
+            generation: of the documents that the prompts may quote
+            now:        returns the documents' present generation
+
+        Raises StoreError.
+        """
+        if self.foreign is None or self.passages is None or self.foreign.read_only:
+            return
+        self.passages.add(*rows)  # first: a block that is not listed would outlive its documents
+        for row, block in zip(rows, blocks, strict=True):
+            self.foreign.put(row.handle, block)
+        self.passages.add(*rows)  # again, where another process has taken off what was not there yet
+        if (current := now()) != generation:
+            self.drop_prefixes(current)
+
     def drop_prefixes(self, generation: int) -> None:
         """Delete KV of prompts that may quote documents as they were before this generation (law 10)."""
         if self.foreign is not None and self.passages is not None and self.foreign.root.exists():
@@ -173,10 +194,6 @@ class KVStore:
             for key in old:
                 self.foreign.delete(key)
             self.passages.remove(*old)
-
-    def keeps_exactly(self, key: str, block: KVBlock) -> bool:
-        """Whether the durable tier would give the block back bit for bit. Raises UnencodableBlockError."""
-        return self._durable.roundtrip(key, block).map(torch.Tensor.cpu).equal(block.map(torch.Tensor.cpu))
 
     def get(self, key: str) -> Loaded | None:
         """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
