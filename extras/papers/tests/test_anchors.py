@@ -161,7 +161,6 @@ def test_recipes_by_name():
         Recipe(),
         ANCHORED,
         Recipe(anchors=(IDS, 6)),
-        Recipe(anchors=(IDS, SEGMENT, True)),
         Recipe(anchors=(IDS[:2], 5)),
         Recipe("prefix", anchors=(IDS, 5)),
         Recipe(markers=((), IDS)),
