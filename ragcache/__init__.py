@@ -136,7 +136,7 @@ _HOMES["RayConfig"] = "ragcache_ray.cluster"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ragcache.runtime import refuse_foreign
+    from ragcache.foreign_package import refuse_foreign
 
     refuse_foreign()
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,7 +4,7 @@ import io
 import sys
 
 from ragcache.errors import ForeignPackageError
-from ragcache.runtime import refuse_foreign
+from ragcache.foreign_package import refuse_foreign
 
 
 def main() -> None:

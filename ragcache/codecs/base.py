@@ -16,7 +16,7 @@ from ragcache.kv.cache_shape import LayerShape, StateShape
 from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.sparse_block import SparseBlock
 from ragcache.kv.state import StateMap
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     pass

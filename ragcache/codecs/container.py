@@ -29,7 +29,7 @@ import xxhash
 
 from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
 from ragcache.files import PAGE, atomic_write, write_all
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.affine import rounded_up
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.kv.block import Stored
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from ragcache.codecs.affine import group_size, num_groups, parameter_dtype, quan
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
 from ragcache.codecs.packed_bits import pack, unpack
 from ragcache.kv.block import Stored
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, Stored
 from ragcache.kv.block import Part as Part
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape, LayerShape
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     pass

@@ -11,7 +11,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ragcache.errors import CancelledError, StoreClosedError
-from ragcache.runtime import Home
+from ragcache.forks import Home
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.loader import BlockLoader
 from ragcache.engine.local_engine import LocalEngine
 from ragcache.engine.options import StoreConfig
-from ragcache.engine.prefixes import Prefixes, WholeStore
+from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.probe import open_rates
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
@@ -31,6 +31,7 @@ from ragcache.engine.shared_prefixes import SharedPrefixes
 from ragcache.engine.store_config import StoreParts, open_kv_to_fill
 from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
+from ragcache.engine.whole_store import WholeStore
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod

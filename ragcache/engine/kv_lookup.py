@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from ragcache.engine.answer import Source, Usage
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.output import OutputProcessor
-from ragcache.engine.prefixes import Path, Prefixes, PrefixKV, WholeStore
+from ragcache.engine.prefixes import Path, Prefixes, PrefixKV
 from ragcache.engine.request import Request
+from ragcache.engine.whole_store import WholeStore
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from ragcache.errors import StoreError
 from ragcache.files import atomic_write, write_all
 from ragcache.kv.block_key import digest
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache.store.eviction import PrefillRate
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch
 from ragcache.kv.prefix_nodes import common_length
 from ragcache.runtime import work_alone
-from ragcache.store.counters import WarnOnce
 from ragcache.store.documents import DocumentStore
 from ragcache.store.foreign import PREFIX, Listed, PassageList
 from ragcache.store.kv_store import KVStore
+from ragcache.store.warn_once import WarnOnce
 
 log = logging.getLogger(__name__)
 PIECE_TOKENS = 256

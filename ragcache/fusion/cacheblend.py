@@ -16,7 +16,7 @@ from ragcache.fusion.recompute import (
     check_tokens,
     chosen,
 )
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

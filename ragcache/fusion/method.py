@@ -19,9 +19,9 @@ from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Span, lay_
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import RECIPE_NAMES, Recipe
 from ragcache.kv.state import compose
+from ragcache.lazy_torch import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Part, Passages, Prompt
-from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

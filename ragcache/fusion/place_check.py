@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from ragcache.codecs import get_codec
 from ragcache.errors import first_line
 from ragcache.kv.block import KVBlock, empty_block
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

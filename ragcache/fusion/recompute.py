@@ -17,7 +17,7 @@ from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Span
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from ragcache.errors import DamagedBlockError
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.cache_shape import CacheShape, LayerShape
 from ragcache.kv.state import StateMap
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.state import StateMap
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

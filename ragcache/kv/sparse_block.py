@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock, Part
 from ragcache.kv.block_key import Recipe
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

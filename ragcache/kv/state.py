@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.kv.cache_shape import StateShape
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

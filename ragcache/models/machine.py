@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ragcache.errors import ConfigError, DeviceError, first_line
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 AUTO = "auto"
 DEVICES = ("cuda", "xpu", "mps", "cpu")

@@ -30,10 +30,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ragcache.forks import Home
 from ragcache.models.batch import ForwardRequest, ScheduledTokens
 from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.models.requests import DecodingSequence, QueuedRequest, ScheduledRequest
-from ragcache.runtime import Home, end_team, working_alone
+from ragcache.runtime import end_team, working_alone
 
 # Without requests for so long, the thread ends; the next request starts another.
 IDLE_S = 5.0

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
+from ragcache.forks import Home
 from ragcache.models.deadline import LIMIT
-from ragcache.runtime import Home
 
 if TYPE_CHECKING:
     pass

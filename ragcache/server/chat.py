@@ -42,10 +42,11 @@ from ragcache.server.chat_types import (
     NamedTool,
     SampledRequest,
 )
+from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
 from ragcache.server.service import Service, ServiceParam, Work
-from ragcache.server.wire import AnswerModel, EventStream, event
+from ragcache.server.wire import AnswerModel
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
 DONE = b"data: [DONE]\n\n"

@@ -18,11 +18,12 @@ from ragcache import Document, IngestReport, ProgressEvent, RagCache
 from ragcache.errors import NoSuchDocumentError
 from ragcache.ingest.readers import SourceFile
 from ragcache.server.body import JSON, MULTIPART, JsonRoute, content_type, read_json, request_body
+from ragcache.server.error_object import EVENT_STREAM, EventStream, event
 from ragcache.server.http_errors import ApiError, errors, schema_of, streamed
 from ragcache.server.observe import note
 from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.uploads import Upload
-from ragcache.server.wire import EVENT_STREAM, AnswerModel, EventStream, JsonObject, Name, RequestModel, Text, event
+from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
 from ragcache.store.filters import MAX_GLOB, Filter
 from ragcache.store.records import Chunk, StoredDocument
 

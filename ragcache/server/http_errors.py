@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from ragcache import errors as engine
 from ragcache.server.chat_types import UNSUPPORTED
-from ragcache.server.wire import EVENT_STREAM, ErrorBody, ErrorDetail
+from ragcache.server.error_object import EVENT_STREAM, ErrorBody, ErrorDetail
 
 MAX_MESSAGE = 1000
 TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")

@@ -12,8 +12,8 @@ from filelock import FileLock, Timeout
 
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError, translate_os_errors
 from ragcache.files import STORE_MARK, atomic_write, write_all
-from ragcache.runtime import Home
-from ragcache.store.tiers.disk_budget import BlockFiles
+from ragcache.forks import Home
+from ragcache.store.tiers.block_names import BlockFiles
 
 FORMAT_VERSION = 1
 

@@ -24,45 +24,25 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    literal,
     select,
     update,
 )
 
 from ragcache.errors import (
-    EmbedderMismatchError,
     FilterError,
-    ModelMismatchError,
     NoSuchDocumentError,
-    StoreMismatchError,
 )
 from ragcache.models.deadline import LIMIT
-from ragcache.store import records as rows
-from ragcache.store import text_search
+from ragcache.store import rows, text_search
 from ragcache.store.database import Database
+from ragcache.store.document_counts import advance, current
 from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
 from ragcache.store.json_values import check_metadata
-from ragcache.store.records import (
-    Chunk,
-    Counts,
-    NewChunk,
-    NewDocument,
-    StoredDocument,
-    StoredVersion,
-    VectorBatch,
-    check_document,
-)
-from ragcache.store.schema import (
-    advance,
-    chunks,
-    current,
-    documents,
-    garbage,
-    neighbours,
-    properties,
-    searched,
-    windows,
-)
+from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_garbage
+from ragcache.store.properties import HELD, held_handles, read_properties, refuse_other
+from ragcache.store.record_checks import check_document
+from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
+from ragcache.store.schema import chunks, documents, garbage, properties, searched, windows
 
 ROWS = 1000  # inserted together
 _IN_LIMIT = 1000  # values in one IN list
@@ -572,74 +552,3 @@ def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> di
         if not left:
             break
     return found
-
-
-# Properties of a store: bound at first use, and held to from then on.
-
-
-# Which error says that a property does not agree; StoreMismatchError for names that are not here.
-MISMATCHES: dict[str, type[StoreMismatchError]] = {
-    "embedder": EmbedderMismatchError,
-    "embedding_dim": EmbedderMismatchError,
-    "embedder_probe": EmbedderMismatchError,
-    "model": ModelMismatchError,
-    "fingerprint": ModelMismatchError,
-    "tokenizer": ModelMismatchError,
-}
-
-HELD = "held:"  # begins the names of properties that hold a handle
-
-
-def read_properties(connection: Connection) -> dict[str, object]:
-    """Return every property, `schema` included."""
-    rows = connection.execute(select(properties.c.name, properties.c.value)).mappings()
-    return {row["name"]: json.loads(row["value"]) for row in rows}
-
-
-def held_handles(connection: Connection) -> set[str]:
-    """Handles that are referenced though no chunk has them."""
-    return {name.partition(":")[2] for name in read_properties(connection) if name.startswith(HELD)}
-
-
-def refuse_other(bound: object, name: str, value: object, where: str) -> None:
-    """Raises the mismatch error of `name` when `value` is not what is bound."""
-    if bound != json.loads(json.dumps(value)):
-        raise MISMATCHES.get(name, StoreMismatchError)(
-            f"{where}: made with {name} {bound!r}, not {value!r}; use that one again, or make a new store"
-        )
-
-
-# Handles that a change of the documents leaves without a chunk: noted in the change's own transaction.
-
-
-def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
-    """Delete the chunks of these documents, with the KV that was read behind one of them."""
-    discard_read_behind(connection, document_ids)
-    to_garbage(connection, chunks.c.document_id.in_(document_ids))
-    connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
-
-
-def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> None:
-    """Discard the KV of chunks that have a neighbour in these documents: it can be turned back into its text. The
-    chunks are left without neighbours, which are found anew."""
-    own, other = chunks.alias(), neighbours.alias()  # else SQL would take them for the tables that are changed
-    gone = select(own.c.vector_id).where(own.c.document_id.in_(document_ids))
-    readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
-    to_garbage(connection, chunks.c.vector_id.in_(readers))
-    connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
-    connection.execute(delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers)))
-
-
-def to_garbage(connection: Connection, condition: Any) -> None:
-    """Put the handles of these chunks into the garbage; `_rescue` takes back those that are still in use."""
-    known = exists().where(garbage.c.handle == chunks.c.handle)
-    handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
-    connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
-
-
-def rescue(connection: Connection) -> None:
-    connection.execute(delete(garbage).where(is_referenced()))
-
-
-def is_referenced() -> Any:
-    return exists().where(chunks.c.handle == garbage.c.handle)

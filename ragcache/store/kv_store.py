@@ -12,16 +12,20 @@ from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.basis import basis_name
 from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch
-from ragcache.store.counters import AccessCounts, KVStats, Loaded, WarnOnce
+from ragcache.lazy_torch import torch
+from ragcache.store.counters import AccessCounts, KVStats, Loaded
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.foreign import ForeignUsage, Listed, PassageList
+from ragcache.store.pins import Pins
 from ragcache.store.remote import Connection
-from ragcache.store.retention import Expiry, Pins
+from ragcache.store.retention import Expiry
 from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Tier, get_durable
-from ragcache.store.tiers.stack import Demotion, KeyLocks, Stored, TierStack
+from ragcache.store.tiers.demotion import Demotion
+from ragcache.store.tiers.key_locks import KeyLocks
+from ragcache.store.tiers.stack import Stored, TierStack
 from ragcache.store.trace import TraceWriter
+from ragcache.store.warn_once import WarnOnce
 
 Where = Literal["durable", "memory", "again", "nowhere"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3

@@ -9,8 +9,9 @@ from typing import NamedTuple, Self, TypeVar
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ragcache.store.database import Database
-from ragcache.store.documents import rescue, to_garbage
-from ragcache.store.schema import advance, chunks, counters, neighbours
+from ragcache.store.document_counts import advance
+from ragcache.store.orphans import rescue, to_garbage
+from ragcache.store.schema import chunks, counters, neighbours
 
 _T = TypeVar("_T")
 

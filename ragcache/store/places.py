@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ragcache.errors import MetadataError
 from ragcache.store.json_values import check_metadata
@@ -117,35 +117,3 @@ class _LineCounter:
             self._line -= self._text.count("\n", offset, self._offset)
         self._offset = offset
         return self._line
-
-
-# The place of a passage in words, for people.
-
-
-def place_text(metadata: Mapping[str, Any], title: str = "") -> str:
-    """Return a passage's place in words, such as "p. 3", "slides 4–5" or "sheet Q1, rows 2–14"; else its headings, of
-    which a first one that is the document's title is left out. The metadata may be anyone's: what has another type than
-    readers give is left out."""
-    page = _span(metadata, "page_label", "p. ", "pp. ")
-    slide = _span(metadata, "slide", "slide ", "slides ")
-    sheet = _span(metadata, "sheet", "sheet ", "sheets ")
-    # Rows of two sheets are no span.
-    row = "" if LAST + "sheet" in metadata else _span(metadata, "row", "row ", "rows ")
-    return ", ".join(filter(None, (page, slide, sheet, row))) or _heading_text(metadata.get("headings"), title)
-
-
-def _span(metadata: Mapping[str, Any], key: str, one: str, several: str) -> str:
-    first, last = (metadata.get(name) for name in (key, LAST + key))
-    wanted = str if key in ("page_label", "sheet") else int
-    if not isinstance(first, wanted) or isinstance(first, bool):
-        return ""
-    if not isinstance(last, wanted):
-        return f"{one}{str(first)[:MOST_SHOWN]}"
-    return f"{several}{str(first)[:MOST_SHOWN]}\u2013{str(last)[:MOST_SHOWN]}"
-
-
-def _heading_text(headings: Any, title: str) -> str:
-    if not isinstance(headings, list) or not all(isinstance(one, str) for one in headings):
-        return ""
-    shown = headings[1:] if headings and headings[0] == title else headings
-    return " \u203a ".join(one[:MOST_SHOWN] for one in shown)

@@ -9,9 +9,6 @@ When anything here changes, raise SCHEMA_VERSION: a store of another version is 
 from __future__ import annotations
 
 import json
-import re
-import unicodedata
-from collections.abc import Sequence
 
 from sqlalchemy import (
     JSON,
@@ -26,13 +23,11 @@ from sqlalchemy import (
     Table,
     Text,
     exists,
-    func,
     insert,
     inspect,
     select,
     text,
     union_all,
-    update,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
@@ -41,20 +36,6 @@ from ragcache.errors import DatabaseMismatchError, SchemaVersionError
 SCHEMA_VERSION = 1
 PREFIX = "ragcache_"
 
-# Letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese. An index of words holds
-# what they made of its texts: other letters here take another name of the index.
-LETTERS = (
-    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
-    r"\U00020000-\U0003ffff"
-)
-MARKS = r"\u0300-\u036f"
-PUNCTUATION = (
-    r"\u0021-\u002f\u003a-\u0040\u005b-\u0060\u007b-\u00a9\u00ab-\u00b4\u00b6-\u00b9\u00bb-\u00bf"
-    r"\u2010-\u206f\u3000-\u303f"
-)
-_LETTER, _MARK, _PUNCTUATION = (re.compile(f"([{found}])") for found in (LETTERS, MARKS, PUNCTUATION))
-SPACED = PREFIX + "spaced"
-"""Name of `spaced` in SQL."""
 
 metadata_obj = MetaData()
 _Text = Text().with_variant(Text(collation="C"), "postgresql")
@@ -196,35 +177,3 @@ def _create(connection: Connection, where: str) -> None:
     metadata_obj.create_all(connection)
     connection.execute(insert(counters), [{"name": "generation", "value": 0}, {"name": "vector_id", "value": 0}])
     connection.execute(insert(properties), {"name": "schema", "value": json.dumps(SCHEMA_VERSION)})
-
-
-# Counters of a document store (see `schema.counters`), and counts of its chunks.
-
-
-def advance(connection: Connection, name: str, step: int = 1) -> int:
-    """Raise a counter and return it. The first statement of every write: it makes other writers wait (see schema)."""
-    connection.execute(update(counters).where(counters.c.name == name).values(value=counters.c.value + step))
-    return current(connection, name)
-
-
-def current(connection: Connection, name: str) -> int:
-    """The counter's value."""
-    return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
-
-
-def chunks_with(connection: Connection, handles: Sequence[str]) -> int:
-    """How many chunks have one of these handles, at most a thousand."""
-    query = select(func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
-    return int(connection.execute(query).scalar_one())
-
-
-def cut(text: str) -> str:
-    """Write a text as the index of words and its questions have it: letters of any width alike (NFKC) and without
-    accents, and a space in place of each punctuation mark, by which databases' own parsers would join words."""
-    bare = _MARK.sub("", unicodedata.normalize("NFKD", text))
-    return _PUNCTUATION.sub(" ", unicodedata.normalize("NFKC", bare))
-
-
-def spaced(text: str) -> str:
-    """`cut`, with a space around each letter of a script that puts none between words."""
-    return _LETTER.sub(r" \1 ", cut(text))

@@ -1,7 +1,7 @@
 """Full-text search of the chunks: SQLite's FTS5, ranked by BM25, or PostgreSQL's, ranked by cover density.
 
 The index is made at the first search; from then on the database keeps it true to the chunks, commit by commit. Texts
-and questions are cut by one rule (`schema.cut`) before the parser of either database sees them, so that both find the
+and questions are cut by one rule (`words.cut`) before the parser of either database sees them, so that both find the
 same: parts of addresses, file names, versions and signed numbers. Both reduce English words to their stems. Chinese,
 Japanese, Thai and others are written without spaces between words: each of their letters is indexed, and a question's
 pairs of neighbouring letters are looked for.
@@ -18,10 +18,12 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, column, func, literal_column, select, table, text
 
 from ragcache.errors import StoreReadOnlyError
-from ragcache.store import records as rows
+from ragcache.store import rows
 from ragcache.store.database import Database
+from ragcache.store.document_counts import advance
 from ragcache.store.filters import Filter
-from ragcache.store.schema import LETTERS, MARKS, PREFIX, PUNCTUATION, SPACED, advance, chunks, cut
+from ragcache.store.schema import PREFIX, chunks
+from ragcache.store.words import LETTERS, MARKS, PUNCTUATION, SPACED, cut
 
 WORDS = 64
 """Words of a question that are looked for, the first ones: no question takes unbounded time."""

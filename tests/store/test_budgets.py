@@ -31,9 +31,19 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.counters import Loaded
 from ragcache.store.eviction import LRU, POLICIES, Entry, get_policy
 from ragcache.store.kv_store import KVStore
-from ragcache.store.ledger import leased
-from ragcache.store.tiers import BudgetedTier, DeviceTier, DiskTier, MemoryTier, Tier, TierUsage, disk_budget, memory
-from ragcache.store.tiers.disk_budget import BlockFiles
+from ragcache.store.last_use import leased
+from ragcache.store.tiers import (
+    BudgetedTier,
+    DeviceTier,
+    DiskTier,
+    MemoryTier,
+    Tier,
+    TierUsage,
+    block_names,
+    disk_budget,
+    memory,
+)
+from ragcache.store.tiers.block_names import BlockFiles
 
 ONE = make_block(0).num_bytes
 BYTES_PER_TOKEN = make_block(0, num_tokens=1).num_bytes
@@ -353,7 +363,7 @@ def test_a_file_that_gets_its_name_while_the_directory_is_counted_is_not_missed(
     path = tier.path(make_key(1))
     temporary = path.with_name(f".{path.name}.{os.getpid()}-0123abcd.tmp")
     path.rename(temporary)
-    listed = disk_budget._sorted_entries
+    listed = block_names._sorted_entries
 
     def listed_then_renamed(directory: Path) -> list[Path]:
         entries = listed(directory)
@@ -362,7 +372,7 @@ def test_a_file_that_gets_its_name_while_the_directory_is_counted_is_not_missed(
         return entries
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk_budget, "_sorted_entries", listed_then_renamed)
+        patch.setattr(block_names, "_sorted_entries", listed_then_renamed)
         found = {file.key: file.num_bytes for file in BlockFiles(root).walk()}
     assert found == {make_key(number): one for number in range(3)}
 

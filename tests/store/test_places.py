@@ -5,7 +5,8 @@ import random
 import pytest
 
 from ragcache.errors import MetadataError
-from ragcache.store.places import Place, PlaceIndex, check_places, edited, place_text
+from ragcache.store.place_text import place_text
+from ragcache.store.places import Place, PlaceIndex, check_places, edited
 
 
 @pytest.mark.parametrize("seed", range(20))

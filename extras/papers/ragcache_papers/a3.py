@@ -15,7 +15,7 @@ from ragcache.fusion.recompute import (
     check_tokens,
     chosen,
 )
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.gather import attention_received
 
 if TYPE_CHECKING:

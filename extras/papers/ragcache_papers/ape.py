@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
+from ragcache.lazy_torch import torch
 from ragcache.models.card import ModelCard
-from ragcache.runtime import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import RecomputeContext, Running, highest, open_cache, rerun
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.codecs.affine import parameter_dtype, rounded_up
 from ragcache.codecs.layered import BlockSpec, LayerCodec, Part, PartShape, expect, unit_roundoff
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.frames import check_frames, expected_frame_bytes, pack_frames, read_frame
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from ragcache.errors import ConfigError
 from ragcache.fusion.layout import AddedTokens
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import highest
+from ragcache.lazy_torch import torch
 from ragcache.models.card import ModelCard
-from ragcache.runtime import torch
 from ragcache_papers.gather import Gather, attention_received, prefill_selecting
 
 if TYPE_CHECKING:

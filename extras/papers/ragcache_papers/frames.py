@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from ragcache.errors import DamagedBlockError
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import highest
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.gather import Gather, prefill_selecting
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.layout import Segment
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.kv.block import KVBlock, empty_block
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.anchors import Anchor, AnchorPool, cut, ids_digest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ragcache.fusion.recompute import (
     open_cache,
     rerun,
 )
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.gather import attention_received
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.frames import check_frames, pack_frames
 from ragcache_papers.kvtc_basis import FEATURES, Basis, fit_basis, layer_groups, stand_in, usual_ratio
 from ragcache_papers.kvtc_transform import FIRST_TOKENS, WIDTHS, Group

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ragcache.codecs.packed_bits import pack, unpack
 from ragcache.errors import DamagedBlockError
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.frames import read_frame
 
 if TYPE_CHECKING:

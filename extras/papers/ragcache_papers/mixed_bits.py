@@ -14,7 +14,7 @@ from ragcache.codecs.kivi import Int8Codec, KiviCodec
 from ragcache.codecs.layered import PARTS, BlockSpec, LayerCodec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.sparse_block import pack_mask, unpack_mask
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

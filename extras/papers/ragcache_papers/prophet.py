@@ -18,9 +18,9 @@ from ragcache.fusion.recompute import (
     open_cache,
     rerun,
 )
+from ragcache.lazy_torch import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
-from ragcache.runtime import torch
 from ragcache_papers.a3 import check_pool, pooled
 from ragcache_papers.gather import attention_received
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.kivi import Int4Codec, KiviCodec
 from ragcache.codecs.layered import BlockSpec, Part, PartShape, expect
 from ragcache.errors import DamagedBlockError
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.mixed_bits import GradedCodec, Int2
 
 if TYPE_CHECKING:

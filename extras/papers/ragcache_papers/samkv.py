@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.errors import ConfigError
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
 from ragcache.fusion.recompute import RecomputeContext
+from ragcache.lazy_torch import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt
-from ragcache.runtime import torch
 from ragcache_papers.gather import Gather, Held
 from ragcache_papers.samkv_selection import BlockPartition, SidecarSurvey, Survey
 from ragcache_papers.samkv_sidecar import Sidecar, Sizes, SurveyedBlock

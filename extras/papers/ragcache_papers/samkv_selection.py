@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ragcache.fusion.recompute import RecomputeContext, highest
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.gather import Gather
 from ragcache_papers.samkv_sidecar import PAUTA, Sidecar, Sizes
 

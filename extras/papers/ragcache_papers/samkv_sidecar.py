@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ragcache.codecs.none import RawCodec
 from ragcache.errors import DamagedBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

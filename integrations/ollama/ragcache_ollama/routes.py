@@ -24,9 +24,10 @@ from ragcache.server.body import JsonRoute
 from ragcache.server.chat import Writer, respond
 from ragcache.server.chat_types import ChatExtension, Message
 from ragcache.server.embeddings import EmbeddingRequest, embed
+from ragcache.server.error_object import EventStream
 from ragcache.server.http_errors import EVERYWHERE, STATUS_MEANINGS, ApiError, Responses, schema_of
 from ragcache.server.service import Service, ServiceParam, Work, service_of
-from ragcache.server.wire import AnswerModel, EventStream
+from ragcache.server.wire import AnswerModel
 from ragcache_ollama.bodies import (
     AnswerCall,
     AnswerFunction,

@@ -36,9 +36,10 @@ from ragcache.server.chat_types import (
     StreamOptions,
     TokenCount,
 )
+from ragcache.server.error_object import event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Work
-from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text, event
+from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text
 from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, absent
 from ragcache_openai.conversations import append, find_conversation
 from ragcache_openai.items import (

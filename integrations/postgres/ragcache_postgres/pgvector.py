@@ -38,7 +38,8 @@ from ragcache.retrieval.vector_index import SearchResult, ranked, rows_among
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
-from ragcache.store.records import VectorBatch, select_vector_ids, vector_batch
+from ragcache.store.records import VectorBatch
+from ragcache.store.rows import select_vector_ids, vector_batch
 from ragcache.store.schema import PREFIX, chunks, counters, has_windows, windows
 
 EXTENSION = "vector"

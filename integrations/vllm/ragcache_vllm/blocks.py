@@ -10,7 +10,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import connect
-from ragcache.store.tiers.disk_budget import BlockFiles
+from ragcache.store.tiers.block_names import BlockFiles
 
 REMOTE_VARIABLE = "RAGCACHE_REMOTE"
 """The remote's URL with its credentials, where it has any: a connector's configuration is shown in logs."""

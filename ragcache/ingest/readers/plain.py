@@ -97,12 +97,3 @@ def fenced(code: str, language: str = "") -> str:
 
 def read_text(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     yield Document(document_id, decode(read_bytes(path), path), source=document_id)
-
-
-# Source code: the text as one block of code, named by its file.
-
-
-def read_code(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
-    # Fenced, since a comment that begins with # would be a heading otherwise.
-    text = fenced(decode(read_bytes(path), path).strip("\n"), path.suffix[1:].lower())
-    yield Document(document_id, text + "\n", title=document_id.rpartition("/")[2], source=document_id)

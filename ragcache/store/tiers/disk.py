@@ -16,10 +16,12 @@ from ragcache.codecs.block_file import read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.files import PAGE, flush_directory, is_cached, is_leftover, read_at
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache.store.eviction import LRU, Entry, EvictionPolicy
-from ragcache.store.ledger import leased, never
-from ragcache.store.tiers.disk_budget import BOOKS, BlockFiles, Claimed, DiskBudget, NoRoomError
+from ragcache.store.last_use import leased
+from ragcache.store.ledger import never
+from ragcache.store.tiers.block_names import BlockFiles
+from ragcache.store.tiers.disk_budget import BOOKS, Claimed, DiskBudget, NoRoomError
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
 
 if TYPE_CHECKING:

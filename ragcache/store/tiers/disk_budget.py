@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import struct
 import threading
 import time
@@ -16,10 +15,11 @@ from typing import BinaryIO, NamedTuple
 from filelock import FileLock, Timeout
 
 from ragcache.codecs.container import peek_metadata
-from ragcache.errors import ConfigError, StoreBusyError, check_least, translate_os_errors
-from ragcache.files import final_path, is_leftover, make_directory
+from ragcache.errors import StoreBusyError, check_least, translate_os_errors
+from ragcache.files import is_leftover, make_directory
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.ledger import ByteLedger, never
+from ragcache.store.tiers.block_names import BlockFile, BlockFiles
 
 BUSY_AFTER_S = 30.0
 BOOKS = ".budget"
@@ -258,97 +258,3 @@ class DiskBudget:
             with suppress(OSError, ValueError):
                 tokens = int(peek_metadata(path).get("num_tokens", "0"))
         return Entry(key, num_bytes, tokens)
-
-
-# Names of the files of blocks.
-
-
-SUFFIX = ".safetensors"
-_KEY = re.compile(r"[0-9a-f]{64}")
-
-
-def check_key(key: str) -> None:
-    """Raises ConfigError when the key is no block key, so that no name from outside ever becomes a path."""
-    if not _KEY.fullmatch(key):
-        raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
-
-
-class BlockFile(NamedTuple):
-    """key: None for what is no block, as a temporary file. used_at: Unix seconds, by the file's own time."""
-
-    path: Path
-    key: str | None
-    num_bytes: int
-    used_at: float
-
-
-class BlockFiles:
-    """Files root/aa/bb/<key>.safetensors, where aabb are the key's first digits (some file systems are slow with many
-    names in one directory)."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def path(self, key: str) -> Path:
-        """The block's file, whether it exists or not. Raises ConfigError when the key is no block key."""
-        check_key(key)
-        return self.root / key[:2] / key[2:4] / f"{key}{SUFFIX}"
-
-    def paths(self) -> Iterator[Path]:
-        """All files, of blocks or not; they may vanish meanwhile."""
-        return (path for directory in self._directories() for path in _sorted_entries(directory))
-
-    def keys(self) -> Iterator[str]:
-        return (key for path in self.paths() if (key := self.key_of(path)) is not None)
-
-    def walk(self) -> Iterator[BlockFile]:
-        """All files with what they take now. A file that gets its name meanwhile is not missed, but may come twice."""
-        for directory in self._directories():
-            targets = {path: final_path(path) for path in _sorted_entries(directory)}
-            for path, target in targets.items():
-                if target is not None and (file := self._look(path)) is not None:
-                    yield file
-            # After the temporary files: what was one when it was listed may have its name by now.
-            for path in sorted({target or path for path, target in targets.items()}):
-                if (file := self._look(path)) is not None:
-                    yield file
-
-    def _directories(self) -> Iterator[Path]:
-        return (directory for shard in _sorted_entries(self.root) for directory in _sorted_entries(shard))
-
-    def _look(self, path: Path) -> BlockFile | None:
-        status = _status(path)
-        return None if status is None else BlockFile(path, self.key_of(path), status.st_size, status.st_mtime)
-
-    def key_of(self, path: Path) -> str | None:
-        is_block = path.suffix == SUFFIX and bool(_KEY.fullmatch(path.stem)) and path == self.path(path.stem)
-        return path.stem if is_block else None
-
-    def size(self, key: str) -> int | None:
-        status = _status(self.path(key))
-        return None if status is None else status.st_size
-
-    def used_at(self, key: str) -> float | None:
-        """Unix seconds at which the block was last marked as used."""
-        status = _status(self.path(key))
-        return None if status is None else status.st_mtime
-
-    def mark_used(self, key: str, at: float) -> None:
-        """Nothing happens where the file cannot be changed, or is gone: what is lost is an order, no block."""
-        with suppress(OSError):
-            os.utime(self.path(key), (at, at))
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _sorted_entries(directory: Path) -> list[Path]:
-    """Entries of a directory, by name; none when there is no directory (it may vanish while others write)."""
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ragcache.errors import check_least, first_line
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache.store.eviction import Entry, EvictionPolicy
-from ragcache.store.ledger import ByteLedger, leased, never
+from ragcache.store.last_use import leased
+from ragcache.store.ledger import ByteLedger, never
 from ragcache.store.tiers.tier import DurableTier, Room, Tier, TierUsage
 
 if TYPE_CHECKING:

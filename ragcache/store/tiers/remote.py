@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import pack_block, unpack_block
-from ragcache.errors import ConfigError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
+from ragcache.errors import ConfigError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.store.counters import WarnOnce
 from ragcache.store.remote import Blob, Blobs, Connection
-from ragcache.store.tiers.disk_budget import SUFFIX, check_key
+from ragcache.store.tiers.block_names import SUFFIX, check_key
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
+from ragcache.store.warn_once import WarnOnce
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -158,106 +158,3 @@ def _block_name(key: str) -> str:
 def _use_name(key: str) -> str:
     check_key(key)
     return f"{USES}/{key[:2]}/{key}"
-
-
-# A durable tier on this machine in front of one that several machines share.
-
-
-class CachedTier(DurableTier):
-    """Keeps blocks in `shared`, by whose name it goes, and copies of those written and read here in `local`.
-
-    fills: whether `local` may be written
-
-    The local tier's troubles cost a read of the shared one: they are logged, and a damaged copy is replaced.
-    """
-
-    def __init__(self, local: DurableTier, shared: DurableTier, *, fills: bool = True) -> None:
-        self.local, self.shared = local, shared
-        self.name, self.codec = shared.name, shared.codec
-        self._fills = fills
-        self._complaints = WarnOnce(log)
-
-    @property
-    def caches(self) -> tuple[DurableTier, ...]:
-        return (self.local, *self.shared.caches)
-
-    @property
-    def evictions(self) -> int:
-        return self.shared.evictions
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return self.shared.budget_bytes
-
-    @property
-    def has_been_bounded(self) -> bool:
-        return self.shared.has_been_bounded
-
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
-        return self._copy(key, self.shared.put(key, block, encoded=encoded))
-
-    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
-        try:
-            block = self.local.get(key, room)
-        except DamagedBlockError as error:
-            log.warning("%s; read again from %s", error, self.name)
-            block = None
-        return self._copy(key, self.shared.get(key)) if block is None else block
-
-    def verify(self, key: str) -> None:
-        """The shared block; a damaged copy here is removed."""
-        try:
-            self.local.verify(key)
-        except MissingBlockError:
-            pass
-        except DamagedBlockError as error:
-            log.warning("%s; removed from %s", error, self.local.name)
-            self.local.delete(key)
-        self.shared.verify(key)
-
-    def delete(self, key: str) -> None:
-        """The copy first: what is left when the shared tier cannot be asked is not served here."""
-        self.local.delete(key)
-        self.shared.delete(key)
-
-    def size(self, key: str) -> int | None:
-        return self.sizes([key]).get(key)
-
-    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        wanted = list(keys)
-        here = self.local.sizes(wanted)
-        return here | self.shared.sizes([key for key in wanted if key not in here])
-
-    def keys(self) -> Iterator[str]:
-        """Keys of the shared tier, and of copies here that it has no more."""
-        return iter(dict.fromkeys([*self.shared.keys(), *self.local.keys()]))
-
-    def sweep(self, older_than_s: float) -> int:
-        return self.local.sweep(older_than_s) + self.shared.sweep(older_than_s)
-
-    def usage(self) -> TierUsage:
-        """Return the shared tier's usage. Copies in the local one are not counted."""
-        return self.shared.usage()
-
-    def used_at(self, key: str) -> float | None:
-        return self.shared.used_at(key)
-
-    def mark_used(self, key: str, at: float) -> None:
-        self.shared.mark_used(key, at)
-        self.local.mark_used(key, at)
-
-    def on_device(self, device: torch.device) -> None:
-        self.shared.on_device(device)
-
-    def close(self) -> None:
-        self.local.close()
-        self.shared.close()
-
-    def _copy(self, key: str, block: KVBlock | None) -> KVBlock | None:
-        if block is not None and self._fills:
-            try:
-                self.local.put(key, block, encoded=True)
-                self._complaints.worked()
-            except (StoreError, OSError) as error:
-                self._complaints.failed(f"block {key} is not kept on this machine", error)
-        return block

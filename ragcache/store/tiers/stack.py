@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ragcache.errors import DamagedBlockError, PinError, StoreError
+from ragcache.errors import DamagedBlockError, PinError
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch
-from ragcache.store.counters import Loaded, WarnOnce
+from ragcache.lazy_torch import torch
+from ragcache.store.counters import Loaded
 from ragcache.store.tiers import BudgetedTier, DurableTier, MemoryTier, Tier
+from ragcache.store.tiers.demotion import Demotion
 
 
 class Stored(NamedTuple):
@@ -120,137 +118,3 @@ class TierStack:
                     f"{len(pinned)} pinned blocks of {sum(sizes):,} bytes would fill the {tier.name} tier of "
                     f"{budget:,} bytes; pin fewer, or give the tier more"
                 )
-
-
-# Demotion of blocks that a tier gives up.
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, repr=False)
-class Demotion:
-    """Hands what a tier evicts to the next slower one, and sees that nothing comes to the durable tier which does not
-    belong there: a passing block is never written, and one that was written when its document had been deleted by
-    another process is deleted again (law 10). Thread-safe.
-
-    referenced: which of some keys chunks refer to; None: all of them
-    """
-
-    durable: DurableTier
-    key_locks: KeyLocks
-    read_only: bool
-    referenced: Callable[[Iterable[str]], set[str]] | None
-
-    def __post_init__(self) -> None:
-        self._passing: set[str] = set()  # held in memory for a moment, and never to be written
-        self._late: set[str] = set()  # written since the last look at what is referenced
-        self._complaints = WarnOnce(log)
-        self._lock = threading.Lock()
-
-    def demote(self, above: BudgetedTier, below: Tier, key: str, block: KVBlock) -> None:
-        """Hand a block down, unless the slower tier has it or somebody works on the key: reads, makes or deletes it."""
-        if key in below:
-            return
-        if below is self.durable:
-            with self._lock:
-                passing = key in self._passing
-                self._passing.discard(key)
-            if passing or self.read_only:
-                return
-        with self.key_locks.try_hold(key) as free:
-            if not free or not above.is_leaving(key):
-                return
-            try:
-                if below is self.durable:
-                    self._write(key, block)
-                else:
-                    below.put(key, block)
-            except (StoreError, OSError) as error:
-                self._complaints.failed(f"block {key} is not written, and is computed again when it is needed", error)
-
-    def passes(self, key: str) -> None:
-        """The block is held for a moment."""
-        with self._lock:
-            self._passing.add(key)
-
-    def stays(self, key: str) -> None:
-        """Note that the block is written, or deleted."""
-        with self._lock:
-            self._passing.discard(key)
-
-    def wanted(self, keys: Iterable[str]) -> set[str]:
-        """Blocks in memory that may stay there although the durable tier has them no more."""
-        with self._lock:
-            known = set(keys) - self._passing
-        return self.referenced(known) if self.referenced is not None and known else set()
-
-    def delete_late(self) -> None:
-        """Delete what was written after its document was deleted by another process, which did not find it."""
-        with self._lock:
-            late, self._late = self._late, set()
-        if self.referenced is None or not late:
-            return
-        try:
-            for key in late - self.referenced(late):
-                with self.key_locks.hold(key):
-                    self.durable.delete(key)
-        except (StoreError, OSError) as error:
-            with self._lock:
-                self._late |= late
-            log.warning("blocks of deleted documents may be left; `ragcache doctor` collects them: %s", error)
-
-    def _write(self, key: str, block: KVBlock) -> None:
-        if self.referenced is None or self.referenced([key]):
-            self.durable.put(key, block, encoded=True)
-            with self._lock:
-                self._late.add(key)
-        self._complaints.worked()
-
-
-# One lock a key, there only while somebody wants it.
-
-
-class KeyLocks:
-    """Work on one key excludes other work on it; different keys do not wait for each other."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._locks: dict[str, tuple[threading.Lock, int]] = {}
-
-    @contextmanager
-    def hold(self, key: str) -> Iterator[None]:
-        """Not reentrant."""
-        with self._guard:
-            lock, waiting = self._locks.get(key, (threading.Lock(), 0))
-            self._locks[key] = (lock, waiting + 1)
-        try:
-            with lock:
-                yield
-        finally:
-            self._leave(key)
-
-    @contextmanager
-    def try_hold(self, key: str) -> Iterator[bool]:
-        """Same as `hold` where nobody works on the key; False, at once, where somebody does."""
-        with self._guard:
-            free = key not in self._locks
-            if free:
-                lock = threading.Lock()
-                lock.acquire()
-                self._locks[key] = (lock, 1)
-        try:
-            yield free
-        finally:
-            if free:
-                lock.release()
-                self._leave(key)
-
-    def _leave(self, key: str) -> None:
-        with self._guard:
-            lock, waiting = self._locks.pop(key)
-            if waiting > 1:
-                self._locks[key] = (lock, waiting - 1)
-
-    def __len__(self) -> int:
-        return len(self._locks)

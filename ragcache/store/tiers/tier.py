@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ragcache.codecs import Codec
 from ragcache.codecs.block_file import codec_of, encode_block
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import torch
-from ragcache.store.tiers.disk_budget import check_key
+from ragcache.lazy_torch import torch
+from ragcache.store.tiers.block_names import check_key
 
 if TYPE_CHECKING:
     from torch import Tensor

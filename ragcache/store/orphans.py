@@ -1,0 +1,56 @@
+"""Handles that a change of the documents leaves without a chunk: noted in the change's own transaction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import (
+    Connection,
+    delete,
+    exists,
+    insert,
+    literal,
+    select,
+    update,
+)
+
+from ragcache.store.schema import (
+    chunks,
+    garbage,
+    neighbours,
+)
+
+
+def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
+    """Delete the chunks of these documents, with the KV that was read behind one of them."""
+    discard_read_behind(connection, document_ids)
+    to_garbage(connection, chunks.c.document_id.in_(document_ids))
+    connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
+
+
+def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> None:
+    """Discard the KV of chunks that have a neighbour in these documents: it can be turned back into its text. The
+    chunks are left without neighbours, which are found anew."""
+    own, other = chunks.alias(), neighbours.alias()  # else SQL would take them for the tables that are changed
+    gone = select(own.c.vector_id).where(own.c.document_id.in_(document_ids))
+    readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
+    to_garbage(connection, chunks.c.vector_id.in_(readers))
+    connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
+    connection.execute(delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers)))
+
+
+def to_garbage(connection: Connection, condition: Any) -> None:
+    """Put the handles of these chunks into the garbage; `_rescue` takes back those that are still in use."""
+    known = exists().where(garbage.c.handle == chunks.c.handle)
+    handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
+    connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
+
+
+def rescue(connection: Connection) -> None:
+    connection.execute(delete(garbage).where(is_referenced()))
+
+
+def is_referenced() -> Any:
+    return exists().where(chunks.c.handle == garbage.c.handle)

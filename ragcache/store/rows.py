@@ -1,0 +1,99 @@
+"""Between rows and records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import RowMapping, Select, exists, func, select
+
+from ragcache.store.filters import Filter, Own, compile_filter
+from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, VectorBatch
+from ragcache.store.schema import chunks, documents, windows
+
+# Little endian, whatever the machine: a database may be copied to another one.
+_TOKEN = np.dtype("<i4")
+_COMPONENT = np.dtype("<f4")
+
+
+def select_documents() -> Select[Any]:
+    """Documents with sums over their chunks."""
+    sums = (
+        select(
+            chunks.c.document_id,
+            func.count().label("num_chunks"),
+            func.sum(chunks.c.num_tokens).label("num_tokens"),
+            (func.count() - func.count(chunks.c.handle)).label("num_pending"),
+        )
+        .group_by(chunks.c.document_id)
+        .subquery()
+    )
+    totals = (func.coalesce(sums.c[name], 0).label(name) for name in ("num_chunks", "num_tokens", "num_pending"))
+    return select(documents, *totals).outerjoin(sums, sums.c.document_id == documents.c.id)
+
+
+def document(row: RowMapping) -> StoredDocument:
+    return StoredDocument(**{**row, "num_tokens": int(row["num_tokens"])})
+
+
+def select_chunks() -> Select[Any]:
+    """Chunks without their embeddings, with source and title of their documents."""
+    columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
+    return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
+
+
+def token_id_batch(read: Sequence[RowMapping]) -> list[tuple[int, NDArray[np.int32]]]:
+    return [(int(row["vector_id"]), np.frombuffer(row["token_ids"], _TOKEN)) for row in read]
+
+
+def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
+    """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
+    query = select(chunks.c.vector_id)
+    if not where:
+        return query
+    document = documents.c.id == chunks.c.document_id
+    own: Own = {
+        "source": lambda passes: exists().where(document, passes(documents.c.source)),
+        "title": lambda passes: exists().where(document, passes(documents.c.title)),
+        "document_id": lambda passes: passes(chunks.c.document_id),
+        "chunk_id": lambda passes: passes(chunks.c.id),
+    }
+    return query.where(compile_filter(where, chunks.c.metadata, dialect, own))
+
+
+def searched_ids(own: Select[Any]) -> Select[Any]:
+    """Turn a query for chunks' own vector ids into that for the ids of the vectors by which they are found."""
+    found = own.outerjoin(windows, windows.c.chunk == chunks.c.vector_id)
+    return found.with_only_columns(func.coalesce(windows.c.vector_id, chunks.c.vector_id))
+
+
+def chunk(row: RowMapping) -> Chunk:
+    return Chunk(**{**row, "token_ids": np.frombuffer(row["token_ids"], _TOKEN).tolist()})
+
+
+def chunk_values(document: NewDocument, new: NewChunk, ordinal: int, vector_id: int, now: float) -> dict[str, Any]:
+    own = {name: value for name, value in vars(new).items() if name != "windows"}
+    return {
+        **own,
+        "document_id": document.id,
+        "ordinal": ordinal,
+        "token_ids": np.asarray(new.token_ids, dtype=_TOKEN).tobytes(),
+        "num_tokens": len(new.token_ids),
+        "metadata": {**document.metadata, **new.metadata},
+        "embedding": vector_bytes(new.embedding),
+        "vector_id": vector_id,
+        "created_at": now,
+    }
+
+
+def vector_bytes(vector: NDArray[np.float32]) -> bytes:
+    return np.ascontiguousarray(vector, dtype=_COMPONENT).tobytes()
+
+
+def vector_batch(rows: Sequence[RowMapping]) -> VectorBatch:
+    """rows: at least one, with vector_id and embedding."""
+    ids: NDArray[np.int64] = np.array([row["vector_id"] for row in rows], dtype=np.int64)
+    joined = np.frombuffer(b"".join(row["embedding"] for row in rows), _COMPONENT)
+    return VectorBatch(ids, joined.reshape(len(rows), -1).astype(np.float32))

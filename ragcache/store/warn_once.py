@@ -1,0 +1,21 @@
+"""Warn of a trouble once, not for every block that meets it."""
+
+from __future__ import annotations
+
+import logging
+
+
+class WarnOnce:
+    """Logs the first error of each type, and again when things had worked in between."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._known: set[type[BaseException]] = set()
+
+    def failed(self, what: str, error: BaseException) -> None:
+        level = logging.DEBUG if type(error) in self._known else logging.WARNING
+        self._known.add(type(error))
+        self._log.log(level, "%s: %s: %s", what, type(error).__name__, error)
+
+    def worked(self) -> None:
+        self._known.clear()
