@@ -353,7 +353,7 @@ def test_a_failure_in_the_middle_changes_nothing(store, monkeypatch):
         raise RuntimeError("stop")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache.store.orphans.rescue", fail)
+        patch.setattr("ragcache.store.documents.rescue", fail)
         for change in (lambda: put(store, "a", "h2"), lambda: store.delete_documents(["a"])):
             with pytest.raises(RuntimeError, match="stop"):
                 change()
