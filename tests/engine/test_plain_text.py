@@ -14,7 +14,7 @@ from tiny_model import LINK, bpe_tokenizer, save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine import local_engine
-from ragcache.engine import passages as plain_text
+from ragcache.engine import passage_finder as plain_text
 from ragcache.engine.content_index import EDGE, WINDOW, ContentIndex
 from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError

@@ -212,20 +212,25 @@ def test_moved_documents_keep_their_windows(retriever, documents):
 def test_quantised_vectors_are_ranked_by_the_best_window(tmp_path, monkeypatch):
     monkeypatch.setattr(ivfpq, "TRAIN_AT", 600)
     monkeypatch.setattr(ivfpq, "OPQ_ROUNDS", 2)
-    corpus = {f"d{n}": [unit(RNG.standard_normal((4, DIMENSION)))] for n in range(300)}
+    rng = np.random.default_rng(7)  # not RNG, whose state depends on the tests before
+    corpus = {f"d{n}": [unit(rng.standard_normal((4, DIMENSION)))] for n in range(300)}
     with DocumentStore.open(tmp_path / "s.sqlite3") as documents:
         for id, passages in corpus.items():
             put(documents, id, passages)
         retriever = Retriever.open(documents, tmp_path / "i", Rows(), kind="ivfpq")
         assert isinstance(retriever.index, VectorIndex)
         assert retriever.index._index.lists
-        shared = 0
+        shared = best = 0
         for question in QUESTIONS:
             hits, right = found(retriever, question, 10), oracle(question, corpus)
             assert len({id for id, _ in hits}) == len(hits) == 10
-            assert dict(hits) == pytest.approx({id: dict(right)[id] for id, _ in hits}, abs=1e-5)
+            # Of a window that the quantised search missed, the score cannot be known: it is another window's, and less.
+            differences = np.array([dict(right)[id] - score for id, score in hits])
+            assert differences.min() > -1e-5
+            best += int((differences < 1e-5).sum())
             shared += len({id for id, _ in hits} & {id for id, _ in right[:10]})
         assert shared >= 0.8 * 10 * len(QUESTIONS)
+        assert best >= 0.95 * 10 * len(QUESTIONS)
 
 
 # Ingestion

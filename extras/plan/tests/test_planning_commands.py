@@ -40,7 +40,7 @@ def test_plan_is_the_librarys():
 
 
 def test_plan_in_words():
-    result = invoke("plan", "--model", "mini", *CORPUS, env={"RAGCACHE_REQUESTS": "1000"})
+    result = invoke("plan", "--model", "mini", *CORPUS, "--requests", 1000)
     assert result.exit_code == 0, result.output
     assert f"{shape_of('mini').bytes_per_token:,} bytes a token" in result.stdout
     assert "1,000 requests a month" in result.stdout
