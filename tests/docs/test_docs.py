@@ -1,5 +1,5 @@
 """What README and docs say is so: code runs, commands and options exist, links and paths lead somewhere, tables are
-complete, the types, threads and traces of docs/architecture.md are those of the package, and the worked examples of
+complete, the threads and traces of docs/architecture.md are those of the package, and the worked examples of
 CONTRIBUTING.md do what the page says: each is put where it says, and used."""
 
 import importlib
@@ -126,10 +126,6 @@ def test_commands_of_workflows_and_templates_are_understood():
     assert f">={workflow['test']['strategy']['matrix']['python'][0]}" == least
 
 
-def test_there_are_commands_to_check():
-    assert len(shell_commands()) > 10
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_links_lead_somewhere(name):
     for target in re.findall(r"\]\(([^)#\s]+)", TEXTS[name]):
@@ -232,7 +228,7 @@ def test_the_kv_of_models_is_what_their_shapes_make():
         assert float(megabytes) == round(1000 * shape.bytes_per_token / 1e6, 1)
 
 
-# docs/architecture.md: the classes exist, the threads have these names, and a question and a document pass the calls of
+# docs/architecture.md: the threads have these names, and a question and a document pass the calls of
 # the two traces in their order, each on its thread.
 
 
@@ -242,14 +238,6 @@ CALLER = "the caller's"
 
 def part_called(title: str, page: str = "docs/architecture.md") -> str:
     return TEXTS[page].split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def test_the_ten_types_are_classes_of_their_files():
-    rows = re.findall(r"^- `(\w+)` \(`([\w/]+)\.py`\): \S", part_called("Ten types"), re.M)
-    assert len(rows) == 10
-    for name, module in rows:
-        owner = importlib.import_module(f"ragcache.{module.replace('/', '.')}")
-        assert getattr(owner, name).__module__ == owner.__name__
 
 
 def test_every_thread_of_the_package_is_in_the_table():
@@ -326,9 +314,8 @@ def test_a_trace_is_what_happens(calls, title):
 
 
 def example(title: str, language: str = "python") -> str:
-    """The section's code, which has fewer than 60 lines."""
+    """Return the section's code."""
     (code,) = re.findall(rf"^```{language}\n(.*?)^```$", part_called(title, "CONTRIBUTING.md"), re.M | re.S)
-    assert code.count("\n") < 60
     return code
 
 
