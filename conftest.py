@@ -1,10 +1,7 @@
-"""Shared set-up: no network, few threads, tiny models saved to a directory."""
-
-from __future__ import annotations
+"""Shared set-up: no network, few threads, and the fixtures of tests/kit."""
 
 import os
 import sys
-from functools import cache
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,68 +10,9 @@ ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import covering
-import pytest
-from tiny_model import save_tiny_llama
 
-import ragcache as rc
-from ragcache.engine import assemble
-from ragcache.retrieval import embedder
-from ragcache_demo.bag_of_words import BagOfWords
-
-LOADED_ONCE = cache(assemble.load_lm)
+pytest_plugins = ["kit.plugin"]
 
 
 def pytest_configure(config):
     covering.LEFT_OUT = "not slow" in config.option.markexpr
-
-
-@pytest.fixture
-def models_once(monkeypatch):
-    """Stores that are opened with a model's name share it. For tests that change no model's files."""
-    monkeypatch.setattr(assemble, "load_lm", LOADED_ONCE)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _minilm_is_loaded_once():
-    """Loading and hashing it takes longer than most tests that open a store by name."""
-    load, loaded, package = embedder._load, {}, embedder.MINILM_PACKAGE
-
-    def load_once(name, build, origin):
-        if name != "minilm" or package != embedder.MINILM_PACKAGE:
-            return load(name, build, origin)
-        if origin not in loaded:
-            loaded[origin] = load(name, build, origin)
-        return loaded[origin]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedder, "_load", load_once)
-        yield
-
-
-@pytest.fixture(scope="session")
-def model_directory(tmp_path_factory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def lm(model_directory) -> rc.LanguageModel:
-    return rc.load_lm(model_directory)
-
-
-@pytest.fixture
-def open_kb(tmp_path, lm):
-    """Opens the test's store, as often as wanted, and closes what was opened.
-
-    The tiny model is read by `reposition` unless a test says otherwise: its own default, `full`, would reuse no block.
-    """
-    opened = []
-
-    def open_one(path: Path = tmp_path / "kb", **options) -> rc.RagCache:
-        own = {"model": lm, "embedder": BagOfWords(), **({} if options.get("model") else {"method": "reposition"})}
-        kb = rc.RagCache.open(path, **{**own, **options})
-        opened.append(kb)
-        return kb
-
-    yield open_one
-    for kb in opened:
-        kb.close()

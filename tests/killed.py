@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from kit import Kit
+from kit.ingestion import Kit
 
 from ragcache.ingest.document import Document
 from ragcache.models.load import load_lm

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, make_url, text
 
 POSTGRES = "RAGCACHE_TEST_POSTGRES"
 
@@ -32,6 +32,14 @@ def pgvector_schema() -> Iterator[str]:
         connection.execute(text("SELECT pg_advisory_lock(1)"))  # until the connection ends
         connection.execute(text("CREATE EXTENSION IF NOT EXISTS vector SCHEMA public"))
     yield from postgres_schema()
+
+
+def engine_of(url: str) -> Engine:
+    """Return an engine on a store's database without the store's code."""
+    parsed = make_url(url)
+    return create_engine(
+        parsed.set(drivername="postgresql+psycopg") if parsed.get_backend_name() == "postgresql" else url
+    )
 
 
 @contextmanager

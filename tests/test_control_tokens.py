@@ -1,6 +1,7 @@
 """Text is text: control tokens come from the chat template alone (law 13)."""
 
 import pytest
+from kit.makers import each
 from templates import FAMILIES, controls_of, template_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -18,9 +19,7 @@ TURNS = [
 ]
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def family(request):
-    return request.param
+family = each(sorted(FAMILIES))
 
 
 @pytest.fixture

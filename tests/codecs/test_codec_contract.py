@@ -22,6 +22,7 @@ from blocks import (
 from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.makers import each
 from safetensors import safe_open
 from torch import Tensor
 
@@ -39,9 +40,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 LOSSY = sorted(name for name, codec in CODECS.items() if not codec.lossless)
 
 
-@pytest.fixture(params=sorted(CODECS))
-def codec(request: pytest.FixtureRequest) -> Codec:
-    return get_codec(request.param)
+codec = each(sorted(CODECS), get_codec)
 
 
 def largest_difference(one: KVBlock, other: KVBlock) -> float:

@@ -15,10 +15,10 @@ def kb(open_kb) -> rc.RagCache:
     return kb
 
 
-@pytest.fixture(scope="session")
-def oracle(model_directory):
+@pytest.fixture(scope="module")
+def oracle(lm):
     """Plain transformers: the model and its tokenizer."""
-    return plain_transformers(model_directory)
+    return plain_transformers(lm.name)
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import pytest
 from engine_texts import CHAT
+from kit.makers import tiny_lm
 from plain_oracle import greedy, plain_transformers
 from scripted import script
 from templates import CHATML, FAMILIES, template_tokenizer
-from tiny_model import save_tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -20,9 +20,7 @@ BEGUN = {"role": "assistant", "content": "  Dogs bark in the "}
 CALL = rc.ToolCall("a", "search", "{}")
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("chatty"), positions=2048, chat_template=CHAT))
+lm = tiny_lm(positions=2048, chat_template=CHAT)
 
 
 def prompt_ids(tokenizer, *messages) -> list[int]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from engine_texts import CHAT, said, user
 from families import block_diagonal
-from plain_oracle import greedy, greedy_ids, plain_transformers
-from tiny_model import save_tiny_llama
+from kit.makers import tiny_lm
+from plain_oracle import greedy, greedy_ids
 
 import ragcache as rc
 from ragcache import prompt
@@ -24,19 +24,7 @@ CATS, DOGS = "The cat sat on the mat. It was happy there.\n", "Dogs bark at nigh
 NEW = "Nobody stored this passage before."
 
 
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("chatty"), chat_template=CHAT, positions=1024)
-
-
-@pytest.fixture(scope="module")
-def lm(chatty):
-    return rc.load_lm(chatty)
-
-
-@pytest.fixture(scope="module")
-def oracle(chatty):
-    return plain_transformers(chatty)
+lm = tiny_lm(chat_template=CHAT, positions=1024)
 
 
 def reading(oracle, pieces, *, causal=False):

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+from kit.makers import tiny_directory
 from tiny_model import LINK, save_tiny_llama
 
 import ragcache as rc
@@ -31,9 +32,7 @@ def unchecked(kb, open_kb):
     return open_kb(method=None)
 
 
-@pytest.fixture(scope="module")
-def linked(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("link"), reuse=LINK)
+linked = tiny_directory(reuse=LINK)
 
 
 def ask(kb, question=QUESTION, **options) -> rc.Answer:

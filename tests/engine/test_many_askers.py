@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from engine_texts import QUESTIONS
+from kit.makers import threads
 from tiny_model import save_tiny_llama
 from waiting import WAIT_S, until
 
@@ -48,10 +49,7 @@ def model_held(lm, pool):
         job.result(WAIT_S)
 
 
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(12) as pool:
-        yield pool
+pool = threads(12)
 
 
 def test_eight_askers_get_what_one_gets(kb, lm, pool):

@@ -4,12 +4,12 @@ import copy
 import gzip
 import inspect
 import json
-import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit.makers import made_by, messages_of
 from transformers import AutoTokenizer
 
 import ragcache as rc
@@ -29,15 +29,8 @@ ENCYCLOPEDIC = [
 ONE = rc.Sampling(max_tokens=1)
 
 
-@pytest.fixture(scope="module")
-def mini() -> rc.LanguageModel:
-    return rc.load_lm("mini")
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.WARNING)
-    return lambda: [record.getMessage() for record in caplog.records if record.name == mini_notice.__name__]
+mini = made_by(rc.load_lm, "mini")
+said = messages_of(mini_notice)
 
 
 def store(path, model, inputs) -> rc.RagCache:

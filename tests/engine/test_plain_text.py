@@ -1,14 +1,13 @@
 """Stored passages that come as plain text are read from their KV; where they cannot be, they are noticed, once. The
 content index behind it against a search token by token."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
 from engine_texts import TEXTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.makers import messages_of
 from plain_oracle import greedy, plain_transformers
 from tiny_model import LINK, bpe_tokenizer, save_tiny_llama
 
@@ -27,11 +26,7 @@ QUESTION = "Who meets on Monday?"
 ONE = rc.Sampling(max_tokens=1)
 
 
-@pytest.fixture
-def said(caplog):
-    """What was logged about plain text so far."""
-    caplog.set_level(logging.WARNING)
-    return lambda: [record.getMessage() for record in caplog.records if record.name == plain_text.__name__]
+said = messages_of(plain_text)
 
 
 @pytest.fixture

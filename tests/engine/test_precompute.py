@@ -2,12 +2,12 @@
 
 import logging
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from blocks import served_from
 from engine_texts import TEXTS
+from kit.makers import open_loading
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError, ContextTooLongError, PromptError, StoreReadOnlyError
@@ -20,14 +20,7 @@ MINE = [
 TEXT = "Read this.\n\n" + "\n\n".join(MINE) + "\n\nWhere does the ferry go?"
 
 
-@pytest.fixture
-def open_kb(open_kb):
-    """Blocks are loaded, however quickly a tiny model computes them."""
-
-    def open_one(store=None, **options):
-        return open_kb(store=replace(store or rc.StoreConfig(), load="always"), **options)
-
-    return open_one
+open_kb = open_loading()
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from operator import eq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.makers import tiny_directory
 from plain_oracle import greedy
-from tiny_model import LINK, save_tiny_llama
+from tiny_model import LINK
 
 import ragcache as rc
 from ragcache.engine import prefixes
@@ -26,9 +27,7 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("link"), reuse=LINK)
+trained = tiny_directory(reuse=LINK)
 
 
 def expected(kb, oracle, question, hits):

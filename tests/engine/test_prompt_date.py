@@ -4,8 +4,8 @@ from datetime import datetime
 
 import pytest
 from engine_texts import TEXTS
+from kit.makers import tiny_directory
 from plain_oracle import greedy, plain_transformers
-from tiny_model import save_tiny_llama
 from transformers.utils import chat_template_utils
 
 import ragcache as rc
@@ -20,9 +20,7 @@ MAY, SEPTEMBER = "Today: 3 May\n", "Today: 21 September\n"
 CHAT = [{"role": "user", "content": QUESTION}]
 
 
-@pytest.fixture(scope="module")
-def dated(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("dated"), positions=2048, chat_template=TEMPLATE)
+dated = tiny_directory(positions=2048, chat_template=TEMPLATE)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 
 import forked
 import pytest
+from kit.makers import made_by, tiny_directory
 from tiny_model import save_tiny_llama
 from waiting import at_once, in_own_loop
 
@@ -23,15 +24,8 @@ from ragcache.retrieval.priority_lock import QUESTION as QUESTIONS_RANK
 from ragcache.retrieval.priority_lock import PriorityLock
 from ragcache_demo.bag_of_words import BagOfWords
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def embedder():
-    return BagOfWords()
+directory = tiny_directory()
+embedder = made_by(BagOfWords, scope="function")
 
 
 @pytest.fixture

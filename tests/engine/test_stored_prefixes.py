@@ -7,6 +7,7 @@ import forked
 import pytest
 from engine_texts import TEXTS
 from families import assert_same, block_diagonal, load_tiny, method_families, oracle_logits, random_prompt, save_tiny
+from kit.makers import open_loading
 from plain_oracle import greedy
 from tiny_model import save_tiny_llama
 
@@ -50,15 +51,7 @@ def family(request, tmp_path_factory):
     return load_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture
-def open_kb(open_kb):
-    """Blocks are loaded, however quickly a tiny model computes them."""
-
-    def open_one(store=None, **options):
-        store = replace(store or rc.StoreConfig(), load="always")
-        return open_kb(store=store, **{"method": "full", **options})
-
-    return open_one
+open_kb = open_loading(method="full")
 
 
 def reopened(lm, root, rates=None, policy="always"):

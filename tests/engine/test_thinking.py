@@ -4,9 +4,9 @@ import json
 
 import jsonschema
 import pytest
+from kit.makers import tiny_lm
 from scripted import script
 from templates import CHATML
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine.conversation import Conversation
@@ -42,9 +42,7 @@ SEARCH = {"type": "function", "function": {"name": "search", "description": "Fin
 LONG = Sampling(max_tokens=300)
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("thinking"), positions=2048, chat_template=CHATML))
+lm = tiny_lm(positions=2048, chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")

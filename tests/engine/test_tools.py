@@ -6,10 +6,10 @@ import re
 import jsonschema
 import pytest
 from families import block_diagonal
+from kit.makers import tiny_lm
 from plain_oracle import greedy, plain_transformers
 from scripted import script
 from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine.conversation import Conversation
@@ -38,14 +38,7 @@ CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 SHORT = Sampling(max_tokens=8)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("tools"), positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
-
-
-@pytest.fixture(scope="module")
-def lm(directory):
-    return rc.load_lm(directory)
+lm = tiny_lm(positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +144,7 @@ def test_a_named_call_is_of_that_function(kb, choice):
     jsonschema.validate(json.loads(call.arguments), PLACE)
 
 
-def test_passages_that_a_tool_returned_are_read_as_blocks(kb, directory):
+def test_passages_that_a_tool_returned_are_read_as_blocks(kb):
     passages = [rc.Passage(CATS), rc.Passage("Nobody stored this passage.")]
     turns = [ASKED, CALLED, {**FOUND, "content": ["Found: ", *passages, "That is all."]}]
     answer = kb.chat(turns, tools=[SEARCH], sampling=SHORT)
@@ -161,7 +154,7 @@ def test_passages_that_a_tool_returned_are_read_as_blocks(kb, directory):
     head, tail = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split("@@"))
     read = [tokenizer(f"{one.text.rstrip()}\n", add_special_tokens=False)["input_ids"] for one in passages]
     prompt = rc.Prompt(head, read, tail)
-    assert answer.text == greedy(*plain_transformers(directory), prompt, block_diagonal(prompt), SHORT.max_tokens)
+    assert answer.text == greedy(*plain_transformers(kb.lm.name), prompt, block_diagonal(prompt), SHORT.max_tokens)
 
 
 def test_a_kept_conversation_reads_a_tools_passages_once(kb, monkeypatch):

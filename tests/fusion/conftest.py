@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES, FEW_FAMILIES, METHOD_FAMILIES, tiny
+from kit.makers import each, made_by
 
 HERE = Path(__file__).parent
 PAPERS = HERE.parents[1] / "extras" / "papers" / "tests"
@@ -40,11 +41,5 @@ def load():
     return tiny
 
 
-@pytest.fixture(scope="session")
-def llama():
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def family(request):
-    return tiny(request.param)
+llama = made_by(tiny, "llama", scope="session")
+family = each(sorted(FAMILIES), tiny, scope="module")

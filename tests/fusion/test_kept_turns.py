@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import assert_same, oracle_logits_of, tiny
+from kit.makers import each, made_by
 
 import ragcache as rc
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
@@ -27,14 +28,8 @@ TURNS = [
 ]
 
 
-@pytest.fixture(params=["llama", "mistral-window", "gemma3", "smollm3"])
-def family(request):
-    return tiny(request.param)
-
-
-@pytest.fixture
-def trained():
-    return tiny("llama", TRAINED)
+family = each(["llama", "mistral-window", "gemma3", "smollm3"], tiny)
+trained = made_by(tiny, "llama", TRAINED)
 
 
 def parts_of(turns):

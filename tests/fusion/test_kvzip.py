@@ -27,6 +27,7 @@ from formula_oracle import (
     with_answer,
     without_dropped,
 )  # fmt: skip
+from kit.makers import each, made_by
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
@@ -37,14 +38,8 @@ from ragcache.models.encode import AbandonedSignal
 SINKS = 4
 
 
-@pytest.fixture(params=METHOD_FAMILIES)
-def family(request):
-    return Family(request.param)
-
-
-@pytest.fixture
-def llama():
-    return Family("llama")
+family = each(METHOD_FAMILIES, Family)
+llama = made_by(Family, "llama", scope="function")
 
 
 def ranked(scores, always):

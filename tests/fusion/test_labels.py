@@ -4,6 +4,7 @@ import pytest
 import torch
 from blend_oracle import forward as overridden
 from families import METHOD_FAMILIES, assert_same, causal, oracle_logits_of, tiny
+from kit.makers import each
 
 import ragcache as rc
 from ragcache.errors import PromptError
@@ -26,9 +27,7 @@ TOKENS = [
 READ = [name for name in METHODS if name != "link" and get_method(name).keeps_context]
 
 
-@pytest.fixture(params=METHOD_FAMILIES)
-def family(request):
-    return tiny(request.param)
+family = each(METHOD_FAMILIES, tiny)
 
 
 def mask(*, apart):

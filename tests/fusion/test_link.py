@@ -14,6 +14,7 @@ from families import (
     random_prompt,
     tiny,
 )
+from kit.makers import each
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ragcache as rc
@@ -24,10 +25,7 @@ LINKS = [[101, 102], [], [7, 7, 9], [101]]
 TRAINED = TrainedTokens("link", link_tokens=2, link_slots=4, first_link_id=150, kv_start_id=160, kv_end_id=161)
 
 
-@pytest.fixture(params=["llama", "qwen3", "phi3", "mixtral"])
-def trained(request):
-    """A checkpoint whose configuration states its link tokens."""
-    return tiny(request.param, TRAINED)
+trained = each(["llama", "qwen3", "phi3", "mixtral"], lambda name: tiny(name, TRAINED))
 
 
 def oracle_of(model, prompt, links, **more):

@@ -16,6 +16,7 @@ from formula_oracle import (
     winners,
     with_answer,
 )  # fmt: skip
+from kit.makers import each, made_by
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -23,14 +24,8 @@ from ragcache.errors import ConfigError
 SLIDING_ONLY = {"mistral-window", "gemma3"}
 
 
-@pytest.fixture(params=METHOD_FAMILIES)
-def family(request):
-    return Family(request.param)
-
-
-@pytest.fixture
-def llama():
-    return tiny("llama")[0]
+family = each(METHOD_FAMILIES, Family)
+llama = made_by(lambda: tiny("llama")[0])
 
 
 CHOICES = [

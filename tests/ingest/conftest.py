@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import Kit
+from kit.ingestion import Kit
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

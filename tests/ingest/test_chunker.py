@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import chunker_of
+from kit.ingestion import chunker_of
 from markdown_it import MarkdownIt
 from random_texts import random_markdown
 from tiny_model import byte_tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import killed
 import pytest
 import torch
-from kit import Kit
+from kit.ingestion import Kit
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["killed"])

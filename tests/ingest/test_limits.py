@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import Kit
+from kit.ingestion import Kit
 from waiting import until
 
 from ragcache.errors import CancelledError, ConfigError, ReaderError, ReaderLimitError

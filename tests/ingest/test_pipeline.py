@@ -10,7 +10,7 @@ import pytest
 import torch
 from blocks import tier_of
 from covering import covering
-from kit import Kit, chunker_of
+from kit.ingestion import Kit, chunker_of
 from random_texts import text_of
 from waiting import at_once, beside
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kit import Kit
+from kit.ingestion import Kit
 from random_texts import text_of
 
 from ragcache.errors import ConfigError, DuplicateDocumentError, ReaderError

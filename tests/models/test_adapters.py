@@ -8,6 +8,7 @@ import torch
 from adapters import save_adapter
 from covering import covering
 from families import METHOD_FAMILIES, VOCAB, assert_same, masks_of, oracle_model, random_prompt, save_tiny
+from kit.makers import tiny_directory
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,9 +98,7 @@ def test_rows_that_equal_words_are_those_words(spec, tmp_path):
     assert_same(ours[:VOCAB], oracle_with_rows(oracle_model(str(base)), tokens, {}))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+base = tiny_directory()
 
 
 SMALL = TrainedTokens("packet", first_packet_id=258, header_tokens=2, trailer_tokens=2)

@@ -8,14 +8,14 @@ import threading
 import jsonschema
 import numpy as np
 import pytest
+import tiny_model
 import torch
 from covering import covering
 from families import random_prompt, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_model import save_tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+from kit.makers import made_by, tiny_lm
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
@@ -27,9 +27,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 PROMPT = random_prompt(1)
 
 
-@pytest.fixture
-def llama():
-    return tiny("llama")
+llama = made_by(tiny, "llama")
 
 
 def steps_of(lm, sampling, prompt=PROMPT, **more):
@@ -41,14 +39,7 @@ def said(*given, **more):
     return list(steps_of(*given, **more))
 
 
-@pytest.fixture(scope="module")
-def byte_tokenizer():
-    """Every byte a token, so that one character may take several."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+byte_tokenizer = made_by(tiny_model.byte_tokenizer)
 
 
 def test_greedy_equals_generate(llama):
@@ -228,9 +219,7 @@ SCHEMA = {
 BEGUN = "The cat sat on the mat."
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("structured") / "tiny"))
+lm = tiny_lm()
 
 
 def written(lm, sampling, prompt=BEGUN):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from covering import few
 from gguf_files import BOS, EOS, EOT, TOKENS, llama_cpp_logits, write
+from kit.makers import made_by
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -256,9 +257,7 @@ REFUSED: dict[str, Any] = {
 BESIDE = {"tokenizer.ggml.add_bos_token": {"tokenizer.ggml.bos_token_id": None}}
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return make("llama")
+llama = made_by(make, "llama")
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -12,6 +12,7 @@ from covering import covering
 from families import FAMILIES, assert_same, block_diagonal, load_tiny, oracle_logits, random_prompt
 from graph_tape import Tape, TapeRecorder
 from hybrids import save_hybrid
+from kit.makers import messages_of
 from late_lane import LateLane
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,10 +42,7 @@ def tiny(tmp_path):
     return load_tiny("llama", tmp_path)[0]
 
 
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.INFO, graphs.__name__)
-    return lambda: [record.getMessage() for record in caplog.records if record.name == graphs.__name__]
+said = messages_of(graphs, logging.INFO)
 
 
 def graphed(lm, num_bytes=ROOM, **options):

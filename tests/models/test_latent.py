@@ -13,6 +13,7 @@ from families import (
     random_prompt,
     tiny,
 )
+from kit.makers import each
 from transformers import DynamicCache
 
 import ragcache as rc
@@ -23,9 +24,7 @@ from ragcache.models.latent import ABSORBED, absorbed_of
 LATENT = ("deepseek_v2", "deepseek_v3")
 
 
-@pytest.fixture(params=LATENT)
-def model(request):
-    return tiny(request.param)
+model = each(LATENT, tiny)
 
 
 def test_a_block_is_what_plain_transformers_caches(model):

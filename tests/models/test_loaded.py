@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
+from kit.makers import tiny_directory
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_model import PROMPT, last_logits, save_tiny_llama
+from tiny_model import PROMPT, last_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
@@ -16,10 +17,7 @@ from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.merged_adapter import servable
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base") / "tiny")
+base = tiny_directory()
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +145,7 @@ def test_a_lora_without_its_weights_is_damaged(lora, tmp_path):
 # A model's name in block keys: another one for whatever changes a key, a value or a token.
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
+saved = tiny_directory()
 
 
 def edited(file, change):

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import waiting
+from kit.makers import made_by, threads
 
 from ragcache.errors import CancelledError, TimedOutError
 from ragcache.kv.buffers import BufferPool
@@ -64,9 +65,7 @@ def run_of(first: int, tokens: int = 1, *, ordered: bool = True, held: FusedCach
     return ForwardRequest(ids, ids, cache() if held is None else held, ordered)
 
 
-@pytest.fixture
-def model():
-    return Model()
+model = made_by(Model, scope="function")
 
 
 @pytest.fixture
@@ -74,10 +73,7 @@ def scheduler(model):
     return Scheduler(model, pass_tokens=64, alone_tokens=100)
 
 
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
+pool = threads(16)
 
 
 class Crowd:
@@ -277,9 +273,7 @@ class Counting(Model):
         return [logits + 10 for logits in super().__call__(pieces)]
 
 
-@pytest.fixture
-def counting():
-    return Counting()
+counting = made_by(Counting, scope="function")
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.embedders import FourWords
 from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 from waiting import at_once, until
 
@@ -391,7 +392,7 @@ def test_a_question_of_too_many_windows_is_refused_before_it_is_embedded(lm, ber
             embedder.embed_query(question)
     assert not read
     assert sum(counted) < 200_000, "nor is it tokenised whole"
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=Bounded()) as kb:
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords()) as kb:
         kb.ingest(rc.Document("recipe", "Boil potatoes with salt"), kv="lazy")
         assert kb.retrieve("salt " * 4 * QUESTION_WINDOWS, 1)
         with pytest.raises(ContextTooLongError, match=r"64 tokens .* as a passage or a document"):
@@ -402,7 +403,7 @@ def test_a_question_of_too_many_windows_is_refused_before_it_is_embedded(lm, ber
 def test_a_question_in_windows_scores_as_its_windows_do(length):
     """The mean of the windows' scores; of an embedder that normalises, the cosine with the mean of the windows."""
 
-    class Scaled(Bounded):
+    class Scaled(FourWords):
         def embed_query(self, text):
             return length * super().embed_query(text)
 
@@ -418,24 +419,9 @@ def test_a_question_in_windows_scores_as_its_windows_do(length):
     assert found @ passage == pytest.approx(scale * np.average(vectors @ passage, weights=weights), abs=1e-5)
 
 
-class Bounded(BagOfWords):
-    """An embedder from elsewhere, which reads four words and drops the others."""
-
-    max_tokens = 4
-
-    def count_tokens(self, texts):
-        return [len(text.split()) for text in texts]
-
-    def embed(self, texts, *, batch_size=32):
-        return super().embed([" ".join(text.split()[:4]) for text in texts])
-
-    def embed_query(self, text):
-        return super().embed_query(" ".join(text.split()[:4]))
-
-
 def test_every_embedder_with_a_limit_is_asked_in_windows(lm, tmp_path):
     ending = "Zebulon keeps the lighthouse"
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=Bounded()) as kb:
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords()) as kb:
         long = rc.Document("minutes", f"ropes paint tar oars nets sails buoys anchors {ending}")
         kb.ingest([long, rc.Document("recipe", "Boil potatoes with salt")], split=False, kv="lazy")
         for question in (ending, f"Boil? No, not at all; {ending}"):

@@ -10,7 +10,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from postgres_server import pgvector_schema, postgres_schema
+from kit.makers import databases, each
+from postgres_server import pgvector_schema
 from waiting import beside
 
 from ragcache.errors import ConfigError, EmbedderMismatchError, FilterError, PromptError, StoreReadOnlyError
@@ -35,9 +36,7 @@ def put(documents: DocumentStore, id: str, texts: list[str], **metadata: object)
     return documents.replace_document(NewDocument(id, metadata=metadata), chunks)
 
 
-@pytest.fixture(params=["flat", "hnsw", "ivfpq", "pgvector"])
-def kind(request):
-    return request.param
+kind = each(["flat", "hnsw", "ivfpq", "pgvector"])
 
 
 def fill(store: DocumentStore, texts: list[str] = TEXTS) -> None:
@@ -291,12 +290,7 @@ STEMS = [
 ]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        yield tmp_path / "store.sqlite3"
-    else:
-        yield from postgres_schema()
+url = databases()
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@ The oracle is NumPy's, over vectors that the test keeps."""
 
 import numpy as np
 import pytest
+from kit.embedders import FourWords
+from kit.makers import each
 from postgres_server import pgvector_schema
 
 import ragcache as rc
@@ -76,9 +78,7 @@ def check_equal(hits: list[tuple[str, float]], expected: list[tuple[str, float]]
     np.testing.assert_allclose([score for _, score in hits], [score for _, score in expected], atol=1e-5)
 
 
-@pytest.fixture(params=["flat", "hnsw", "ivfpq", "pgvector"])
-def kind(request):
-    return request.param
+kind = each(["flat", "hnsw", "ivfpq", "pgvector"])
 
 
 @pytest.fixture
@@ -234,18 +234,6 @@ def test_quantised_vectors_are_ranked_by_the_best_window(tmp_path, monkeypatch):
 
 
 # Ingestion
-
-
-class FourWords(BagOfWords):
-    """Reads four words of a text and drops the others."""
-
-    max_tokens = 4
-
-    def count_tokens(self, texts):
-        return [len(text.split()) for text in texts]
-
-    def embed(self, texts, *, batch_size=32):
-        return super().embed([" ".join(text.split()[:4]) for text in texts])
 
 
 LONG = " ".join(f"{word}{n}" for n in range(9) for word in ("rope", "tar", "paint", "oar"))

@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from kit.embedders import FourWords
 from openai import APIError, AsyncOpenAI
 from serving import Served, events, figures, send, serving, wait_for
 
@@ -501,17 +502,7 @@ def test_embeddings_take_no_slot_of_a_question(serve, kb, monkeypatch):
 @pytest.fixture
 def bounded(kb, monkeypatch):
     """The embedder reads four words of a text."""
-    embed = type(kb.embedder).embed
-    kind = type(
-        "Bounded",
-        (type(kb.embedder),),
-        {
-            "max_tokens": 4,
-            "count_tokens": lambda self, texts: [len(text.split()) for text in texts],
-            "embed": lambda self, texts, *, batch_size=32: embed(self, [" ".join(t.split()[:4]) for t in texts]),
-        },
-    )
-    monkeypatch.setattr(kb.embedder, "__class__", kind)
+    monkeypatch.setattr(kb.embedder, "__class__", FourWords)
     return kb.embedder
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import forked
 import numpy as np
 import pytest
-from sqlalchemy import Engine, create_engine, make_url, text
+from postgres_server import engine_of
+from sqlalchemy import Engine, make_url, text
 from tiny_disk import run_on_tiny_disk
 from waiting import at_once, beside
 
@@ -284,10 +285,7 @@ def test_a_file_that_may_not_be_written(tmp_path, monkeypatch):
 @pytest.fixture
 def engine(url: str) -> Iterator[Engine]:
     """The database without the store's code."""
-    parsed = make_url(url)
-    if parsed.get_backend_name() == "postgresql":
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    engine = create_engine(parsed)
+    engine = engine_of(url)
     yield engine
     engine.dispose()
 

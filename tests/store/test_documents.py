@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, make_url, text
+from postgres_server import engine_of
+from sqlalchemy import text
 
 from ragcache.errors import (
     ConfigError,
@@ -210,10 +211,7 @@ def test_deletion_takes_everything_of_a_document(store, url):
 
 def dump(url: str) -> str:
     """Every row of every table, read without the store."""
-    parsed = make_url(url)
-    if parsed.get_backend_name() == "postgresql":
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    engine = create_engine(parsed)
+    engine = engine_of(url)
     with engine.connect() as connection:
         tables = [f"ragcache_{name}" for name in ("properties", "counters", "documents", "chunks", "garbage")]
         rows = [row for table in tables for row in connection.execute(text(f"SELECT * FROM {table}"))]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from blocks import make_block, make_key
 from flushes import needs_proc, record_calls, unflushed
+from kit.makers import databases
 from postgres_server import postgres_schema
 from sqlalchemy import make_url
 from tiny_disk import run_on_tiny_disk
@@ -37,13 +38,7 @@ from ragcache.store.records import NewChunk, NewDocument
 KEYS = [make_key(number) for number in range(3)]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def other_url(request, tmp_path):
-    """A second database."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'other.sqlite3'}"
-        return
-    yield from postgres_schema()
+other_url = databases("other")
 
 
 def opened(

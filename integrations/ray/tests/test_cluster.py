@@ -19,7 +19,7 @@ from pathlib import Path
 import killed
 import pytest
 import torch
-from kit import DyingEmbedder, Kit
+from kit.ingestion import DyingEmbedder, Kit
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ClusterError, ConfigError

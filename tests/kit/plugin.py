@@ -1,0 +1,66 @@
+"""Fixtures of all tests: the models and the store that most of them read."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_llama
+
+import ragcache as rc
+from ragcache.engine import assemble
+from ragcache.retrieval import embedder
+from ragcache_demo.bag_of_words import BagOfWords
+
+LOADED_ONCE = cache(assemble.load_lm)
+
+
+@pytest.fixture
+def models_once(monkeypatch):
+    """Stores that are opened with a model's name share it. For tests that change no model's files."""
+    monkeypatch.setattr(assemble, "load_lm", LOADED_ONCE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _minilm_is_loaded_once():
+    """Loading and hashing it takes longer than most tests that open a store by name."""
+    load, loaded, package = embedder._load, {}, embedder.MINILM_PACKAGE
+
+    def load_once(name, build, origin):
+        if name != "minilm" or package != embedder.MINILM_PACKAGE:
+            return load(name, build, origin)
+        if origin not in loaded:
+            loaded[origin] = load(name, build, origin)
+        return loaded[origin]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedder, "_load", load_once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def lm(model_directory) -> rc.LanguageModel:
+    return rc.load_lm(model_directory)
+
+
+@pytest.fixture
+def open_kb(tmp_path, lm):
+    """Opens the test's store, as often as wanted, and closes what was opened.
+
+    The tiny model is read by `reposition` unless a test says otherwise: its own default, `full`, would reuse no block.
+    """
+    opened = []
+
+    def open_one(path: Path = tmp_path / "kb", **options) -> rc.RagCache:
+        own = {"model": lm, "embedder": BagOfWords(), **({} if options.get("model") else {"method": "reposition"})}
+        kb = rc.RagCache.open(path, **{**own, **options})
+        opened.append(kb)
+        return kb
+
+    yield open_one
+    for kb in opened:
+        kb.close()
