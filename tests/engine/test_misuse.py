@@ -83,6 +83,12 @@ REFUSED = [
     (chatting(user("word " * 4000), k=2), ContextTooLongError, "takes"),
     (chatting(*TURNS, on_overflow="drop"), ConfigError, "on_overflow 'drop'"),
     (chatting(*TURNS, context="forget"), ConfigError, "'forget' is unknown; choose one of last, keep"),
+    # Conversations whose context is kept
+    (chatting(*TURNS, passages=[rc.Passage("x")], context="keep"), ConfigError, "takes passages in the messages"),
+    (chatting(*TURNS, k=1, method="a3", context="keep"), ConfigError, "'a3' cannot keep"),
+    (chatting(*TURNS, k=1, method="a3", context="keep"), ConfigError, "choose full, reposition, cacheblend, epic or l"),
+    (chatting(*TURNS, k=1, evict=5, context="keep"), ConfigError, "exclude each other"),
+    (chatting(user("\ue000ragcache-turn-0\ue000"), k=1, context="keep"), PromptError, "private character"),
     # Passages in them
     (chatting(user(rc.Passage(" "), "?")), PromptError, "passage 0 has no text"),
     (chatting(user(rc.Passage("a"), "?"), k=2), ConfigError, "exclude each other"),

@@ -1,10 +1,9 @@
 """Blocks read behind a primer that is left out, against plain forwards over [prefix + primer + chunk]."""
 
-from functools import partial
-
 import pytest
 import torch
 from families import FAMILIES, assert_same, causal_logits, ids_of, oracle_logits_of, random_prompt
+from kit.makers import made_by
 from test_neighbours import one_forward
 
 import ragcache as rc
@@ -73,46 +72,32 @@ def test_a_primer_longer_than_every_window_is_cut_to_what_is_seen(load):
     assert visible(long, mixed.config) == long
 
 
-def test_each_shipped_primer_has_about_as_many_tokens_as_its_name_says():
-    lm = rc.load_lm("mini")
+def test_each_shipped_primer_has_about_as_many_tokens_as_its_name_says(mini):
     for name, text in PRIMERS.items():
         words = len(text.split())
         assert 0.6 * int(name) <= words <= int(name)  # a real tokenizer makes 1.2 to 1.4 tokens of a word
-        assert lm.recipe(Recipe("primer", primer=name)).primer_ids
+        assert mini.recipe(Recipe("primer", primer=name)).primer_ids
         assert not any(character.isdigit() for character in text)
 
 
 REFUSED = [
-    (partial(Recipe, "isolated", primer=IDS), "reads no primer"),
-    (partial(Recipe, "prefix", primer="128"), "reads no primer"),
-    (partial(Recipe, "primer", primer=5), "is no text and no list"),
-    (partial(Recipe, "primer", primer=[1, "2"]), "is no text and no list"),
+    (lambda lm, mini: Recipe("isolated", primer=IDS), "reads no primer"),
+    (lambda lm, mini: Recipe("prefix", primer="128"), "reads no primer"),
+    (lambda lm, mini: Recipe("primer", primer=5), "is no text and no list"),
+    (lambda lm, mini: Recipe("primer", primer=[1, "2"]), "is no text and no list"),
+    (lambda lm, mini: lm.recipe(Recipe("primer", primer=(7,) * 300)), "takes 512"),
+    (lambda lm, mini: lm.recipe(Recipe("primer", primer=(5000,))), "outside the vocabulary of .*another model's"),
+    (lambda lm, mini: lm.recipe("primer"), "no tokenizer"),
+    (lambda lm, mini: mini.recipe(Recipe("primer", primer=(mini.tokenizer.eos_token_id,))), "holds the control token"),
+    (lambda lm, mini: mini.block_key([1], Recipe("primer")), "turns it into a model's ids"),
 ]
+mini = made_by(rc.load_lm, "mini")
 
 
-@pytest.mark.parametrize(("make", "said"), REFUSED)
-def test_what_is_no_primer_is_refused(make, said):
-    with pytest.raises(ConfigError, match=said):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("primer", "said"),
-    [((7,) * 300, "takes 512"), ((5000,), "outside the vocabulary of .*another model's")],
-)
-def test_a_primer_that_the_model_cannot_read_is_refused(llama, primer, said):
-    with pytest.raises(ConfigError, match=said):
-        llama[0].recipe(Recipe("primer", primer=primer))
-
-
-def test_control_tokens_and_a_model_without_a_tokenizer_are_refused(llama):
-    mini = rc.load_lm("mini")
-    with pytest.raises(ConfigError, match="holds the control token"):
-        mini.recipe(Recipe("primer", primer=(mini.tokenizer.eos_token_id,)))
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        llama[0].recipe("primer")
-    with pytest.raises(ConfigError, match="turns it into a model's ids"):
-        mini.block_key([1], Recipe("primer"))
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_is_no_primer_or_cannot_be_read_is_refused(llama, mini, call, words):
+    with pytest.raises(ConfigError, match=words):
+        call(llama[0], mini)
 
 
 def test_blocks_behind_another_primer_are_stale(llama):
