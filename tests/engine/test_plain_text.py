@@ -12,8 +12,7 @@ from plain_oracle import greedy, plain_transformers
 from tiny_model import LINK, bpe_tokenizer, save_tiny_llama
 
 import ragcache as rc
-from ragcache.engine import local_engine
-from ragcache.engine import passage_finder as plain_text
+from ragcache.engine import local_engine, passage_finder
 from ragcache.engine.content_index import EDGE, WINDOW, ContentIndex
 from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError
@@ -26,7 +25,7 @@ QUESTION = "Who meets on Monday?"
 ONE = rc.Sampling(max_tokens=1)
 
 
-said = messages_of(plain_text)
+said = messages_of(passage_finder)
 
 
 @pytest.fixture
@@ -386,7 +385,7 @@ def test_the_index_follows_the_documents(kb, open_kb):
 
 
 def test_a_saved_index_is_used_and_what_came_since_is_added(kb, open_kb, monkeypatch):
-    monkeypatch.setattr(plain_text, "SAVED_FROM", 0)
+    monkeypatch.setattr(passage_finder, "SAVED_FROM", 0)
     text = "".join([*TEXTS.values(), QUESTION])
     found_in(kb, text)
     path = kb.store.layout.passages
