@@ -21,7 +21,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.measured_model import EvaluatedModel
 from ragcache_eval.store_cases import asked_of
 from ragcache_eval.suites.capability import measure
-from ragcache_plan.commands import RateOptions
+from ragcache_plan.rate_options import RateOptions
 from ragcache_train.train_options import TrainOptions
 
 SLOW = "no instructions"

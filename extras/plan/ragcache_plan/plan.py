@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragcache.errors import ConfigError, check_least
-from ragcache_plan.accesses import ranks_above, zipf_mass
 from ragcache_plan.rates import MachineRates
 from ragcache_plan.shape import CodecSize, KVShape, codec_sizes
+from ragcache_plan.zipf import ranks_above, zipf_mass
 
 GB = 1e9
 HOURS_A_MONTH = 730.0

@@ -19,13 +19,11 @@ from ragcache.codecs import CODECS
 from ragcache.codecs.sample_block import example_block
 from ragcache.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from ragcache.store.kv_store import KVStore
-from ragcache_plan.accesses import EXACT, ranks_above, zipf_mass
-from ragcache_plan.commands import WorkloadOptions, generate_accesses
 from ragcache_plan.plan import Corpus, Demand, Prices, make_plan
 from ragcache_plan.rates import MachineRates, measure_rates
-from ragcache_plan.replay import advise_policy
 from ragcache_plan.shape import CodecSize, KVShape, codec_sizes
 from ragcache_plan.stated import shape_of
+from ragcache_plan.zipf import EXACT, ranks_above, zipf_mass
 
 LLAMA_3_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 RAW = CodecSize("raw", LLAMA_3_8B.bytes_per_token, 1.0, True)
@@ -107,15 +105,6 @@ def test_planned_bytes_of_recurrent_layers_are_those_on_disk(name, codec, tmp_pa
             store.put(make_key(number), block)
         found = store.stats().bytes_by_tier["disk"] - before
     assert 0 <= found - 3 * 64 * planned.bytes_per_token <= 3 * 6144
-
-
-def test_a_simulated_block_takes_the_bytes_of_its_maps(tmp_path):
-    """Beside what its tokens take; a share that is kept is one of the tokens."""
-    lm = rc.load_lm(hybrid("qwen3_next"))
-    save_hybrid("qwen3_next", tmp_path)
-    trace = generate_accesses(WorkloadOptions(requests=9, k=1, blocks=9, tokens="100-300"), str(tmp_path), 0.5)
-    found = [lm.shape.map_bytes + tokens * lm.shape.token_bytes // 2 for tokens in trace.num_tokens.tolist()]
-    assert trace.num_bytes.tolist() == found
 
 
 def test_what_is_no_model_is_refused(tmp_path):
@@ -250,8 +239,6 @@ def test_a_disk_slower_than_the_model_never_breaks_even():
     assert (raw.reuses_time, raw.reuses_month, raw.hot_chunks) == (None, None, 0)
     assert plan.keep == "none"
     assert "no faster than computing" in plan.reasons[0]
-    advice = advise_policy(plan, Corpus(10, 1000), Demand(1000, 1310), MachineRates(disk_bytes_s=1e6), 10**9)
-    assert advice.policy == "lru"
 
 
 def test_the_smaller_codec_is_advised_where_storage_is_dear_and_none_where_it_is_free():
@@ -274,18 +261,6 @@ def test_every_registered_codec_is_planned_raw_first():
     assert next(codec.codec for codec in plan.codecs) == "raw"
     assert {codec.codec for codec in plan.codecs} == set(CODECS)
     json.dumps(plan.to_json(), allow_nan=False)
-
-
-@pytest.mark.slow
-def test_advice_names_a_policy_that_beats_lru_when_memory_is_short():
-    corpus, demand = Corpus(2000, 1000), Demand(10**8, 5000, zipf=0.9)
-    plan = make_plan(LLAMA_3_8B, corpus, demand, sizes=[RAW])
-    assert plan.keep in ("all", "hot")
-    short = advise_policy(plan, corpus, demand, MachineRates(), int(plan.advised.hot_bytes / 20))
-    assert (short.policy, short.admission) != ("lru", "all")
-    assert short.memory_share == pytest.approx(0.05, rel=0.01)
-    wide = advise_policy(plan, corpus, demand, MachineRates(), int(plan.advised.corpus_bytes) + 1)
-    assert (wide.policy, wide.admission) == ("lru", "all")
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.7])

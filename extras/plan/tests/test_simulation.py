@@ -16,10 +16,11 @@ from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
 from ragcache_papers.policies import CountMinSketch
-from ragcache_plan import accesses
-from ragcache_plan.accesses import Accesses, Workload, from_accesses, generated, read_trace, recorded
+from ragcache_plan.accesses import Accesses, from_accesses, read_trace, recorded
+from ragcache_plan.optimum import next_uses, optimum
 from ragcache_plan.rates import MachineRates
-from ragcache_plan.replay import Budgets, next_uses, optimum, replay, simulate
+from ragcache_plan.replay import Budgets, replay
+from ragcache_plan.simulation import simulate
 
 RATES = MachineRates(1000.0, 0.2, 1e4, 1e3)
 REQUESTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=25)
@@ -220,68 +221,6 @@ def test_percentiles_are_those_of_requests():
     )
 
 
-def test_streams_are_the_same_for_the_same_seed():
-    workload = Workload(requests=300, blocks=50, k=3, session=4.0, drift=10, tokens=(100, 500))
-    one, again, other = generated(workload), generated(workload), generated(Workload(**(vars(workload) | {"seed": 1})))
-    assert one.blocks.tolist() == again.blocks.tolist() != other.blocks.tolist()
-    assert one.num_bytes.tolist() == (one.num_tokens * 131072).tolist()
-    assert 100 <= one.num_tokens.min() < one.num_tokens.max() <= 500
-    for request in range(one.requests):
-        blocks = one.blocks[one.starts[request] : one.starts[request + 1]].tolist()
-        assert 1 <= len(blocks) == len(set(blocks)) <= 3
-
-
-def test_popularity_is_zipfs():
-    """Draws of one block a request are independent: shares by rank are within five standard errors."""
-    found = generated(Workload(requests=40_000, k=1, blocks=8, zipf=1.2))
-    shares = np.sort(np.bincount(found.blocks, minlength=8) / 40_000)[::-1]
-    expected = np.arange(1, 9) ** -1.2
-    expected /= expected.sum()
-    assert (np.abs(shares - expected) < 5 * np.sqrt(expected / 40_000)).all()
-
-
-@pytest.mark.parametrize("zipf", [0.0, 0.8, 1.0, 1.3])
-def test_popularity_is_zipfs_beyond_the_ranks_that_are_summed(zipf, monkeypatch):
-    """Ranks above 40 by the integral; shares of tens of ranks against the sum over all."""
-    monkeypatch.setattr(accesses, "EXACT", 40)
-    workload = Workload(1, 1, 3000, zipf=zipf)
-    shares = np.random.default_rng(1).random(200_000)
-    ranks = accesses._drawn_ranks(workload, shares)
-    weights = np.arange(1, 3001, dtype=np.float64) ** -zipf
-    edges = [0, 1, 10, 39, 40, 41, 50, 100, 1000, 2999, 3000]
-    drawn = np.histogram(ranks, edges)[0] / len(ranks)
-    expected = np.add.reduceat(weights, edges[:-1]) / weights.sum()
-    np.testing.assert_allclose(drawn, expected, atol=0.004)
-
-
-def test_a_hundred_million_blocks_take_no_more_than_what_is_read():
-    trace = generated(Workload(300, 5, 100_000_000, seed=3))
-    assert len(trace) == 1500
-    assert len(np.unique(trace.blocks)) <= len(trace.num_bytes) <= 4500
-    assert trace.never_read == 100_000_000 - len(trace.num_bytes)
-    (outcome,) = simulate(trace, [Budgets(10**9)], ["lru"])
-    assert outcome.hit_rate["memory"] + outcome.hit_rate["disk"] == pytest.approx(1)
-    list(simulate(trace, [Budgets(10**9, 10**10, eager=False)], ["lru"]))
-    with pytest.raises(ConfigError, match="--kv lazy"):
-        list(simulate(trace, [Budgets(10**9, 10**10)], ["lru"]))
-
-
-def test_drift_makes_the_hottest_block_the_coldest():
-    """10 blocks, one step in the middle: the second hottest leads, the hottest is last."""
-    found = generated(Workload(requests=20_000, k=1, blocks=10, zipf=1.0, drift=10_000))
-    before, after = (np.bincount(half, minlength=10) for half in np.split(found.blocks, 2))
-    assert np.argsort(-after)[0] == np.argsort(-before)[1]
-    assert np.argmin(after) == np.argmax(before)
-
-
-def test_sessions_read_passages_again():
-    def hits(session: float) -> float:
-        trace = generated(Workload(requests=2000, blocks=5000, k=4, zipf=0.2, session=session, sticky=0.8))
-        return replay(trace, Budgets(400 * 256 * 131072), "lru", "all", RATES).hits["memory"] / len(trace)
-
-    assert hits(10.0) > hits(1.0) + 0.4
-
-
 def test_recorded_requests_that_ran_at_once_are_told_apart():
     lines = [("r1", "a", 4), ("r2", "b", 8), ("r1", "c", 2), ("r2", "a", 5)]
     trace = from_accesses(Access(request, handle, size, size, "disk", 0.0) for request, handle, size in lines)
@@ -302,27 +241,6 @@ def test_an_empty_trace_is_refused(tmp_path):
 def test_a_budget_below_one_block_is_refused(budget):
     with pytest.raises(ConfigError, match="smallest has 8"):
         list(simulate(make_trace([[0]], [8]), [Budgets(budget)], ["lru"]))
-
-
-@pytest.mark.parametrize(
-    ("fields", "option"),
-    [
-        ({"requests": 0}, "--requests is 0"),
-        ({"k": 0}, "--k is 0"),
-        ({"blocks": 0}, "--blocks is 0"),
-        ({"drift": -1}, "--drift is -1"),
-        ({"session": 0.5}, "--session is 0.5"),
-        ({"session": float("nan")}, "--session is nan"),
-        ({"zipf": -0.1}, "--zipf is -0.1"),
-        ({"sticky": 1.5}, "--sticky is 1.5"),
-        ({"tokens": (5, 4)}, "--chunk-tokens is 5-4"),
-        ({"bytes_per_token": 0}, "--bytes-per-token is 0"),
-        ({"seed": -1}, "--seed is -1"),
-    ],
-)
-def test_bad_streams_name_the_option(fields, option):
-    with pytest.raises(ConfigError, match=option):
-        Workload(**fields)
 
 
 def test_a_sketch_of_the_simulator_has_room_for_every_block():

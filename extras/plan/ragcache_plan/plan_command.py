@@ -1,0 +1,172 @@
+"""`ragcache plan`: bytes, time and money that a corpus's KV takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from ragcache.cli.flags import Json, option
+from ragcache.cli.terminal import bytes_text, command, print_json, print_table, say, seconds_text
+from ragcache.errors import ConfigError
+from ragcache_plan.rate_options import RateOptions
+
+if TYPE_CHECKING:
+    from ragcache_plan.plan import Corpus, Demand, Plan, Prices
+    from ragcache_plan.shape import KVShape
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Model whose KV it is."""
+
+    model: Annotated[
+        str | None, option("--model", "Bundled name, directory with a config.json or hub id; no weights are read.")
+    ] = None
+    layers: Annotated[int | None, option("--layers", "In place of --model: layers of the model.")] = None
+    kv_heads: Annotated[int | None, option("--kv-heads", "In place of --model: KV heads.")] = None
+    head_dim: Annotated[int | None, option("--head-dim", "In place of --model: width of a head.")] = None
+    dtype: Annotated[str, option("--dtype", "Of the KV: float32, bfloat16, float16; auto: as config.json says.")] = (
+        "auto"
+    )
+
+    def shape(self) -> KVShape:
+        """Raises ConfigError naming the option, ModelNotFoundError, UnsupportedModelError."""
+        from ragcache_plan.shape import KVShape
+        from ragcache_plan.stated import shape_of
+
+        stated = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-dim": self.head_dim}
+        given = [name for name, value in stated.items() if value is not None]
+        if self.model is not None:
+            if given:
+                raise ConfigError(f"{given[0]} and --model both say what the model is; give one of them")
+            return shape_of(self.model, self.dtype)
+        if self.layers is None or self.kv_heads is None or self.head_dim is None:
+            missing = next(name for name in stated if name not in given)
+            raise ConfigError(f"{missing} is missing: give --model, or --layers, --kv-heads and --head-dim")
+        return KVShape(
+            self.layers, self.kv_heads, self.head_dim, "bfloat16" if self.dtype == "auto" else self.dtype
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """The corpus, and the requests over it."""
+
+    documents: Annotated[int, option("--documents", "Documents of the corpus.")]
+    tokens: Annotated[int, option("--tokens", "Tokens of a document.")]
+    chunk_tokens: Annotated[int, option("--chunk-tokens", "Tokens of a passage.")] = 256
+    kept: Annotated[float, option("--kv-kept", "Share of each passage's KV that is stored; see `ragcache ingest`.")] = 1
+    requests: Annotated[int, option("--requests", "Requests a month.")] = 100_000
+    request_tokens: Annotated[int, option("--request-tokens", "Tokens of a whole prompt, passages and question.")] = (
+        1310
+    )
+    question_tokens: Annotated[int, option("--question-tokens", "Of them, those that are always run.")] = 30
+    zipf: Annotated[float, option("--zipf", "Exponent of the passages' popularity; 0: all are read alike.")] = 0.8
+    tier: Annotated[
+        Literal["memory", "disk", "remote"], option("--tier", "Where a request's KV comes from, for the estimate.")
+    ] = "disk"
+    replicas: Annotated[
+        int, option("--replicas", "Machines that answer, each with a memory and a disk; a remote store is shared.")
+    ] = 1
+    network_rate: Annotated[
+        float, option("--network-rate", "Bytes of KV a second from a remote store; never measured.")
+    ] = 1.25e9
+    fused_s: Annotated[
+        float | None, option("--fused-s", "Seconds to the first token with stored KV, in place of the estimate.")
+    ] = None
+
+    def corpus(self) -> Corpus:
+        from ragcache_plan.plan import Corpus
+
+        return Corpus(self.documents, self.tokens, self.chunk_tokens, self.kept)
+
+    def demand(self) -> Demand:
+        from ragcache_plan.plan import Demand
+
+        return Demand(
+            self.requests, self.request_tokens, self.question_tokens, self.fused_s, self.zipf, self.tier, self.replicas
+        )
+
+
+@dataclass(frozen=True)
+class PriceOptions:
+    """Prices, in any one currency."""
+
+    gpu_hour: Annotated[float, option("--gpu-hour", "Price of a GPU hour.")] = 1.79
+    gb_month: Annotated[float, option("--gb-month", "Price of 10^9 bytes for a month.")] = 0.023
+    gb_transfer: Annotated[float, option("--gb-transfer", "Price of reading 10^9 bytes from a remote store.")] = 0.0
+    months: Annotated[float, option("--months", "Months for which precomputed KV is kept.")] = 12.0
+
+    def prices(self) -> Prices:
+        from ragcache_plan.plan import Prices
+
+        return Prices(self.gpu_hour, self.gb_month, self.months, self.gb_transfer)
+
+
+@command
+def plan(
+    model: ShapeOptions,
+    corpus: CorpusOptions,
+    rates: RateOptions,
+    prices: PriceOptions,
+    as_json: Json = False,
+) -> None:
+    """Say what a corpus takes: bytes by codec, precomputation, money, where stored KV breaks even, what to choose.
+
+    Rates and prices that are not given are those of KVLink's authors: Llama-3.1-8B on an A100, 1.79 USD an hour,
+    0.023 USD for a GB a month.
+    """
+    from ragcache_plan.plan import make_plan
+
+    shape, wanted, asked, paid = model.shape(), corpus.corpus(), corpus.demand(), prices.prices()
+    speed = replace(rates.rates(model.model), network_bytes_s=corpus.network_rate)
+    found = make_plan(shape, wanted, asked, speed, paid)
+    if as_json:
+        print_json(found.to_json())
+        return
+    _print_plan(found, asked)
+    for reason in found.reasons:
+        say(f"- {reason}")
+
+
+def _print_plan(found: Plan, asked: Demand) -> None:
+    shape = found.shape
+    rows = [
+        ("model", str(shape)),
+        ("raw KV", f"{shape.bytes_per_token:,} bytes a token, {shape.bytes_per_token / 1000:,.1f} MB for 1,000 tokens"),
+        ("corpus", f"{found.corpus_tokens:,} tokens in {found.chunks:,} passages"),
+        ("precomputation", f"{_duration(found.precompute_s)}, {found.precompute_cost:,.2f} once"),
+        (
+            "full prefill",
+            f"{seconds_text(found.full_s)} to the first token; {asked.requests:,} requests a month take "
+            f"{found.full_gpu_hours:,.1f} GPU hours, {found.full_cost:,.2f}",
+        ),
+    ]
+    for name, value in rows:
+        say(f"{name:<16}{value}")
+    say()
+    columns = ["codec", ">bytes/token", ">disk or memory", ">first token", ">GPU hours", ">GPU", ">storage",
+               ">transfer", ">precomputed", ">total", ">pays from", ">hot", ">of hot only"]  # fmt: skip
+    print_table(columns, [
+        (
+            one.codec,
+            f"{one.bytes_per_token:,.0f}",
+            bytes_text(int(one.corpus_bytes)),
+            f"{seconds_text(one.fused_s)} ({one.fused_share:.3f} x)",
+            f"{one.gpu_hours:,.1f}",
+            f"{one.gpu_cost:,.2f}",
+            f"{one.storage_cost:,.2f}",
+            f"{one.transfer_cost:,.2f}",
+            f"{one.precompute_cost:,.2f}",
+            f"{one.total_cost:,.2f}",
+            "never" if one.reuses_month is None else f"{one.reuses_month:,.1f} uses/month",
+            f"{one.hot_chunks / found.chunks:.1%}",
+            f"{one.hot_cost:,.2f}",
+        )
+        for one in found.codecs
+    ])  # fmt: skip
+    say()
+
+
+def _duration(seconds: float) -> str:
+    return seconds_text(seconds) if seconds < 3600 else f"{seconds / 3600:,.1f} hours"

@@ -1,0 +1,89 @@
+"""`ragcache simulate`: budgets and eviction policies compared over a store's own trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ragcache.cli.flags import Json, option, size_option
+from ragcache.cli.terminal import bytes_text, command, print_json, print_table, say, seconds_text
+from ragcache.errors import check_least
+from ragcache_plan.rate_options import RateOptions
+
+if TYPE_CHECKING:
+    from ragcache_plan.accesses import Accesses
+    from ragcache_plan.simulation import Outcome
+
+
+@command
+def simulate(
+    rates: RateOptions,
+    trace: Annotated[Path, typer.Argument(help="What a store recorded with --trace.")],
+    memory: Annotated[
+        list[int] | None, size_option("--memory", "Budget of the memory tier; may be repeated.", "2GiB")
+    ] = None,
+    disk: Annotated[int | None, size_option("--disk", "Budget of the disk tier.", "keeps all")] = None,
+    eviction: Annotated[
+        list[str] | None, option("--eviction", "Policy; may be repeated.", show_default="all of them")
+    ] = None,
+    admission: Annotated[
+        list[str] | None, option("--admission", "Admission filter; may be repeated.", show_default="all of them")
+    ] = None,
+    kv: Annotated[
+        Literal["eager", "lazy"], option("--kv", "Blocks are on disk at the start, or made on first use.")
+    ] = "eager",
+    question_tokens: Annotated[int, option("--question-tokens", "Tokens that are run for every request.")] = 30,
+    model: Annotated[str | None, option("--model", "Model that --measure runs.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a recorded trace against budgets and policies, without a model.
+
+    Beside each stands Belady's optimum, which knows the future, and the time to the first token that the rates give.
+    """
+    from ragcache.store.eviction import ADMISSIONS, POLICIES
+    from ragcache_plan.accesses import recorded
+    from ragcache_plan.replay import Budgets
+    from ragcache_plan.simulation import simulate as run
+
+    check_least("--question-tokens", question_tokens, 0)
+    speed = rates.rates(model)
+    requests = recorded(trace)
+    budgets = [Budgets(memory_bytes, disk, kv == "eager") for memory_bytes in memory or [2 * 2**30]]
+    outcomes = list(
+        run(requests, budgets, eviction or list(POLICIES), admission or list(ADMISSIONS), speed, question_tokens)
+    )
+    if as_json:
+        print_json({"outcomes": [outcome.to_json() for outcome in outcomes]})
+    else:
+        _print_outcomes(requests, outcomes)
+
+
+def _print_outcomes(trace: Accesses, outcomes: list[Outcome]) -> None:
+    total = int(trace.num_bytes.sum())
+    say(
+        f"{trace.requests:,} requests, {len(trace):,} reads of {len(trace.num_bytes):,} blocks, "
+        f"{bytes_text(total)} in all"
+    )
+    columns = ["memory", "eviction", "admission", ">from memory", ">from disk", ">computed", ">optimum", ">disk read",
+               ">p50", ">p95", ">p99"]  # fmt: skip
+    print_table(columns, [
+        (
+            bytes_text(one.memory_bytes),
+            one.policy,
+            one.admission,
+            f"{one.hit_rate['memory']:.2%}",
+            f"{one.hit_rate['disk']:.2%}",
+            f"{one.computed_rate:.2%}",
+            f"{one.optimum_rate:.2%}" if one.optimum_exact else f"{one.optimum_rate:.2%}-{one.bound_rate:.2%}",
+            bytes_text(one.read_bytes["disk"]),
+            *(seconds_text(seconds) for seconds in one.ttft_s.values()),
+        )
+        for one in outcomes
+    ])  # fmt: skip
+    say(
+        "optimum: hits in memory of a policy that knows the future (Belady)"
+        if trace.equal_sizes
+        else "optimum, for blocks of unequal size: what Belady's rule reaches, and what no policy exceeds"
+    )

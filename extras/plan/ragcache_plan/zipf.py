@@ -1,0 +1,36 @@
+"""Zipf's law: the chunk of rank r is asked for in proportion to r ** -exponent."""
+
+from __future__ import annotations
+
+import numpy as np
+
+EXACT = 1 << 20
+
+
+def zipf_mass(exponent: float, ranks: float) -> float:
+    """Sum of r ** -exponent for r = 1 ... ranks; beyond a million by its integral, with the trapezium's correction."""
+    whole = int(ranks)
+    head = min(whole, EXACT)
+    total = float(np.sum(np.arange(1, head + 1, dtype=np.float64) ** -exponent))
+    if whole <= EXACT:
+        return total
+    low, high = float(EXACT), float(whole)
+    if exponent == 1:
+        tail = float(np.log(high / low))
+    else:
+        tail = (high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent)
+    return total + tail + float(high**-exponent - low**-exponent) / 2
+
+
+def ranks_above(exponent: float, ranks: int, least: float, uses: float) -> int:
+    """How many of the chunks are asked for at least `least` times, when all together are `uses` times."""
+    if least <= 0:
+        return ranks
+    first = uses / zipf_mass(exponent, ranks)  # uses of the chunk of rank 1
+    if first < least:
+        return 0
+    if exponent == 0:
+        return ranks
+    # The floor of a number that is whole but for rounding must not lose a rank.
+    reached = np.exp(min(np.log(first / least) / exponent, np.log(ranks) + 1))
+    return min(ranks, int(reached * (1 + 1e-12)))
