@@ -9,8 +9,6 @@ from blocks import DTYPES
 from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mikv import groups, important_by_hand
-from test_qaq import clamped_by_hand, outliers_by_hand
 
 from ragcache.codecs import CODECS, get_codec
 from ragcache.kv.block import KVBlock
@@ -18,6 +16,13 @@ from ragcache.kv.block import KVBlock
 Array = np.ndarray[Any, np.dtype[Any]]
 # Steps and offsets are stored in float16: rounded up by one part in 1,024 at most, or by its smallest step.
 HALF, LEAST = 1 + 2.0**-10, 2.0**-24
+
+
+def groups(length: int, largest: int) -> list[int]:
+    """The group of each of `length` neighbours: as few groups as there can be, of like size."""
+    count = -(-length // largest)
+    size = -(-length // count)
+    return [place // size for place in range(length)]
 
 
 def kivi(numbers: Array, axis: int, largest: int, bits: int) -> Array:
@@ -70,36 +75,9 @@ def bounds(name: str, part: str, block: KVBlock) -> Array:
     """By number, before the result is rounded to the block's dtype."""
     tensors = {one: getattr(block, one).double().numpy() for one in ("keys", "values")}
     numbers, found = tensors[part], np.empty(tensors[part].shape)
-    if name in GRADES:
-        return graded(name, part, tensors)
     for layer, head in np.ndindex(*numbers.shape[:2]):
         own = numbers[layer, head]
         found[layer, head] = FORMULAS[name](part, own, layer / len(numbers))
-    return found
-
-
-# By part: one token in so many is important; bits and largest group of important tokens and of others.
-GRADES = {
-    "mikv": {"keys": (5, (8, 512), (2, 32)), "values": (5, (8, 128), (2, 32))},
-    "qaq": {"keys": (2, (4, 128), (2, 128)), "values": (5, (4, 128), (2, 128))},
-}
-
-
-def graded(name: str, part: str, tensors: dict[str, Array]) -> Array:
-    axis = 0 if part == "keys" else 1
-    one_in, high, low = GRADES[name][part]
-    mask = important_by_hand(tensors["keys"], one_in)
-    found = np.empty(tensors[part].shape)
-    for layer, head in np.ndindex(*found.shape[:2]):
-        own, taken = tensors[part][layer, head].copy(), []
-        if name == "qaq":
-            taken = outliers_by_hand(own, axis)
-            own = clamped_by_hand(own, taken, axis)
-        for (bits, largest), chosen in ((high, mask[layer, head]), (low, ~mask[layer, head])):
-            if chosen.any():
-                found[layer, head, chosen] = kivi(own[chosen], axis, largest, bits)
-        for token, channel in taken:
-            found[layer, head, token, channel] = 0.0
     return found
 
 
@@ -139,14 +117,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape"), covering([*FORMULAS, *GRADES], DTYPES, SHAPES, together=[(0, 1), (0, 2)]), ids=str
+    ("name", "dtype", "shape"), covering(FORMULAS, DTYPES, SHAPES, together=[(0, 1), (0, 2)]), ids=str
 )
 def test_every_number_is_within_its_own_groups_bound(name: str, dtype: torch.dtype, shape: str) -> None:
     for num_tokens, widths in ((1, (3, 5)), (70, (24, 130)), (130, (5, 70))):
         check(name, block_of(num_tokens, widths, dtype, num_tokens, SHAPES[shape]))
 
 
-@pytest.mark.parametrize("name", [*FORMULAS, *GRADES])
+@pytest.mark.parametrize("name", FORMULAS)
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -172,4 +150,4 @@ def test_the_smallest_steps_of_float16_are_in_the_stated_bound() -> None:
 
 def test_every_lossy_codec_has_a_formula() -> None:
     exact = {"raw", "samkv"}
-    assert {*FORMULAS, *GRADES, *exact, "kvtc"} == set(CODECS), "kvtc has its own in test_kvtc.py"
+    assert {*FORMULAS, *exact, "kvtc"} == set(CODECS), "kvtc has its own in test_kvtc.py"
