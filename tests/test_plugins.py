@@ -15,7 +15,6 @@ from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.engine.attach import ADAPTERS
 from ragcache.errors import ConfigError, PluginError, SchemaVersionError
-from ragcache.ingest.chunker import COMPRESSORS
 from ragcache.ingest.worker import WORKERS
 from ragcache.plugins import Registry, load
 from ragcache.retrieval.open_index import INDEXES
@@ -145,7 +144,7 @@ def test_load_refuses_an_object_that_cannot_be_imported(distribution):
         load("thing", "bad", {"bad": "plug_bad:X"})
 
 
-TABLES = [ADAPTERS, ADMISSIONS, COMPRESSORS, INDEXES, KINDS, POLICIES, SCHEMES, WORKERS]
+TABLES = [ADAPTERS, ADMISSIONS, INDEXES, KINDS, POLICIES, SCHEMES, WORKERS]
 
 
 def test_every_object_of_an_annex_is_where_its_table_says():

@@ -164,18 +164,13 @@ class ChunkOptions:
 
     chunk_max_tokens: Annotated[int, option("--chunk-max-tokens", "Longest passage, in the model's tokens.")] = 256
     chunk_overlap: Annotated[int, option("--chunk-overlap", "Tokens that neighbouring passages share at most.")] = 0
-    compress: Annotated[
-        str | None,
-        option("--compress", "Directory or hub id of a token classifier that leaves out words (LLMLingua-2)."),
-    ] = None
-    compress_keep: Annotated[float, option("--compress-keep", "Share of tokens that --compress keeps.")] = 0.5
 
     def config(self) -> ChunkerConfig:
         from ragcache import ChunkerConfig
 
         # Short passages need a smaller least size than the default one.
         least = min(32, max(0, self.chunk_max_tokens) // 4)
-        return ChunkerConfig(self.chunk_max_tokens, least, self.chunk_overlap, self.compress, self.compress_keep)
+        return ChunkerConfig(self.chunk_max_tokens, least, self.chunk_overlap)
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ragcache.errors import Config, ConfigError, check_least
 from ragcache.ingest.chunk_tokenizer import ChunkTokenizer
 from ragcache.ingest.sentences import split_sentences
 from ragcache.ingest.text_blocks import MAX_TITLE, Block, split_blocks
 from ragcache.models.deadline import LIMIT
-from ragcache.plugins import load
 from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
@@ -41,32 +40,14 @@ MAX_BODY = 1 << 21
 MAX_UNITS = 200_000
 
 
-class Compressor(Protocol):
-    """Leaves words out of what the model reads of a chunk. identity: what its choice depends on."""
-
-    @property
-    def identity(self) -> str: ...
-    def compress(self, text: str) -> str: ...
-
-
-COMPRESSORS: dict[str, Callable[[str, float], Compressor] | str] = {
-    "llmlingua2": "ragcache_papers.llmlingua2:Compressor"
-}
-"""Called with the name of a model and the share of tokens that stay."""
-
-
 @dataclass(frozen=True)
 class ChunkerConfig(Config, max_tokens="chunk_size", overlap="chunk_overlap"):
     """max_tokens: of a chunk, its final newline included. min_tokens: a section with fewer is joined to the next one.
-    overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section.
-    compressor: directory or hub id of a token classifier that leaves words out of what the model reads of a chunk; None
-    leaves none out. keep: share of a chunk's tokens that stay then."""
+    overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section."""
 
     max_tokens: int = 256
     min_tokens: int = 32
     overlap: int = 0
-    compressor: str | None = None
-    keep: float = 0.5
 
     def __post_init__(self) -> None:
         check_least("max_tokens", self.max_tokens, SMALLEST_MAX_TOKENS)
@@ -77,7 +58,7 @@ class ChunkerConfig(Config, max_tokens="chunk_size", overlap="chunk_overlap"):
 
 
 class TextChunk(NamedTuple):
-    """text: ends with one newline. token_ids: of the text, alone, or of what a compressor leaves of it. headings: those
+    """text: ends with one newline. token_ids: of the text, alone. headings: those
     above it that it does not contain. metadata: of the chunk itself: the headings of the section that it begins in, its
     own among them, and its place in the file."""
 
@@ -128,16 +109,12 @@ class Chunker:
     def __init__(self, tokenizer: Any, config: ChunkerConfig | None = None) -> None:
         """tokenizer: a transformers tokenizer. Raises ConfigError."""
         self.config = config or ChunkerConfig()
-        model, keep = self.config.compressor, self.config.keep
-        self._compressor = None if model is None else load("compressor", "llmlingua2", COMPRESSORS)(model, keep)
         self._tokens = ChunkTokenizer(tokenizer)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that chunks depend on besides text and tokenizer; part of a document's content hash."""
-        cutting = {name: value for name, value in asdict(self.config).items() if name not in ("compressor", "keep")}
-        compressed = {} if self._compressor is None else {"compressor": self._compressor.identity}
-        return {"chunker": 1, **cutting, **compressed}
+        return {"chunker": 1, **asdict(self.config)}
 
     def chunk_id(self, document_id: str, ordinal: int) -> str:
         return f"{document_id}#{ordinal}"
@@ -154,20 +131,14 @@ class Chunker:
         spans = (_Span(group[0].start, group[-1].end, group[0].header) for group in groups if group)
         return [
             TextChunk(
-                whole := span.text(text),
-                self._read(whole, ids),
+                span.text(text),
+                ids,
                 outline.above(span.start),
                 _with_headings(outline.path(span.start), placed.between(span.start, span.end)),
             )
             for some in _batched(spans, lambda span: span.end - span.start)
             for span, ids in self._fitting(text, some)
         ]
-
-    def _read(self, text: str, ids: list[int]) -> list[int]:
-        """Ids of what the model reads of a chunk. ids: of all of it"""
-        if self._compressor is None:
-            return ids
-        return self._tokens.encode([f"{self._compressor.compress(text)}\n"])[0]
 
     def _units(self, text: str, blocks: Iterable[Block]) -> Iterator[_Unit]:
         """Blocks, those that are too long divided. A block below headings, or a table's header, leaves them room: they

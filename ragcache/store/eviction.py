@@ -116,7 +116,6 @@ class PrefillRate:
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
     "lru": LRU,
     "gdsf": "ragcache_papers.policies:GDSF",
-    "lfu": "ragcache_papers.policies:LFU",
     "pgdsf": "ragcache_papers.policies:PGDSF",
 }
 ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | None] = {

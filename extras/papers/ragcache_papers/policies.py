@@ -202,22 +202,6 @@ class GDSF(EvictionPolicy):
         return self._clock + self._uses[key] * self._worth[key]
 
 
-class LFU(GDSF):
-    """The entry with the fewest uses since it came in goes first; of equals, the one not used for the longest time.
-
-    Without ageing: what was hot once stays. `gdsf` and `pgdsf` age.
-    """
-
-    name: ClassVar[str] = "lfu"
-
-    def cost(self, entry: Entry) -> float:
-        """The entry's size, so that a priority counts uses alone."""
-        return max(1, entry.num_bytes)
-
-    def evict(self, key: str) -> None:
-        self.remove(key)
-
-
 # An 8B model by operations; only the ratio matters to a policy. A token takes 2 * parameters in the products and
 # 2 * num_layers * hidden_size for each token that it attends to, half of them on average: 32 * 4096 / 8.0e9.
 PREFILL_8B = PrefillRate(1.0, 1.6e-5)

@@ -1,4 +1,4 @@
-"""LRU, LFU, GDSF, PGDSF and the admission filter against their formulas, evaluated anew for every entry each time."""
+"""LRU, GDSF, PGDSF and the admission filter against their formulas, evaluated anew for every entry each time."""
 
 import math
 from collections import Counter
@@ -13,17 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import ADMISSIONS, LRU, POLICIES, Entry, EvictionPolicy, PrefillRate, get_policy
 from ragcache.store.tiers import MemoryTier
-from ragcache_papers.policies import GDSF, LFU, PGDSF, CountMinSketch, PriorityOrder, TinyLFU
+from ragcache_papers.policies import GDSF, PGDSF, CountMinSketch, PriorityOrder, TinyLFU
 
 KEYS = st.sampled_from([f"key{number}" for number in range(12)])
 # Powers of two, so that formulas give the same floats in whatever order they are evaluated.
 BYTES = st.sampled_from([1, 2, 4, 8, 16])
 TOKENS = st.sampled_from([1, 2, 4, 8])
 QUADRATIC = 0.25
-
-
-def lfu_priority(clock: float, uses: int, num_bytes: int, num_tokens: int) -> float:
-    return uses
 
 
 def lru_priority(clock: float, uses: int, num_bytes: int, num_tokens: int) -> float:
@@ -106,7 +102,6 @@ def machine(name: str, policy, priority) -> type:
 
 
 TestLRU = machine("LRUMachine", LRU, lru_priority)
-TestLFU = machine("LFUMachine", LFU, lfu_priority)
 TestGDSF = machine("GDSFMachine", GDSF, gdsf_priority)
 TestPGDSF = machine("PGDSFMachine", lambda: PGDSF(PrefillRate(1.0, QUADRATIC)), pgdsf_priority)
 TestFiltered = machine("FilteredMachine", lambda: TinyLFU(GDSF()), gdsf_priority)  # a filter changes no order

@@ -47,7 +47,7 @@ class Model:
         uses, last, clock = self.held[block]
         size = self.sizes[block]
         cost = size * 0.8 / 1000 + size**2 * 0.2 / 1000 / 1000
-        worth = {"lru": 0, "lfu": uses, "gdsf": clock + uses / size, "pgdsf": clock + uses * cost / size}[self.policy]
+        worth = {"lru": 0, "gdsf": clock + uses / size, "pgdsf": clock + uses * cost / size}[self.policy]
         return worth, last
 
     def get(self, block: int) -> bool:
