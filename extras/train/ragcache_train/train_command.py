@@ -133,11 +133,7 @@ class ScheduleOptions:
     learning_rate: Annotated[
         float | None, option("--learning-rate", "1e-5 if not given, 2e-4 with LoRA, 2e-2 if frozen.")
     ] = None
-    weight_decay: Annotated[float, option("--weight-decay", "Of AdamW.")] = 0.0
     warmup: Annotated[float, option("--warmup", "Share of the steps over which the learning rate rises.")] = 0.03
-    schedule: Annotated[
-        Literal["linear", "cosine", "constant"], option("--schedule", "How the learning rate falls.")
-    ] = "linear"
     lora_rank: Annotated[int, option("--lora-rank", "Rank of LoRA's matrices; 0 trains all weights.")] = 0
     lora_alpha: Annotated[float | None, option("--lora-alpha", "Scale of LoRA; twice the rank if not given.")] = None
     merge: Annotated[bool, option("--merge", "With LoRA: write the whole model, in place of an adapter.")] = False

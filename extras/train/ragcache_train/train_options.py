@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from ragcache_train.row_encoder import EncodingOptions
 from ragcache_train.train_batches import BatchOptions
 
 PRECISIONS = ("float32", "bfloat16")
-SCHEDULES = ("linear", "cosine", "constant")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
 OBJECTIVES = ("labels", "distill")
 DISTILL_RATE = 1e-4  # all weights; the teacher's distribution says more of a token than its label does
@@ -70,7 +68,7 @@ class TrainOptions:
                      then. Those before a run was resumed count
     batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches of one step
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
-    warmup:          share of the steps over which the learning rate rises; schedule: how it falls after that
+    warmup:          share of the steps over which the learning rate rises; it falls to 0 linearly after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
     merge:           with LoRA: the result is the whole model with the matrices in its weights
     resume:          go on from the last checkpoint in `out`
@@ -121,10 +119,7 @@ class TrainOptions:
     batch_size: int | None = None
     accumulate: int = 1
     learning_rate: float | None = None
-    weight_decay: float = 0.0
     warmup: float = 0.03
-    schedule: str = "linear"
-    max_grad_norm: float = 1.0
     lora_rank: int = 0
     lora_alpha: int | None = None
     merge: bool = False
@@ -156,8 +151,6 @@ class TrainOptions:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
         if self.merge and not self.lora_rank:
             raise ConfigError("merge goes with lora_rank: all weights are written whole anyway")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
         if self.precision not in (None, *PRECISIONS):
             raise ConfigError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
         for name in ("dtype", "save_dtype"):
@@ -302,12 +295,10 @@ class TrainOptions:
         return 10 * self.rate if self.link_rate is None else self.link_rate
 
     def rate_share(self, done: float) -> float:
-        """The learning rate as a share of its peak, when that share of the run is done: as transformers' schedules."""
+        """Return the learning rate as a share of its peak after this share of the run, as the Trainer has it."""
         if done < self.warmup:
             return done / self.warmup
-        left = (1 - done) / (1 - self.warmup) if self.warmup < 1 else 0.0
-        falling = {"linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2, "constant": 1.0}
-        return max(0.0, falling[self.schedule])
+        return max(0.0, (1 - done) / (1 - self.warmup)) if self.warmup < 1 else 0.0
 
     @property
     def beta2(self) -> float:

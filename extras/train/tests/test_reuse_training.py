@@ -254,7 +254,6 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
         {"steps": 0},
         {"epochs": 0.0},
         {"lora_rank": -1},
-        {"schedule": "steep"},
         {"warmup": 2.0},
         {"learning_rate": 0.0},
         {"accumulate": 0},
