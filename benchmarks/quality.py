@@ -23,8 +23,8 @@ from benchmarks.runner import Run
 from ragcache.prompt import prompt_format
 from ragcache_eval.journal import Journal, Score
 from ragcache_eval.methods import parse_methods, usable_methods
-from ragcache_eval.registry.documents import MAX_ANSWER_TOKENS
 from ragcache_eval.registry.pages import PAGE_KINDS
+from ragcache_eval.registry.questions import MAX_ANSWER_TOKENS
 from ragcache_eval.runner import Runner, RunSettings
 
 

@@ -26,7 +26,7 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.prompt import Prompt
 from ragcache.store.counters import Loaded
-from ragcache_papers.kvtc_basis import stand_in
+from ragcache_papers.kvtc_fit import stand_in
 
 
 def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed: int) -> Prompt:

@@ -7,7 +7,8 @@ from typing import Any
 from ragcache.codecs import Bases, Codec
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
-from ragcache_papers.kvtc_basis import RECENT_BYTES, Basis, Recent, stand_in
+from ragcache_papers.kvtc_basis import RECENT_BYTES, Basis, Recent
+from ragcache_papers.kvtc_fit import stand_in
 from ragcache_papers.kvtc_transform import Group
 
 

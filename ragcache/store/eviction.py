@@ -115,12 +115,12 @@ class PrefillRate:
 # An admission filter makes of a policy one that refuses newcomers, for about so many entries; None: all come in.
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
     "lru": LRU,
-    "gdsf": "ragcache_papers.policies:GDSF",
-    "pgdsf": "ragcache_papers.policies:PGDSF",
+    "gdsf": "ragcache_papers.gdsf:GDSF",
+    "pgdsf": "ragcache_papers.gdsf:PGDSF",
 }
 ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | None] = {
     "all": None,
-    "tinylfu": "ragcache_papers.policies:TinyLFU",
+    "tinylfu": "ragcache_papers.tinylfu:TinyLFU",
 }
 
 

@@ -21,7 +21,7 @@ from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.kv.block import KVBlock
 from ragcache_papers.kvtc import KvtcCodec
-from ragcache_papers.kvtc_basis import stand_in
+from ragcache_papers.kvtc_fit import stand_in
 
 FROZEN = Path(__file__).parent / "frozen"
 BASIS = FROZEN / "basis-v1.safetensors"

@@ -14,7 +14,7 @@ from ragcache.errors import UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.block import KVBlock
 from ragcache.store.kv_store import KVStore
-from ragcache_papers.kvtc_basis import stand_in
+from ragcache_papers.kvtc_fit import stand_in
 
 KEY = make_key(1)
 LOSSY = sorted(name for name, codec in CODECS.items() if not codec.lossless)

@@ -15,7 +15,8 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.cache_shape import LayerShape
 from ragcache.lazy_torch import torch
 from ragcache_papers.frames import check_frames, pack_frames
-from ragcache_papers.kvtc_basis import FEATURES, Basis, fit_basis, layer_groups, stand_in, usual_ratio
+from ragcache_papers.kvtc_basis import Basis
+from ragcache_papers.kvtc_fit import FEATURES, fit_basis, layer_groups, stand_in, usual_ratio
 from ragcache_papers.kvtc_transform import FIRST_TOKENS, WIDTHS, Group
 
 if TYPE_CHECKING:

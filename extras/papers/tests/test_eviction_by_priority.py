@@ -1,5 +1,6 @@
 """LRU, GDSF, PGDSF and the admission filter against their formulas, evaluated anew for every entry each time."""
 
+import heapq
 import math
 from collections import Counter
 from itertools import islice
@@ -13,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ragcache.errors import ConfigError
 from ragcache.store.eviction import ADMISSIONS, LRU, POLICIES, Entry, EvictionPolicy, PrefillRate, get_policy
 from ragcache.store.tiers import MemoryTier
-from ragcache_papers.policies import GDSF, PGDSF, CountMinSketch, PriorityOrder, TinyLFU
+from ragcache_papers.gdsf import GDSF, PGDSF, PriorityOrder
+from ragcache_papers.tinylfu import CountMinSketch, TinyLFU
 
 KEYS = st.sampled_from([f"key{number}" for number in range(12)])
 # Powers of two, so that formulas give the same floats in whatever order they are evaluated.
@@ -120,8 +122,6 @@ def test_the_heap_stays_as_small_as_what_is_held() -> None:
 
 def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in heap operations, not in seconds: n uses and n evictions among n entries."""
-    from ragcache_papers import policies as priority
-
     count = 0
 
     def counted(function):
@@ -133,7 +133,7 @@ def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) 
         return call
 
     for name in ("heappush", "heappop", "heapreplace"):
-        monkeypatch.setattr(priority.heapq, name, counted(getattr(priority.heapq, name)))
+        monkeypatch.setattr(heapq, name, counted(getattr(heapq, name)))
     policy, n = GDSF(), 2000
     for number in range(n):
         policy.insert(Entry(str(number), 1 + number % 7, 1))

@@ -20,7 +20,8 @@ from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import keep
 from ragcache.store.kv_store import KVStore
 from ragcache_papers.kvtc import KvtcCodec
-from ragcache_papers.kvtc_basis import STATES, Basis, Recent, allot, fit_basis
+from ragcache_papers.kvtc_basis import Basis, Recent
+from ragcache_papers.kvtc_fit import STATES, allot, fit_basis
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LAYERS, HEADS, WIDTH = 3, 2, 8

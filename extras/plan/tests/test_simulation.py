@@ -15,7 +15,7 @@ from ragcache.errors import ConfigError, TraceError
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.kv_store import KVStore
 from ragcache.store.trace import Access
-from ragcache_papers.policies import CountMinSketch
+from ragcache_papers.tinylfu import CountMinSketch
 from ragcache_plan.accesses import Accesses, from_accesses, read_trace, recorded
 from ragcache_plan.optimum import next_uses, optimum
 from ragcache_plan.rates import MachineRates

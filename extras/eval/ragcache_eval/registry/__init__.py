@@ -14,11 +14,7 @@ from ragcache_eval.registry.contexts import TextCase as TextCase
 from ragcache_eval.registry.contexts import draw_leaning as draw_leaning
 from ragcache_eval.registry.contexts import draw_texts as draw_texts
 from ragcache_eval.registry.contexts import passage_text as passage_text
-from ragcache_eval.registry.documents import MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS
 from ragcache_eval.registry.documents import Article as Article
-from ragcache_eval.registry.documents import Question as Question
-from ragcache_eval.registry.documents import answerable_questions as answerable_questions
-from ragcache_eval.registry.documents import leaning_questions as leaning_questions
 from ragcache_eval.registry.documents import write_document as write_document
 from ragcache_eval.registry.documents import write_in_two as write_in_two
 from ragcache_eval.registry.names import DataSplit as DataSplit
@@ -28,6 +24,10 @@ from ragcache_eval.registry.pages import PAGE_KINDS as PAGE_KINDS
 from ragcache_eval.registry.pages import PageQuestion as PageQuestion
 from ragcache_eval.registry.pages import Pages as Pages
 from ragcache_eval.registry.pages import draw_pages as draw_pages
+from ragcache_eval.registry.questions import MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS
+from ragcache_eval.registry.questions import Question as Question
+from ragcache_eval.registry.questions import answerable_questions as answerable_questions
+from ragcache_eval.registry.questions import leaning_questions as leaning_questions
 from ragcache_eval.registry.world import Entity as Entity
 from ragcache_eval.registry.world import World as World
 from ragcache_eval.registry.world import draw_world as draw_world

@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ragcache.errors import check_choice
-from ragcache_eval.registry.documents import (
-    Article,
-    Question,
-    answerable_questions,
-    leaning_questions,
-    write_document,
-    write_in_two,
-)
+from ragcache_eval.registry.documents import Article, write_document, write_in_two
 from ragcache_eval.registry.names import DataSplit
+from ragcache_eval.registry.questions import Question, answerable_questions, leaning_questions
 from ragcache_eval.registry.world import RELATIONS, Entity, World, draw_world
 
 KINDS = ("plain", "leaning")

@@ -20,16 +20,9 @@ from typing import NamedTuple, TypeVar
 
 from ragcache_eval.registry import names, wording
 from ragcache_eval.registry.contexts import passage_text
-from ragcache_eval.registry.documents import (
-    Article,
-    Question,
-    answerable_questions,
-    predicate_of,
-    single_hop,
-    write_document,
-    write_in_two,
-)
+from ragcache_eval.registry.documents import Article, predicate_of, write_document, write_in_two
 from ragcache_eval.registry.names import DataSplit
+from ragcache_eval.registry.questions import Question, answerable_questions, single_hop
 from ragcache_eval.registry.world import RELATIONS, Entity, World, draw_world
 
 T = TypeVar("T")

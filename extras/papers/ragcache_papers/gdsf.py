@@ -1,15 +1,11 @@
-"""Eviction by frequency and cost, and admission by frequency: policies of papers for a store's tiers."""
+"""Eviction by frequency, size and cost: greedy-dual-size-frequency, and RAGCache's form of it."""
 
 from __future__ import annotations
 
 import heapq
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, Self
 
-import xxhash
-
-from ragcache.errors import ConfigError
 from ragcache.store.eviction import Entry, EvictionPolicy, PrefillRate
 
 
@@ -61,93 +57,6 @@ class PriorityOrder:
         if len(self._heap) > 2 * len(self._held) + 8:
             self._heap = list(self._held.values())
             heapq.heapify(self._heap)
-
-
-# Admission: whether a newcomer is worth what would have to go for it.
-
-
-HIGHEST = 15
-
-
-class CountMinSketch:
-    """How often keys were seen, never too low but for ageing (Cormode and Muthukrishnan 2005).
-
-    width:  counters in each of the four rows, rounded up to a power of two. A counter stops at 15, as in TinyLFU
-    sample: after so many keys all counters are halved, so that what was seen long ago counts less (TinyLFU, "reset")
-
-    Conservative: only the lowest of a key's counters grow.
-    """
-
-    def __init__(self, width: int = 1 << 16, sample: int | None = None) -> None:
-        if width < 1 or (sample is not None and sample < 1):
-            raise ConfigError(f"a sketch of width {width} with a sample of {sample}: both are 1 or more")
-        self._mask = (1 << (width - 1).bit_length()) - 1
-        self._rows = [array("B", bytes(self._mask + 1)) for _ in range(4)]
-        self._sample = sample or 10 * (self._mask + 1)
-        self._seen = 0
-
-    def add(self, key: str) -> None:
-        one, two, three, four = self._cells(key)
-        first, second, third, fourth = self._rows
-        lowest = min(first[one], second[two], third[three], fourth[four])
-        if lowest < HIGHEST:
-            for row, cell in ((first, one), (second, two), (third, three), (fourth, four)):
-                if row[cell] == lowest:
-                    row[cell] += 1
-        self._seen += 1
-        if self._seen >= self._sample:
-            self._rows = [array("B", (count >> 1 for count in row)) for row in self._rows]
-            self._seen //= 2
-
-    def estimate(self, key: str) -> int:
-        one, two, three, four = self._cells(key)
-        first, second, third, fourth = self._rows
-        return min(first[one], second[two], third[three], fourth[four])
-
-    def _cells(self, key: str) -> tuple[int, int, int, int]:
-        digest = xxhash.xxh3_128_intdigest(key.encode())
-        mask = self._mask
-        return digest & mask, (digest >> 32) & mask, (digest >> 64) & mask, (digest >> 96) & mask
-
-
-class TinyLFU(EvictionPolicy):
-    """An admission filter before another policy (Einziger, Friedman and Manes 2017).
-
-    Every request is counted in a sketch, also for keys that are not held. A newcomer takes the place of entries only
-    when it was asked for more often than they; where several would have to go, more often than all of them together,
-    as entries differ in size (Einziger et al. 2021, "aggregated victims"). While there is room, all come in.
-    """
-
-    name: ClassVar[str] = "tinylfu"
-
-    def __init__(self, policy: EvictionPolicy, entries: int = 0) -> None:
-        self.weighs_tokens = policy.weighs_tokens
-        self._policy = policy
-        self._sketch = CountMinSketch(max(1 << 16, entries))
-
-    def insert(self, entry: Entry) -> None:
-        self._policy.insert(entry)
-
-    def touch(self, key: str) -> None:
-        self._sketch.add(key)
-        self._policy.touch(key)
-
-    def remove(self, key: str) -> None:
-        self._policy.remove(key)
-
-    def evict(self, key: str) -> None:
-        self._policy.evict(key)
-
-    def victims(self) -> Iterator[str]:
-        return self._policy.victims()
-
-    def admits(self, key: str, victims: Sequence[str]) -> bool:
-        if not victims:
-            return True
-        return self._sketch.estimate(key) > sum(self._sketch.estimate(victim) for victim in victims)
-
-
-# Greedy-dual-size-frequency, and RAGCache's form of it.
 
 
 class GDSF(EvictionPolicy):
