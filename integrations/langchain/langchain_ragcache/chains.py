@@ -8,21 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel, BaseLanguageModel, LanguageModelLike
+from langchain_core.language_models import BaseChatModel, LanguageModelLike
 from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import (
-    Runnable,
-    RunnableBinding,
-    RunnableLambda,
-    RunnablePassthrough,
-    RunnableSequence,
-    RunnableWithFallbacks,
-)
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough, RunnableSequence
 
 from langchain_ragcache.chat_models import ChatRagCache
-from langchain_ragcache.messages import as_text
 from langchain_ragcache.prompts import Around, FusedPrompt
 from ragcache.errors import ConfigError, PromptError
 
@@ -40,25 +32,30 @@ def create_fused_documents_chain(
     document_separator: str = "\n\n",
     document_variable_name: str = DOCUMENTS_KEY,
 ) -> Runnable[dict[str, Any], Any]:
-    """A chain that answers from documents: create_stuff_documents_chain, with every document a passage of its own.
+    """Return a chain that answers from documents: create_stuff_documents_chain, with every document its own passage.
 
-    llm:    a `ChatRagCache`, also with arguments bound, with fallbacks (`with_fallbacks`), or with more behind it
-            (`model | parser`, `with_structured_output`). Any other chat model in there reads the same messages as text
+    llm:    a `ChatRagCache`, also with arguments bound, with fallbacks of its kind (`with_fallbacks`), or with more
+            steps (`model | parser`, `with_structured_output`)
     prompt: has `document_variable_name` once, as "{context}" in the text of one message: there the documents go
-    output_parser: if left out, StrOutputParser, or none where llm ends with one of its own
+    output_parser: if left out, StrOutputParser, or none for an llm with steps of its own
     document_prompt: has {page_content} once; what it writes around it is read between the passages, by a method that
             reads text there: reposition, link, full
     document_separator: stands between passages where it is more than white space; else they are divided by a line break
     document_variable_name: key of the documents in the chain's input
 
     Input: a dictionary with the documents and the prompt's other variables. Raises ConfigError (here) and PromptError
-    (when it runs) for a prompt that has no single place for the documents.
+    (when it runs) for a prompt that has no single place for the documents; ConfigError for another chat model, which
+    would not know the passages' content blocks.
     """
+    if isinstance(llm, BaseChatModel) and not isinstance(llm, ChatRagCache):
+        raise ConfigError(
+            f"a {type(llm).__name__} cannot read passages; give a ChatRagCache, or use create_stuff_documents_chain"
+        )
     _check_place(prompt, document_variable_name)
     around = Around(document_prompt or PLAIN_DOCUMENT, document_separator)
     read = FusedPrompt(prompt, document_variable_name, around)
-    chain = RunnableLambda(read.invoke, afunc=read.ainvoke, name="fuse_documents") | _told(llm)
-    parser = output_parser or (StrOutputParser() if _ends_with_model(llm) else None)
+    chain = RunnableLambda(read.invoke, afunc=read.ainvoke, name="fuse_documents") | llm
+    parser = output_parser or (None if isinstance(llm, RunnableSequence) else StrOutputParser())
     return (chain if parser is None else chain | parser).with_config(run_name="fused_documents_chain")
 
 
@@ -97,46 +94,3 @@ def _check_place(prompt: BasePromptTemplate[Any], variable: str) -> None:
         raise ConfigError(
             f"{variable!r} is a MessagesPlaceholder in the prompt; documents go into a message's text: {{{variable}}}"
         )
-
-
-def _told(llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
-    """The same, every other service's model in it behind a step that makes text of passages."""
-    if isinstance(llm, RunnableWithFallbacks):
-        others = [_told(one) for one in llm.fallbacks]
-        return llm.model_copy(update={"runnable": _told(llm.runnable), "fallbacks": others})
-    if isinstance(llm, RunnableSequence):
-        return llm.model_copy(update={"first": _told(llm.first)})
-    model = llm
-    while isinstance(model, RunnableBinding):
-        model = model.bound
-    if isinstance(model, RunnableWithFallbacks):  # each is bound: behind a step, arguments would not reach it
-        return _told(
-            model.model_copy(
-                update={
-                    "runnable": _bound(llm, model.runnable),
-                    "fallbacks": [_bound(llm, one) for one in model.fallbacks],
-                }
-            )
-        )
-    if isinstance(model, RunnableSequence):
-        return _told(model.model_copy(update={"first": _bound(llm, model.first)}))
-    is_other = isinstance(model, BaseChatModel) and not isinstance(model, ChatRagCache)
-    return RunnableLambda(as_text, name="passages_as_text") | llm if is_other else llm
-
-
-def _bound(binding: Runnable[Any, Any], model: Runnable[Any, Any]) -> Runnable[Any, Any]:
-    """The model with the arguments that are bound to another one."""
-    if not isinstance(binding, RunnableBinding):
-        return model
-    return binding.model_copy(update={"bound": _bound(binding.bound, model)})
-
-
-def _ends_with_model(llm: Runnable[Any, Any], *, within: bool = False) -> bool:
-    """Whether messages come out of it. within: a sequence, where what is no model is a parser."""
-    if isinstance(llm, RunnableBinding):
-        return _ends_with_model(llm.bound, within=within)
-    if isinstance(llm, RunnableWithFallbacks):
-        return any(_ends_with_model(one, within=within) for one in llm.runnables)
-    if isinstance(llm, RunnableSequence):
-        return _ends_with_model(llm.last, within=True)
-    return not within or isinstance(llm, BaseLanguageModel | RunnableLambda)

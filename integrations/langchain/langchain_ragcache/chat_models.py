@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any, Literal, Self, cast
@@ -27,14 +28,11 @@ from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
 from ragcache.errors import CancelledError, ConfigError, ModelMismatchError, TimedOutError
 
-SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "stop_token_ids", "logprobs",
-)  # fmt: skip
 # OpenAI's later name of a field.
 ALSO = {"max_completion_tokens": "max_tokens"}
 # Forms that an answer is held to: of one call.
 FORMS = ("json_schema", "regex", "choices")
+SAMPLING = tuple(field.name for field in fields(rc.Sampling) if field.name not in (*FORMS, "stop"))
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 # The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
 # that is cancelled, and `timeout`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from langchain_core.embeddings import Embeddings
-from langchain_core.runnables.config import run_in_executor
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -37,12 +36,6 @@ class RagCacheEmbeddings(Embeddings):
 
     def embed_query(self, text: str) -> list[float]:
         return [float(value) for value in self.embedder.embed_query(text)]
-
-    async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
-        return await run_in_executor(None, self.embed_documents, texts)
-
-    async def aembed_query(self, text: str) -> list[float]:
-        return await run_in_executor(None, self.embed_query, text)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r})"

@@ -40,21 +40,6 @@ def document_block(document: Document) -> TextContentBlock:
     return block
 
 
-def as_text(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-    """The same with passages as plain text: other services refuse blocks with keys that they do not know."""
-    return [
-        message
-        if isinstance(message.content, str)
-        else message.model_copy(update={"content": [_plain(block) for block in message.content]})
-        for message in messages
-    ]
-
-
-def _plain(block: str | dict[Any, Any]) -> str | dict[Any, Any]:
-    passage = _part(block) if isinstance(block, dict) and block.get("type") == "text" else ""
-    return {"type": "text", "text": f"{passage.text.rstrip()}\n"} if isinstance(passage, rc.Passage) else block
-
-
 def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages as `rc.RagCache.chat` takes them. Raises PromptError naming what it cannot read."""
     return [{"role": _role(message), "content": _content(message), **_tools(message)} for message in messages]

@@ -13,14 +13,8 @@ from ragcache.errors import ConfigError, EmbedderError
 STORE = "RAGCACHE_STORE"
 # Options of `rc.RagCache.open` that the environment may set, by the names that the `ragcache` command uses.
 FROM_ENVIRONMENT = {
-    "model": "RAGCACHE_MODEL",
-    "method": "RAGCACHE_METHOD",
-    "embedder": "RAGCACHE_EMBEDDER",
-    "reranker": "RAGCACHE_RERANKER",
-    "dtype": "RAGCACHE_DTYPE",
-    "device": "RAGCACHE_DEVICE",
-    "system": "RAGCACHE_SYSTEM",
-    "tenant": "RAGCACHE_TENANT",
+    name: f"RAGCACHE_{name.upper()}"
+    for name in ("model", "method", "embedder", "reranker", "dtype", "device", "system", "tenant")
 }
 
 

@@ -122,13 +122,6 @@ class RagCacheVectorStore(VectorStore):
         self.kb.delete(self._deletable(ids), **kwargs)
         return True
 
-    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """`delete`; the event loop goes on."""
-        refuse_unknown("adelete", kwargs, ["timeout_s"])
-        wanted = await run_in_executor(None, self._deletable, ids)
-        await self.kb.adelete(wanted, **kwargs)
-        return True
-
     def _deletable(self, ids: list[str] | None) -> list[str]:
         if ids is None:
             return [document.id for document in self.kb.documents()]
@@ -144,9 +137,6 @@ class RagCacheVectorStore(VectorStore):
         """The documents of these ids, in their order; an id that is not there is left out."""
         return [to_document(chunk) for chunk in self.kb.chunks(ids)]
 
-    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        return await run_in_executor(None, self.get_by_ids, ids)
-
     # Searching
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
@@ -154,27 +144,14 @@ class RagCacheVectorStore(VectorStore):
         search = Search.of(kwargs)
         return search.documents(self.kb.retrieve(query, k, **search.retrieval()))
 
-    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        search = Search.of(kwargs)
-        return search.documents(await self.kb.aretrieve(query, k, **search.retrieval()))
-
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
         """Documents with inner products: higher is nearer."""
         search = Search.of(kwargs)
         return search.scored(self.kb.retrieve(query, k, **search.retrieval()))
 
-    async def asimilarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        search = Search.of(kwargs)
-        return search.scored(await self.kb.aretrieve(query, k, **search.retrieval()))
-
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
         search = Search.of(kwargs)
         return search.documents(self.kb.retrieve(self._vector(embedding), k, **search.retrieval()))
-
-    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        search = Search.of(kwargs)
-        vector = await run_in_executor(None, self._vector, embedding)
-        return search.documents(await self.kb.aretrieve(vector, k, **search.retrieval()))
 
     def _similarity_search_with_relevance_scores(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
         """Documents with the cosine of question and document, 0 where it is negative. LangChain applies
@@ -194,25 +171,12 @@ class RagCacheVectorStore(VectorStore):
         search = Search.of(kwargs)
         return search.documents(self.kb.retrieve(query, k, **mmr(search, k, fetch_k, lambda_mult)))
 
-    async def amax_marginal_relevance_search(
-        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        search = Search.of(kwargs)
-        return search.documents(await self.kb.aretrieve(query, k, **mmr(search, k, fetch_k, lambda_mult)))
-
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
         search = Search.of(kwargs)
         vector = self._vector(embedding)
         return search.documents(self.kb.retrieve(vector, k, **mmr(search, k, fetch_k, lambda_mult)))
-
-    async def amax_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        search = Search.of(kwargs)
-        vector = await run_in_executor(None, self._vector, embedding)
-        return search.documents(await self.kb.aretrieve(vector, k, **mmr(search, k, fetch_k, lambda_mult)))
 
     def _vector(self, embedding: Sequence[float]) -> NDArray[np.float32]:
         """A question's vector as the store's embedder would give it."""
