@@ -1,31 +1,23 @@
 """The chat model: messages in, the engine's own answers out."""
 
 import asyncio
-import shutil
 import time
 
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, ChatMessage, FunctionMessage, HumanMessage, SystemMessage
-from langchain_core.messages.content import create_image_block, create_text_block
-from langchain_core.runnables import ConfigurableField
-from langchain_core.tools import tool
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage
+from langchain_core.messages.content import create_text_block
 from langchain_doubles import LoopWatch
-from langchain_registry import QUESTION, REGISTRY, is_json, registry_documents
-from pydantic import ValidationError
+from langchain_registry import QUESTION, REGISTRY, is_json
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
 from ragcache.engine.verdict import TRAINED
 from ragcache.errors import (
     CancelledError,
-    ConfigError,
     ContextTooLongError,
-    ModelMismatchError,
-    PromptError,
-    UnknownHandleError,
 )
 from ragcache_demo.bag_of_words import BagOfWords
 
@@ -83,13 +75,6 @@ def test_what_is_known_about_an_answer(registry, chat, passages):
     assert {source["kv"] for source in about["sources"]} == {"memory"}
     assert about["timings"]["ttft_s"] > 0
     assert chat.invoke(reading(passages), max_tokens=2).response_metadata["finish_reason"] == "length"
-
-
-def test_passages_without_a_handle_are_found_by_their_text(registry, chat):
-    stored = [Document(page_content=REGISTRY["lansen"]), Document(page_content=REGISTRY["heron"], id="heron")]
-    answer = chat.invoke(reading(stored))
-    assert [source["kv"] for source in answer.response_metadata["sources"]] == ["memory", "memory"]
-    assert details(answer)["cache_creation"] == 0
 
 
 def test_a_passage_from_elsewhere_is_computed_once(own_registry):
@@ -170,24 +155,6 @@ async def test_every_way_to_call_gives_the_same(chat, passages):
     assert chat.bind(max_tokens=64).invoke(reading(passages)).text == expected
 
 
-@pytest.mark.slow
-async def test_32_at_once(chat):
-    texts = list(REGISTRY.items())
-    questions = [
-        reading([Document(page_content=texts[n % 6][1], id=texts[n % 6][0])], f"Question: Who or what is it? {n}")
-        for n in range(32)
-    ]
-    expected = [chat.invoke(question).text for question in questions]
-    answers = await asyncio.gather(*(chat.ainvoke(question) for question in questions))
-    assert [answer.text for answer in answers] == expected
-    streams = await asyncio.gather(*(_collected(chat, question) for question in questions))
-    assert streams == expected
-
-
-async def _collected(chat, question) -> str:
-    return "".join([chunk.text async for chunk in chat.astream(question)])
-
-
 async def test_an_event_loop_goes_on_while_the_model_runs(babbler, monkeypatch):
     watch, scheduler = LoopWatch(), babbler.kb.lm.scheduler
     forward = scheduler.forward
@@ -201,56 +168,6 @@ async def test_an_event_loop_goes_on_while_the_model_runs(babbler, monkeypatch):
 # How answers are written
 
 
-def test_sampling_is_the_engines(registry, babbler):
-    for options in ({"max_tokens": 7}, {"temperature": 0.9, "seed": 3, "top_p": 0.8, "top_k": 50, "max_tokens": 20}):
-        own = babbler.kb.chat([{"role": "user", "content": "Hi"}], sampling=rc.Sampling(**options)).text
-        assert babbler.invoke("Hi", **options).text == own
-        assert ChatRagCache(kb=babbler.kb, **options).invoke("Hi").text == own
-        assert babbler.bind(**options).invoke("Hi").text == own
-
-
-async def test_stop_strings_end_an_answer_and_are_no_part_of_it(chat, passages):
-    whole = chat.invoke(reading(passages)).text
-    stop = [" Rowing"]
-    expected = whole[: whole.index(stop[0])]
-    stopping = ChatRagCache(kb=chat.kb, stop=stop)
-    for model, options in ((chat, {"stop": stop}), (stopping, {})):
-        assert model.invoke(reading(passages), **options).text == expected
-        assert "".join(chunk.text for chunk in model.stream(reading(passages), **options)) == expected
-        assert (await model.ainvoke(reading(passages), **options)).text == expected
-    assert stopping.invoke(reading(passages), stop=[]).text == whole
-    # A text is one stop string, as OpenAI's API has it.
-    assert chat.invoke(reading(passages), stop=stop[0]).text == expected
-    assert chat.bind(stop=stop[0]).invoke(reading(passages)).text == expected
-    assert ChatRagCache(kb=chat.kb, stop=stop[0]).invoke(reading(passages)).text == expected
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"type": "reasoning", "reasoning": "Greet back."},
-        {"type": "thinking", "thinking": "Greet back.", "signature": "s"},
-        {"type": "redacted_thinking", "data": "x"},
-    ],
-)
-def test_what_another_model_thought_is_read_over(chat, block):
-    answers = [
-        chat.invoke([HumanMessage("Hello"), AIMessage(content=content), HumanMessage(ASKED)], max_tokens=8).text
-        for content in ([block, {"type": "text", "text": "Hello!"}], "Hello!")
-    ]
-    assert answers[0] == answers[1]
-
-
-def test_another_method(chat, passages):
-    full = chat.invoke(reading(passages), method="full")
-    assert full.response_metadata["method"] == "full"
-    read = details(full)["cache_read"]  # the prefix alone: earlier questions left its exact KV
-    assert 0 < read < 10
-    assert full.response_metadata["computed_tokens"] == full.usage_metadata["input_tokens"] - read
-    with pytest.raises(ConfigError, match="unheard-of"):
-        chat.invoke(reading(passages), method="unheard-of")
-
-
 def test_passages_that_do_not_fit(tmp_path, tiny):
     with rc.RagCache.open(tmp_path / "small", model=tiny, embedder=BagOfWords()) as kb:
         chat = ChatRagCache(kb=kb, max_tokens=4)
@@ -260,113 +177,10 @@ def test_passages_that_do_not_fit(tmp_path, tiny):
         assert chat.invoke(reading(long), on_overflow="trim").response_metadata["dropped"] == 2
 
 
-def test_fields_can_be_configured_when_a_chain_runs(babbler):
-    chat = babbler.configurable_fields(max_tokens=ConfigurableField(id="limit"))
-    for limit in (2, 5):
-        answer = chat.with_config(configurable={"limit": limit}).invoke("Hi")
-        assert answer.usage_metadata["output_tokens"] == limit
-
-
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        (HumanMessage([create_image_block(url="https://example.com/a.png"), ASKED]), "image"),
-        (HumanMessage([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]), "image_url"),
-        (HumanMessage([{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]), "audio"),
-        (HumanMessage([{"type": "text", "text": None}]), "text"),
-        (HumanMessage([create_text_block("one", ragcache="handle")]), "handle"),
-        (HumanMessage([create_text_block("one", ragcache={"block": "x"})]), "block"),
-        (HumanMessage([create_text_block("one", ragcache={"handle": 7})]), "handle"),
-        (HumanMessage([create_text_block("one", ragcache={"metadata": 7})]), "metadata"),
-        (FunctionMessage("result", name="find"), "FunctionMessage"),
-        (ChatMessage(role="narrator", content="Once"), "narrator"),
-        (HumanMessage(""), "empty"),
-    ],
-)
-async def test_messages_that_cannot_be_read_are_refused(chat, message, named):
-    messages = [HumanMessage(ASKED), message]
-    if isinstance(message, HumanMessage):
-        messages = [message]
-    with pytest.raises(PromptError, match=named):
-        chat.invoke(messages)
-    with pytest.raises(PromptError, match=named):
-        [chunk async for chunk in chat.astream(messages)]
-
-
-def test_a_method_that_reads_no_text_between_passages_refuses_it(chat):
-    passage = create_text_block("one", ragcache={})
-    parts = [HumanMessage([passage, "and", passage, ASKED])]
-    assert chat.invoke(parts, max_tokens=8).usage_metadata["input_token_details"]["cache_read"] > 0
-    with pytest.raises(PromptError, match="method 'a3' reads none there"):
-        chat.invoke(parts, method="a3")
-
-
-def test_unknown_options_are_refused(chat):
-    with pytest.raises(ConfigError, match="n_predict"):
-        chat.invoke(ASKED, n_predict=3)
-    with pytest.raises(ConfigError, match="functions"):
-        chat.bind(functions=[]).invoke(ASKED)
-    with pytest.raises(ValidationError, match="n_predict"):
-        ChatRagCache(kb=chat.kb, n_predict=3)
-    with pytest.raises(ValidationError, match="temperature"):
-        ChatRagCache(kb=chat.kb, temperature=-1)
-    with pytest.raises(ConfigError, match="temperature"):
-        chat.invoke(ASKED, temperature=-1)
-
-
-def test_a_store_has_one_model(chat):
-    assert ChatRagCache(kb=chat.kb, model="mini").model == "mini"
-    assert chat.invoke(ASKED, model="mini", max_tokens=1).response_metadata["model_name"] == "mini"
-    with pytest.raises(ModelMismatchError, match="gpt-5"):
-        ChatRagCache(kb=chat.kb, model="gpt-5")
-    with pytest.raises(ModelMismatchError, match="gpt-5"):
-        chat.invoke(ASKED, model="gpt-5")
-
-
-def test_a_model_whose_template_shows_no_tools_says_so(chat):
-    @tool
-    def find(name: str) -> str:
-        """Find someone."""
-        return name
-
-    assert not chat.profile["tool_calling"]
-    with pytest.raises(ConfigError, match="shows no tools"):
-        chat.bind_tools([find]).invoke(ASKED)
-
-
 # Handles
-
-
-@pytest.fixture
-def stranger(tmp_path, tiny) -> list[Document]:
-    """The same documents, retrieved from a store of another model and tenant."""
-    with rc.RagCache.open(tmp_path / "other", model=tiny, embedder=BagOfWords(), tenant="them") as other:
-        RagCacheVectorStore(other).add_documents(registry_documents())
-        yield RagCacheRetriever(kb=other, k=3).invoke(QUESTION)
-
-
-def test_a_handle_from_elsewhere_serves_nothing_wrong(chat, stranger):
-    without = [document.model_copy(update={"metadata": {}}) for document in stranger]
-    expected = chat.invoke(reading(without))
-    answer = chat.invoke(reading(stranger))
-    assert answer.text == expected.text
-    own = [chunk.handle for chunk in chat.kb.chunks([document.id for document in stranger])]
-    assert [source["handle"] for source in answer.response_metadata["sources"]] == own
-    nameless = [
-        HumanMessage([create_text_block("", ragcache={"handle": stranger[0].metadata["ragcache_handle"]}), "?"])
-    ]
-    with pytest.raises(UnknownHandleError):
-        chat.invoke(nameless)
-
-
-def test_a_handle_of_an_altered_text_serves_nothing_wrong(chat, passages):
-    altered = [passages[0].model_copy(update={"page_content": "Jonas Lansen belongs to the Chess Club Pine."})]
-    fresh = [Document(page_content="Jonas Lansen belongs to the Chess Club Pine.")]
-    assert chat.invoke(reading(altered)).text == chat.invoke(reading(fresh)).text
-    assert "Pine" in chat.invoke(reading(altered)).text
 
 
 def test_a_handle_alone_names_a_stored_passage(chat, passages):
@@ -375,34 +189,6 @@ def test_a_handle_alone_names_a_stored_passage(chat, passages):
     expected = chat.invoke(reading(passages)).text
     assert chat.invoke([HumanMessage([*by_handle, ASKED])]).text == expected
     assert chat.invoke([HumanMessage([*by_id, ASKED])]).text == expected
-
-
-def test_a_deleted_passage_is_computed_from_its_text_or_refused_without(own_registry):
-    chat, passages = ChatRagCache(kb=own_registry), RagCacheRetriever(kb=own_registry, k=3).invoke(QUESTION)
-    expected = chat.invoke(reading(passages)).text
-    chat.kb.delete([passages[0].id])
-    answer = chat.invoke(reading(passages))
-    assert answer.text == expected
-    assert answer.response_metadata["sources"][0]["kv"] == "computed"
-    handle = passages[0].metadata["ragcache_handle"]
-    with pytest.raises(UnknownHandleError, match=handle[:8]):
-        chat.invoke([HumanMessage([create_text_block("", ragcache={"handle": handle}), ASKED])])
-
-
-def test_a_block_that_no_tier_has_is_computed(open_store, tmp_path, minilm):
-    first = open_store("gone", embedder=minilm)
-    RagCacheVectorStore(first).add_documents(registry_documents())
-    found = RagCacheRetriever(kb=first, k=2).invoke(QUESTION)
-    expected = ChatRagCache(kb=first).invoke(reading(found)).text
-    first.close()
-    shutil.rmtree(tmp_path / "gone" / "kv")
-    (tmp_path / "gone" / "kv").mkdir()
-    second = open_store("gone", embedder=minilm)
-    answer = ChatRagCache(kb=second).invoke(reading(found))
-    assert answer.text == expected
-    assert {source["kv"] for source in answer.response_metadata["sources"]} == {"computed"}
-    tokens = sum(len(chunk.token_ids) for chunk in second.chunks([document.id for document in found]))
-    assert details(answer)["cache_creation"] >= tokens
 
 
 # Stopping
@@ -429,20 +215,6 @@ async def test_closing_a_stream_in_an_event_loop_stops_the_work(babbler, monkeyp
     assert done < 100
     await asyncio.sleep(0.2)
     assert len(steps) == done
-
-
-async def test_cancelling_a_task_stops_the_work(babbler, monkeypatch):
-    steps = counted(babbler.kb.lm, monkeypatch, pause_s=0.01)
-    task = asyncio.create_task(babbler.ainvoke("Hi"))
-    await asyncio.sleep(0.3)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.sleep(0.2)
-    done = len(steps)
-    await asyncio.sleep(0.2)
-    assert len(steps) == done
-    assert done < 200
 
 
 async def test_a_timeout_ends_an_answer(babbler, monkeypatch):
@@ -520,13 +292,6 @@ def test_traces_name_the_model_and_its_parameters(chat):
     assert seen.parameters["_type"] == "ragcache"
 
 
-def test_errors_reach_callbacks(chat):
-    seen = Seen()
-    with pytest.raises(PromptError):
-        chat.invoke([HumanMessage("")], {"callbacks": [seen]})
-    assert isinstance(seen.error, PromptError)
-
-
 def test_langchains_cache_of_answers_tells_settings_apart(registry, passages):
     chat = ChatRagCache(kb=registry, cache=InMemoryCache())
     question = [HumanMessage([*(document_block(Document(page_content=d.page_content)) for d in passages), ASKED])]
@@ -565,11 +330,3 @@ def test_components_by_path_share_one_store(tmp_path, tiny_directory):
         assert chat.model == store.kb.lm.name
         bound = chat.bind(max_tokens=2)
         assert bound.bound.kb is store.kb
-
-
-def test_another_model_than_the_stores_is_refused_by_path(tmp_path, tiny_directory, mini):
-    with (
-        RagCacheVectorStore(tmp_path / "kb", BagOfWords(), model=mini),
-        pytest.raises(ModelMismatchError),
-    ):
-        ChatRagCache(kb=tmp_path / "kb", model=str(tiny_directory))

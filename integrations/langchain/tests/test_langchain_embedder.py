@@ -79,11 +79,6 @@ def test_vectors_that_cannot_be_are_refused(vectors, texts):
         LangChainEmbedder(Given(*vectors), dimension=2).embed(texts)
 
 
-def test_only_embeddings_are_adapted():
-    with pytest.raises(EmbedderError, match="Embeddings"):
-        LangChainEmbedder("text-embedding-3-small")
-
-
 async def test_a_store_shares_its_embedder(registry, minilm):
     embeddings = RagCacheEmbeddings(registry)
     assert embeddings.embedder is minilm

@@ -3,7 +3,7 @@
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.indexing import InMemoryRecordManager, aindex, index
+from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_registry import QUESTION
 
@@ -52,16 +52,6 @@ def test_indexing_does_what_it_does_with_langchains_own_store(store, cleanup):
     records = new_records()
     for run, (result, documents) in zip(RUNS, reference_run(RUNS, cleanup), strict=True):
         found = index(run, records, store, cleanup=cleanup, source_id_key="source", key_encoder="blake2b")
-        assert dict(found) == result
-        assert by_id(store) == documents
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cleanup", CLEANUPS)
-async def test_indexing_in_an_event_loop(store, cleanup):
-    records = new_records()
-    for run, (result, documents) in zip(RUNS, reference_run(RUNS, cleanup), strict=True):
-        found = await aindex(run, records, store, cleanup=cleanup, source_id_key="source", key_encoder="blake2b")
         assert dict(found) == result
         assert by_id(store) == documents
 

@@ -6,10 +6,8 @@ import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_doubles import WatchedEmbedder
 from langchain_registry import QUESTION, is_json, registry_documents
-from pydantic import ValidationError
 
 from langchain_ragcache import HANDLE_KEY, RagCacheRetriever, RagCacheVectorStore
-from ragcache.errors import ConfigError, FilterError
 
 
 def test_documents_name_their_kv(registry):
@@ -53,23 +51,6 @@ async def test_options_at_construction_and_at_invoke(registry, options):
 def test_an_option_can_be_taken_back(registry):
     retriever = RagCacheRetriever(kb=registry, filter={"kind": "person"})
     assert len(retriever.invoke(QUESTION, filter=None, k=6)) == 6
-
-
-def test_bad_options(registry, tmp_path, monkeypatch):
-    monkeypatch.delenv("RAGCACHE_STORE", raising=False)
-    retriever = RagCacheRetriever(kb=registry)
-    with pytest.raises(ConfigError, match="top_k"):
-        retriever.invoke(QUESTION, top_k=3)
-    with pytest.raises(FilterError):
-        retriever.invoke(QUESTION, filter={"color": "red"})
-    with pytest.raises(ValidationError, match="search_kwargs"):
-        RagCacheRetriever(kb=registry, search_kwargs={"k": 3})
-    with pytest.raises(ValidationError, match="RAGCACHE_STORE"):
-        RagCacheRetriever()
-    monkeypatch.setenv("RAGCACHE_STORE", str(tmp_path / "new"))
-    monkeypatch.setenv("RAGCACHE_METHOD", "unheard-of")
-    with pytest.raises(ValidationError, match="unheard-of"):
-        RagCacheRetriever()
 
 
 async def test_many_at_once_in_an_event_loop(tmp_path, mini):

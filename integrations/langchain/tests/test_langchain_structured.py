@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache
-from ragcache.errors import ConfigError
 from ragcache_demo.bag_of_words import BagOfWords
 
 
@@ -55,12 +54,3 @@ def test_raw_answers_and_what_went_wrong(model):
 def test_forms_of_one_call(model):
     assert model.invoke("Really?", choices=["yes", "no"]).content in ("yes", "no")
     assert model.bind(regex="[0-9]{4}").invoke("When?").content.isdigit()
-
-
-def test_what_is_missing_or_unknown_is_said(model):
-    with pytest.raises(ConfigError, match="needs a schema"):
-        model.with_structured_output()
-    with pytest.raises(ConfigError, match="tools"):
-        model.with_structured_output(Place, tools=[])
-    with pytest.raises(ConfigError, match="cannot be compiled"):
-        model.invoke("x", json_schema={"type": "strange"})

@@ -124,20 +124,6 @@ def test_the_documents_of_a_tool_are_fused(chat, registry, bound, lm, monkeypatc
     assert plain.response_metadata["sources"] == []
 
 
-def test_every_turn_keeps_what_its_tool_found(chat, registry, bound, lm, monkeypatch):
-    script(monkeypatch, lm, CALL, "The Heron.", "Yes.")
-    keeping = bound.bind(context="keep")
-    turns = [HumanMessage(ASKED)]
-    turns.append(keeping.invoke(turns))
-    turns.append(registry.invoke(turns[-1].tool_calls[0]))
-    turns += [keeping.invoke(turns), HumanMessage("Sure?")]
-    answer = keeping.invoke(turns)
-    assert answer.content == "Yes."
-    added = chat.kb.count_tokens("The Heron.Sure?")
-    assert answer.response_metadata["computed_tokens"] < added + 120  # the template's words around them
-    assert answer.usage_metadata["input_tokens"] > 500
-
-
 def test_an_agent(chat, registry, lm, monkeypatch):
     agents = pytest.importorskip("langchain.agents")
     script(monkeypatch, lm, CALL, "The Heron.")

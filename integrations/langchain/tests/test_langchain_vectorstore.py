@@ -1,6 +1,5 @@
 """The vector store beyond the standard suite: what is stored, what is found, what is refused."""
 
-import pickle
 import threading
 import uuid
 
@@ -19,7 +18,6 @@ from ragcache.errors import (
     ContextTooLongError,
     EmbedderError,
     EmbedderMismatchError,
-    FilterError,
     MetadataError,
     NoSuchDocumentError,
     ReaderError,
@@ -78,13 +76,6 @@ def test_given_ids_win_over_the_documents_own(store):
     assert store.get_by_ids(["own"]) == []
 
 
-@pytest.mark.parametrize("ids", [["a"], "ab", ["a", "b", "c"], ["a", 7]])
-def test_ids_that_do_not_fit_are_refused(store, ids):
-    with pytest.raises(ConfigError, match="ids"):
-        store.add_documents([Document(page_content="one"), Document(page_content="two")], ids=ids)
-    assert not store.kb.documents()
-
-
 def test_texts_and_metadatas(store):
     ids = store.add_texts(["one", "two"], [{"n": 1}, {"n": 2}], ids=["a", "b"])
     assert ids == ["a", "b"]
@@ -141,13 +132,6 @@ def test_deleting_takes_the_kv_along(filled):
     assert filled.delete([]) is True
     assert len(filled.kb.documents()) == len(REGISTRY) - 1
     assert filled.delete() is True
-    assert filled.kb.documents() == []
-
-
-async def test_deleting_in_an_event_loop(filled):
-    assert await filled.adelete(["lansen"]) is True
-    assert await filled.aget_by_ids(["lansen", "heron"]) == [registry_documents()[2]]
-    assert await filled.adelete() is True
     assert filled.kb.documents() == []
 
 
@@ -265,48 +249,6 @@ def test_a_vector_of_other_length_than_1_finds_the_same(tmp_path, mini):
 
 
 @pytest.mark.parametrize(
-    ("filter", "holds"),
-    [
-        ({"kind": "person"}, lambda m: m["kind"] == "person"),
-        ({"line": {"$gte": 2, "$lt": 5}}, lambda m: 2 <= m["line"] < 5),
-        ({"$or": [{"line": 0}, {"kind": {"$in": ["person"]}}]}, lambda m: m["line"] == 0 or m["kind"] == "person"),
-    ],
-)
-def test_filters(filled, filter, holds):
-    expected = {document.id for document in registry_documents() if holds(document.metadata)}
-    assert {document.id for document in filled.similarity_search(QUESTION, 10, filter=filter)} == expected
-    found = filled.similarity_search_with_relevance_scores(QUESTION, 10, filter=filter)
-    assert {document.id for document, _ in found} == expected
-    mmr = filled.max_marginal_relevance_search(QUESTION, 10, filter=filter)
-    assert {document.id for document in mmr} == expected
-
-
-@pytest.mark.parametrize("filter", [{"color": "red"}, {"line": {"$near": 3}}, ["line"]])
-def test_a_filter_that_cannot_be_evaluated_is_refused(filled, filter):
-    with pytest.raises(FilterError):
-        filled.similarity_search(QUESTION, filter=filter)
-
-
-def test_a_threshold_on_inner_products(filled):
-    scores = [score for _, score in filled.similarity_search_with_score(QUESTION, 6)]
-    assert len(filled.similarity_search(QUESTION, 6, score_threshold=(scores[1] + scores[2]) / 2)) == 2
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda store: store.similarity_search(QUESTION, where={"a": 1}),
-        lambda store: store.max_marginal_relevance_search(QUESTION, lambda_multiplier=0.1),
-        lambda store: store.add_documents([], namespace="x"),
-        lambda store: store.delete(["a"], namespace="x"),
-    ],
-)
-def test_unknown_options_are_refused(store, call):
-    with pytest.raises(ConfigError, match=r"where|lambda_multiplier|namespace"):
-        call(store)
-
-
-@pytest.mark.parametrize(
     ("search_type", "search_kwargs", "count"),
     [
         ("similarity", {"k": 3}, 3),
@@ -351,11 +293,6 @@ async def test_an_event_loop_goes_on_while_a_store_works(tmp_path, mini):
         assert embedder.watch.went_on
 
 
-def test_documents_survive_pickling(filled):
-    found = filled.similarity_search(QUESTION, 3, handles=True)
-    assert pickle.loads(pickle.dumps(found)) == found
-
-
 # Opening
 
 
@@ -369,12 +306,6 @@ def test_a_store_is_there_when_it_is_opened_again(tmp_path, mini):
     first.close()
     with RagCacheVectorStore(str(tmp_path / "kb"), DeterministicFakeEmbedding(size=6), model=mini) as again:
         assert again.similarity_search_with_score(QUESTION, 6) == found
-
-
-def test_another_embedding_is_refused_for_a_store(tmp_path, mini):
-    RagCacheVectorStore.from_texts(["text"], BagOfWords(), kb=tmp_path / "kb", model=mini).close()
-    with pytest.raises(EmbedderMismatchError):
-        RagCacheVectorStore(tmp_path / "kb", DeterministicFakeEmbedding(size=24), model=mini)
 
 
 class OurEmbeddings(DeterministicFakeEmbedding):
@@ -408,18 +339,6 @@ def test_a_store_that_is_open_keeps_its_embedding(open_store):
     kb = open_store()
     own = RagCacheVectorStore(kb, RagCacheEmbeddings(kb))
     assert own.embeddings.embed_query("one word") == pytest.approx(BagOfWords().embed_query("one word").tolist())
-    with pytest.raises(ConfigError, match="embedder"):
-        RagCacheVectorStore(kb, DeterministicFakeEmbedding(size=6))
-    with pytest.raises(ConfigError, match="model"):
-        RagCacheVectorStore(kb, model="mini")
-
-
-async def test_making_a_store_in_an_event_loop(tmp_path, mini):
-    store = await RagCacheVectorStore.afrom_documents(
-        registry_documents(), DeterministicFakeEmbedding(size=6), kb=tmp_path / "kb", model=mini
-    )
-    with store:
-        assert await store.aget_by_ids(["heron"]) == [registry_documents()[2]]
 
 
 def test_the_environment_names_the_store(tmp_path, tiny_directory, monkeypatch):
