@@ -35,7 +35,7 @@ import ragcache as rc
 from benchmarks.report import Result, where_line
 from benchmarks.runner import Run
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain
-from llama_index.llms.ragcache.base import RagCacheLLM
+from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.engine.content_index import ContentIndex
 from ragcache.errors import RagCacheError
 from ragcache.models.language_model import LanguageModel

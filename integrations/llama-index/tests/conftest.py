@@ -7,6 +7,7 @@ from li_texts import SHORT, TEXTS
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.schema import TextNode
 from tiny_model import save_tiny_llama
 
@@ -97,6 +98,15 @@ class Recorder(BaseEventHandler):
 
     def of(self, *kinds: type) -> list:
         return [event for event in self.events if isinstance(event, kinds)]
+
+    def answers(self) -> list[dict]:
+        """Return the engine's answers, in LlamaIndex's own events of a model's last response."""
+        return [event.response.raw for event in self.of(LLMChatEndEvent, LLMCompletionEndEvent)]
+
+    def sources(self) -> list[tuple[str, str]]:
+        """Return id and origin of the KV of each passage of the only answer."""
+        [answer] = self.answers()
+        return [(hit["chunk_id"], hit["kv"]) for hit in answer["hits"]]
 
     def names(self) -> list[str]:
         return [event.class_name() for event in self.events]

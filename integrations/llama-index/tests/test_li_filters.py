@@ -91,13 +91,6 @@ def test_filters_mean_what_llamaindex_means(store, filters):
     assert {node.node_id for node in store.get_nodes(filters=filters)} == expected
 
 
-@pytest.mark.parametrize("operator", ["text_match", "text_match_insensitive", "is_empty"])
-def test_operators_that_look_into_texts_are_refused_by_name(operator):
-    one = MetadataFilter(key="town", value=["Arno"], operator=FilterOperator(operator))
-    with pytest.raises(FilterError, match=rf"'town': operator '{operator}' is not supported"):
-        to_filter(MetadataFilters(filters=[one]))
-
-
 @pytest.mark.parametrize("filters", [None, {}, MetadataFilters(filters=[])])
 def test_no_filter_is_none(filters):
     assert to_filter(filters) is None
@@ -107,19 +100,6 @@ def test_a_filter_of_the_store_passes_as_it_is():
     assert to_filter({"year": {"$exists": True}}) == {"year": {"$exists": True}}
     assert all_of(None, {"a": 1}, None) == {"a": 1}
     assert all_of({"a": 1}, {"b": 2}) == {"$and": [{"a": 1}, {"b": 2}]}
-
-
-def test_a_value_that_cannot_be_compared_is_refused(store):
-    one = MetadataFilter(key="town", value=["Arno"], operator=FilterOperator.EQ)
-    with pytest.raises(FilterError, match="town"):
-        store.get_nodes(filters=MetadataFilters(filters=[one]))
-
-
-@pytest.mark.parametrize("operator", ["any", "all"])
-def test_operators_over_several_members_want_a_list(operator):
-    one = MetadataFilter(key="tags", value="a", operator=FilterOperator(operator))
-    with pytest.raises(FilterError, match=rf"'tags': '{operator}' takes a list"):
-        to_filter(MetadataFilters(filters=[one]))
 
 
 # Names of LlamaIndex

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from li_loop import ticking
-from li_texts import QUESTION, SHORT, TEXTS
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock, ThinkingBlock
+from li_texts import QUESTION, SHORT
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -16,13 +16,9 @@ import ragcache as rc
 from llama_index.llms.ragcache import (
     FusedPrompt,
     PassageBlock,
-    RagCacheFirstTokenEvent,
-    RagCacheKVLoadEvent,
     RagCacheLLM,
-    RagCachePrefillEvent,
 )
 from llama_index.vector_stores.ragcache import HANDLE_KEY
-from ragcache.errors import ConfigError, ContextTooLongError, PromptError, UnknownHandleError
 
 SAMPLING = rc.Sampling(**SHORT)
 USER = [{"role": "user", "content": QUESTION}]
@@ -63,19 +59,6 @@ def test_segments_are_read_as_the_engine_reads_passages(kb, llm, passages, way):
     assert answer.message.role == MessageRole.ASSISTANT
     assert answer.raw["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
     assert answer.raw["usage"]["cached_tokens"] == expected.usage.cached_tokens > 0
-
-
-def test_only_the_rest_of_the_prompt_runs(lm, llm, passages, tokens_run):
-    llm.chat(MESSAGES, segments=passages, max_tokens=1)  # computes the prefix once for all
-    tokens_run()
-    usage = llm.chat(MESSAGES, segments=passages, max_tokens=1).raw["usage"]
-    suffix = len(lm.tokenizer(f"Question: {QUESTION}\nAnswer:", add_special_tokens=False)["input_ids"])
-    assert tokens_run() == suffix == usage["computed_tokens"]
-    read = sum(len(lm.tokenizer(one.text)["input_ids"]) for one in passages)
-    assert usage["cached_tokens"] >= read
-    plain = "".join(one.text.upper() for one in passages)
-    llm.chat([ChatMessage(plain + QUESTION)], max_tokens=1)
-    assert tokens_run() > read
 
 
 def test_blocks_of_a_message_are_read_where_they_stand(kb, llm, passages):
@@ -159,13 +142,6 @@ async def test_the_loop_goes_on_while_the_model_works(llm, call, slow_model):
     assert ticks.count >= 5
 
 
-@pytest.mark.slow
-async def test_answers_side_by_side_are_those_one_by_one(llm, passages):
-    alone = [llm.chat(MESSAGES, segments=[one]).message.content for one in passages]
-    together = await asyncio.gather(*(llm.achat(MESSAGES, segments=[one]) for one in passages))
-    assert [answer.message.content for answer in together] == alone
-
-
 async def test_a_stream_that_is_left_early_stops_the_work(kb, llm, tokens_run):
     stream = await llm.astream_chat(MESSAGES, max_tokens=300)
     async for _ in stream:
@@ -178,21 +154,6 @@ async def test_a_stream_that_is_left_early_stops_the_work(kb, llm, tokens_run):
     for _ in llm.stream_chat(MESSAGES, max_tokens=300):
         break
     assert llm.chat(MESSAGES).message.content
-
-
-def test_options_of_a_call_win_over_fields(kb, llm):
-    greedy = llm.chat(MESSAGES).message.content
-    drawn = {"temperature": 1.0, "seed": 4, "max_tokens": 20, "top_p": 0.9, "top_k": 50}
-    expected = kb.chat(USER, sampling=rc.Sampling(**drawn)).text
-    assert llm.chat(MESSAGES, **drawn).message.content == expected != greedy
-    assert RagCacheLLM(kb, **drawn).chat(MESSAGES).message.content == expected
-    stop = greedy[3:5]
-    for given in (stop, [stop]):
-        assert llm.chat(MESSAGES, stop=given).message.content == greedy[: greedy.index(stop)]
-    assert llm.chat(MESSAGES, max_tokens=None).message.content == greedy
-    full = llm.chat(MESSAGES, segments=["The cat sat."], method="full")
-    assert full.raw["method"] == "full"
-    assert full.raw["hits"][0]["kv"] == "unused"
 
 
 def test_metadata_says_what_the_model_is(kb, lm, llm):
@@ -223,127 +184,10 @@ def test_tokens_are_counted_by_the_frameworks_handler(llm):
     assert counter.completion_llm_token_count == usage["completion_tokens"]
 
 
-def test_an_answer_reports_itself(llm, passages, recorder):
-    answer = llm.chat(MESSAGES, segments=passages)
-    usage, timings = answer.raw["usage"], answer.raw["timings"]
-    [load] = recorder.of(RagCacheKVLoadEvent)
-    assert load.ids == [one.id for one in passages]
-    assert load.handles == [one.handle for one in passages]
-    assert load.origins == {"disk": 3}
-    assert load.tokens == usage["cached_tokens"] + usage["created_tokens"] - 1  # BOS, the prefix
-    [first] = recorder.of(RagCacheFirstTokenEvent)
-    [prefill] = recorder.of(RagCachePrefillEvent)
-    assert load.elapsed_s < first.ttft_s < prefill.total_s + 0.1
-    for name, value in {**usage, **timings}.items():
-        if name != "retrieve_s":
-            assert getattr(prefill, name) == value, name
-    assert (prefill.method, prefill.dropped) == ("reposition", 0)
-    ours = [name for name in recorder.names() if name.startswith("RagCache")]
-    assert ours == ["RagCacheKVLoadEvent", "RagCacheFirstTokenEvent", "RagCachePrefillEvent"]
-    assert {"LLMChatStartEvent", "LLMChatEndEvent"} <= set(recorder.names())
-
-
 # Handles are hints
 
 
-def altered(handle: str) -> str:
-    return handle[:-1] + ("0" if handle[-1] != "0" else "1")
-
-
-@pytest.mark.parametrize("spoil", [altered, lambda handle: "x", lambda handle: "0" * 64, lambda handle: None])
-def test_a_wrong_handle_serves_nothing_wrong(llm, passages, spoil):
-    expected = llm.chat(MESSAGES, segments=passages).message.content
-    spoiled = [rc.Passage(one.text, None, spoil(one.handle)) for one in passages]
-    assert llm.chat(MESSAGES, segments=spoiled).message.content == expected
-
-
-def test_a_handle_of_another_text_is_no_match_for_the_text(kb, llm, passages):
-    swapped = [rc.Passage(passages[0].text, passages[1].id, passages[1].handle)]
-    assert (
-        llm.chat(MESSAGES, segments=swapped).message.content
-        == kb.chat(USER, passages=[rc.Passage(passages[0].text)], sampling=SAMPLING).text
-    )
-
-
-def test_handles_of_another_model_or_store_are_computed_again(open_kb, tmp_path, other_lm, llm, passages):
-    elsewhere = open_kb(tmp_path / "elsewhere", model=other_lm)
-    elsewhere.ingest([rc.Document("a", TEXTS["cats"])])
-    foreign = rc.Passage(TEXTS["cats"], "a#0", elsewhere.retrieve("cat", k=1)[0].handle)
-    fresh = open_kb(tmp_path / "fresh")
-    answer = RagCacheLLM(fresh, **SHORT).chat(MESSAGES, segments=[foreign])
-    assert answer.message.content == llm.chat(MESSAGES, segments=[TEXTS["cats"]]).message.content
-    assert answer.raw["usage"]["created_tokens"] >= len(TEXTS["cats"])  # a token a byte
-    assert answer.raw["hits"][0]["kv"] == "computed"
-
-
-def test_a_handle_of_another_tenant_is_no_hit(open_kb, tmp_path, llm, passages):
-    tenant = RagCacheLLM(open_kb(tmp_path / "tenant", tenant="them"), **SHORT)
-    answer = tenant.chat(MESSAGES, segments=passages)
-    assert answer.message.content == llm.chat(MESSAGES, segments=passages).message.content
-    assert {hit["kv"] for hit in answer.raw["hits"]} == {"computed"}
-    assert not {hit["handle"] for hit in answer.raw["hits"]} & {one.handle for one in passages}
-
-
-def test_a_deleted_block_is_computed_from_the_text_and_refused_without_it(kb, llm, passages):
-    expected = llm.chat(MESSAGES, segments=passages).message.content
-    kb.delete(list(TEXTS))
-    answer = llm.chat(MESSAGES, segments=passages)
-    assert answer.message.content == expected
-    assert {hit["kv"] for hit in answer.raw["hits"]} == {"computed"}
-    with pytest.raises(UnknownHandleError, match="send the text"):
-        llm.chat(MESSAGES, segments=[{"handle": passages[0].handle}])
-    with pytest.raises(UnknownHandleError, match="clubs#0"):
-        llm.chat(MESSAGES, segments=[{"id": "clubs#0"}])
-
-
 # Bad input
-
-
-def test_what_is_no_segment_is_refused(llm):
-    for bad in (["a", 7], [{"body": "a"}], [{}]):
-        with pytest.raises(PromptError, match="no segment"):
-            llm.chat(MESSAGES, segments=bad)
-    with pytest.raises(PromptError, match="give a list"):
-        llm.chat(MESSAGES, segments="a text")
-    with pytest.raises(PromptError, match="no text"):
-        llm.chat(MESSAGES, segments=[" "])
-
-
-def test_messages_that_cannot_be_read_are_refused(llm):
-    with pytest.raises(PromptError, match="message 1 has the role 'function'"):
-        llm.chat([*MESSAGES, ChatMessage("x", role="function")])
-    with pytest.raises(PromptError, match="message 0 holds a block of type 'image'"):
-        llm.chat([ChatMessage(blocks=[ImageBlock(url="http://localhost/a.png")])])
-    with pytest.raises(PromptError, match="no user message"):
-        llm.chat([ChatMessage("x", role="system")])
-    between = [PassageBlock(text="a"), TextBlock(text="and"), PassageBlock(text="b"), TextBlock(text="?")]
-    with pytest.raises(PromptError, match="between two passages"):
-        llm.chat([ChatMessage(blocks=between)], method="a3")
-
-
-def test_bad_options_are_refused(kb, llm):
-    with pytest.raises(ConfigError, match="'functions'"):
-        llm.chat(MESSAGES, functions=[])
-    with pytest.raises(ConfigError, match="'api_key'"):
-        RagCacheLLM(kb, api_key="x")
-    with pytest.raises(ConfigError, match="temperature"):
-        RagCacheLLM(kb, temperature=-1.0)
-    with pytest.raises(ConfigError, match="telepathy"):
-        llm.chat(MESSAGES, method="telepathy")
-    with pytest.raises(ContextTooLongError, match="512"):
-        llm.chat(MESSAGES, segments=["word " * 200])
-    with pytest.raises(ConfigError, match="pickled"):
-        pickle.dumps(llm)
-
-
-async def test_async_errors_are_the_same(llm):
-    with pytest.raises(PromptError, match="no segment"):
-        await llm.achat(MESSAGES, segments=[7])
-    with pytest.raises(ContextTooLongError, match="512"):
-        await llm.achat(MESSAGES, segments=["word " * 200])
-    stream = await llm.astream_chat(MESSAGES, segments=[{"id": "nobody"}])
-    with pytest.raises(UnknownHandleError):
-        [piece async for piece in stream]
 
 
 def test_what_another_model_thought_is_read_over(llm):
@@ -352,15 +196,3 @@ def test_what_another_model_thought_is_read_over(llm):
         for blocks in ([ThinkingBlock(content="Greet back."), TextBlock(text="Hello!")], [TextBlock(text="Hello!")])
     ]
     assert answers[0].message.content == answers[1].message.content
-
-
-async def test_a_last_message_of_the_models_own_is_continued(llm, kb):
-    begun = "Jonas wears"
-    own = kb.chat([*USER, {"role": "assistant", "content": begun}], sampling=SAMPLING)
-    messages = [*MESSAGES, ChatMessage(role="assistant", content=begun)]
-    *_, streamed = llm.stream_chat(messages)
-    *_, astreamed = [step async for step in await llm.astream_chat(messages)]
-    for answer in (llm.chat(messages), await llm.achat(messages), streamed, astreamed):
-        assert answer.message.content == own.text
-        assert answer.raw["usage"]["prompt_tokens"] == own.usage.prompt_tokens
-    assert own.usage.prompt_tokens == llm.chat(MESSAGES).raw["usage"]["prompt_tokens"] + len(f" {begun}")

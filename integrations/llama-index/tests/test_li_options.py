@@ -1,6 +1,7 @@
 """The language model takes whatever the engine's own options say, and hands it through."""
 
 import inspect
+from dataclasses import fields
 
 import pytest
 from engine_texts import READ
@@ -9,11 +10,17 @@ from llama_index.core.base.llms.types import ChatMessage
 import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.retrievers.ragcache import RagCacheRetriever
-from ragcache.errors import ConfigError, TimedOutError
 
 # The sampling's fields stand for it, and LlamaIndex cancels a task or closes a stream.
 ELSEWHERE = {"sampling", "cancelled"}
 GIVEN = {**READ, "timeout_s": 9.0}
+SAMPLED = {
+    "max_tokens": 7, "temperature": 0.9, "top_p": 0.8, "top_k": 50, "seed": 3, "min_p": 0.2, "presence_penalty": 1.5,
+    "frequency_penalty": 1.0, "repetition_penalty": 1.8, "logit_bias": {70: 50.0}, "stop_token_ids": [70, 71],
+    "logprobs": 2, "stop": ["x"],
+}  # fmt: skip
+FORMS = {"json_schema": {"type": "object"}, "regex": "a", "choices": ["a"]}
+"""Fields of a call alone, of which there may be one."""
 MESSAGES = [ChatMessage("Hi")]
 
 
@@ -42,42 +49,38 @@ def engine(kb, monkeypatch) -> dict[str, object]:
 def test_no_option_of_the_engine_is_absent():
     assert set(GIVEN) == set(rc.GenerationOptions.__annotations__) - ELSEWHERE
     assert {*GIVEN, "context", "drop_turns"} <= set(RagCacheLLM.model_fields)
+    assert {*SAMPLED, *FORMS} == {field.name for field in fields(rc.Sampling)}
     taken = {"filter" if name == "filters" else name for name in inspect.signature(RagCacheRetriever).parameters}
     assert set(rc.RetrieveOptions.__annotations__) <= taken
 
 
 async def test_fields_and_arguments_of_a_call_reach_the_engine(kb, engine):
     of_chats = {"context": "keep", "drop_turns": False}
-    for model, options in ((RagCacheLLM(kb, **GIVEN, **of_chats), {}), (RagCacheLLM(kb), {**GIVEN})):
+    right = {**GIVEN, "sampling": rc.Sampling(**SAMPLED)}
+    given = {**GIVEN, **SAMPLED}
+    for model, options in ((RagCacheLLM(kb, **given, **of_chats), {}), (RagCacheLLM(kb, max_tokens=2), given)):
         chats = options and {**of_chats, **options}
         model.chat(MESSAGES, **chats)
-        assert engine.items() >= {**GIVEN, **of_chats}.items()
+        assert engine.items() >= {**right, **of_chats}.items()
         engine.clear()
         await model.achat(MESSAGES, **chats)
-        assert engine.items() >= {**GIVEN, **of_chats}.items()
+        assert engine.items() >= {**right, **of_chats}.items()
         engine.clear()
         model.complete("Hi", **options)
-        assert engine.items() >= GIVEN.items()
+        assert engine.items() >= right.items()
         engine.clear()
         await model.acomplete("Hi", **options)
-        assert engine.items() >= GIVEN.items()
+        assert engine.items() >= right.items()
         assert not of_chats.keys() & engine  # a raw prompt has no turns
 
 
-def test_what_cannot_be_is_refused(llm):
-    for options, message in (
-        ({"order": "random"}, "order 'random' is unknown"),
-        ({"context": "forget"}, "context 'forget' is unknown"),
-        ({"timeout_s": 0}, "timeout_s is 0"),
+def test_forms_stops_and_absent_limits_reach_the_engine(kb, engine):
+    llm = RagCacheLLM(kb, max_tokens=3)
+    for given, wanted in (
+        *(({name: value}, {name: value}) for name, value in FORMS.items()),
+        ({"stop": "x"}, {"stop": "x"}),
+        ({"stop": None}, {}),
+        ({"max_tokens": None}, {}),
     ):
-        with pytest.raises(ConfigError, match=message):
-            llm.chat(MESSAGES, **options)
-    with pytest.raises(ConfigError, match="no option 'context'"):
-        llm.complete("Hi", context="keep")
-    with pytest.raises(ConfigError, match='context="keep" takes passages in the messages'):
-        llm.chat(MESSAGES, segments=["The cat sat."], context="keep")
-
-
-def test_an_answer_may_take_so_long(llm):
-    with pytest.raises(TimedOutError, match="no answer within 1e-06 s"):
-        llm.chat(MESSAGES, timeout_s=1e-6)
+        llm.chat(MESSAGES, **given)
+        assert engine["sampling"] == rc.Sampling(3, **wanted)

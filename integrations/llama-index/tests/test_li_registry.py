@@ -6,13 +6,10 @@ import runpy
 from pathlib import Path
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 import ragcache as rc
-from llama_index.chat_engine.ragcache import RagCacheChatEngine
-from llama_index.llms.ragcache import RagCacheLLM, RagCachePrefillEvent
+from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.retrievers.ragcache import RagCacheRetriever
 from ragcache.engine.verdict import TRAINED
@@ -53,12 +50,13 @@ def test_a_query_engine_answers_as_the_engine_does_and_runs_suffix_and_link_toke
         own = kb.ask(row["question"], k=K, sampling=SAMPLING)
         assert response.response == own.text
         assert [node.node_id for node in response.source_nodes] == [hit.chunk.id for hit in own.hits]
-        [figures] = recorder.of(RagCachePrefillEvent)
-        assert figures.computed_tokens == suffix_tokens(kb, row["question"]) + link_tokens()
-        assert figures.cached_tokens >= sum(hit.chunk.num_tokens for hit in own.hits)
-        assert figures.prompt_tokens == figures.computed_tokens + figures.cached_tokens
-        assert figures.method == kb.method == "link"
-        assert figures.method_reason == own.method_reason == TRAINED
+        [answer] = recorder.answers()
+        usage = answer["usage"]
+        assert usage["computed_tokens"] == suffix_tokens(kb, row["question"]) + link_tokens()
+        assert usage["cached_tokens"] >= sum(hit.chunk.num_tokens for hit in own.hits)
+        assert usage["prompt_tokens"] == usage["computed_tokens"] + usage["cached_tokens"]
+        assert answer["method"] == kb.method == "link"
+        assert answer["method_reason"] == own.method_reason == TRAINED
         right += response.response.strip() == row["answer"]
     assert right >= 3  # others have names like theirs; retrieval misses some
 
@@ -72,34 +70,6 @@ def link_tokens() -> int:
     """Link tokens behind each passage, and the one that says that no passage follows."""
     config = EXAMPLES.parent / "ragcache" / "mini" / "config.json"
     return K * int(json.loads(config.read_text(encoding="utf-8"))["ragcache"]["link_tokens"]) + 1
-
-
-async def test_streams_and_async_say_the_same(kb, llm):
-    question = questions(1)[0]["question"]
-    whole = kb.ask(question, k=K, sampling=SAMPLING).text
-    engine = RetrieverQueryEngine(RagCacheRetriever(kb, k=K), FusedSynthesizer(llm, streaming=True))
-    assert "".join(engine.query(question).response_gen) == whole
-    streamed = await engine.aquery(question)
-    assert "".join([piece async for piece in streamed.async_response_gen()]) == whole
-
-
-def test_a_conversation_goes_on(kb, llm):
-    memory = ChatMemoryBuffer.from_defaults(tokenizer_fn=str.split)
-    chat = RagCacheChatEngine.from_defaults(RagCacheRetriever(kb, k=K), llm=llm, memory=memory)
-    rows = questions(2)
-    for row in rows:
-        answer = chat.chat(row["question"])
-        assert [node.node_id for node in answer.source_nodes] == [
-            hit.chunk.id for hit in kb.retrieve(row["question"], k=K)
-        ]
-    assert [message.content for message in chat.chat_history][::2] == [row["question"] for row in rows]
-
-
-def test_a_chat_message_is_templated_once(kb, llm):
-    question = questions(1)[0]["question"]
-    expected = kb.chat([{"role": "user", "content": question}], sampling=SAMPLING).text
-    assert llm.chat([ChatMessage(question)]).message.content == expected
-    assert llm.metadata.is_chat_model
 
 
 @pytest.mark.slow

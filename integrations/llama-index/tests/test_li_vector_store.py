@@ -1,12 +1,10 @@
 import json
-import pickle
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from li_loop import ticking
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.schema import (
     BaseNode,
     Document,
@@ -32,10 +30,6 @@ from llama_index.embeddings.ragcache import RagCacheEmbedding
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 from ragcache.errors import (
     ConfigError,
-    EmbedderMismatchError,
-    FilterError,
-    IngestError,
-    MetadataError,
     StoreBusyError,
 )
 from ragcache.store.places import Place
@@ -146,12 +140,6 @@ def test_another_nodes_fields_are_not_believed(store):
     assert not store.get_nodes(["second"])
 
 
-def test_found_nodes_can_be_pickled(store, nodes):
-    store.add(nodes)
-    found = store.query(query(RIVER, 3)).nodes
-    assert pickle.loads(pickle.dumps(found)) == found
-
-
 def test_adding_again_replaces(store, nodes):
     store.add(nodes)
     store.add([TextNode(id_="dogs", text="Dogs sleep by day.")])
@@ -220,15 +208,6 @@ def test_words_are_searched_as_the_engine_does(store, nodes, mode, search):
     assert store.query(asked).ids == [hit.chunk.id for hit in hits]
     with pytest.raises(ConfigError, match="query_str"):
         store.query(query(RIVER, 3, mode=VectorStoreQueryMode(mode)))
-
-
-def test_other_modes_and_no_question_are_refused(store, nodes):
-    store.add(nodes)
-    with pytest.raises(ConfigError, match="'svm'"):
-        store.query(query(RIVER, mode=VectorStoreQueryMode.SVM))
-    with pytest.raises(ConfigError, match="neither"):
-        store.query(VectorStoreQuery())
-    assert store.query(VectorStoreQuery(query_str=RIVER, similarity_top_k=1)).ids == ["rivers"]
 
 
 def test_documents_ingested_without_llamaindex_are_nodes_too(kb):
@@ -365,37 +344,6 @@ async def test_the_embedding_model_has_async_twins(store):
 # Bad input
 
 
-def test_embeddings_of_another_model_are_refused(store, nodes):
-    for node in MockEmbedding(embed_dim=7)(nodes):
-        assert len(node.embedding) == 7
-    with pytest.raises(EmbedderMismatchError, match=r"7 dimensions.*'bag-of-words' makes 24"):
-        store.add(nodes)
-    with pytest.raises(EmbedderMismatchError, match="made by another model"):
-        store.add(MockEmbedding(embed_dim=24)(nodes))
-    with pytest.raises(EmbedderMismatchError, match="query embedding has 3"):
-        store.query(VectorStoreQuery(query_embedding=[0.1, 0.2, 0.3]))
-    assert store.get_nodes() == []
-
-
-BEHIND = "{content} ({metadata_str})"
-
-
-@pytest.mark.parametrize(
-    ("node", "error", "message"),
-    [
-        (TextNode(id_="n", text="Text.", metadata={"when": {1, 2}}), MetadataError, "set"),
-        (TextNode(id_="n", text="Text.", metadata={"when": float("nan")}), MetadataError, "n:"),
-        (TextNode(id_="n", text="Text.", metadata={"_node_id": "x"}), MetadataError, "'_node_id' is used by the store"),
-        (TextNode(id_="", text="Text."), IngestError, "no id"),
-        (TextNode(id_="n", text="T.", metadata={"a": 1}, text_template=BEHIND), ConfigError, "text_template"),
-    ],
-)  # fmt: skip
-def test_a_bad_node_is_refused_and_nothing_is_stored(store, nodes, node, error, message):
-    with pytest.raises(error, match=message):
-        store.add([nodes[0], node])
-    assert store.get_nodes() == []
-
-
 def test_nodes_without_text_are_left_out_and_the_last_of_an_id_is_kept(store, caplog):
     """A crawler or an empty file gives such nodes, and other stores take them: the rest of the batch is stored."""
     texts = [("page", "First."), ("none", " \n"), ("other", "Other."), ("page", "Second.")]
@@ -412,12 +360,6 @@ def test_too_long_a_text_is_named(store, nodes):
     assert sorted(ids(store.get_nodes())) == ["cats", "dogs"]
 
 
-def test_a_filter_on_an_unknown_field_is_refused(store, nodes):
-    store.add(nodes)
-    with pytest.raises(FilterError, match="colour"):
-        store.query(query(RIVER, filters=where(colour="red")))
-
-
 def test_a_second_writer_is_told_to_wait(store, nodes, open_kb):
     other = open_kb()
     store.timeout_s = 0.1
@@ -428,8 +370,3 @@ def test_a_second_writer_is_told_to_wait(store, nodes, open_kb):
             in_own_loop(store.async_add(nodes))
     store.add(nodes)
     assert ids(RagCacheVectorStore(other).get_nodes(["cats"])) == ["cats"]
-
-
-def test_an_open_store_is_not_pickled(store):
-    with pytest.raises(ConfigError, match="from_path"):
-        pickle.dumps(store)
