@@ -80,15 +80,6 @@ def test_a_stream_brings_the_same_text(served, kb):
     assert found[-2]["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_openai_client_reads_it(served, kb):
-    client = openai.OpenAI(base_url=served.base_url, api_key="none")
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6)
-    expected = kb.complete(PROMPT, sampling=rc.Sampling(max_tokens=6)).text
-    assert answer.choices[0].text == expected
-    parts = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, stream=True)
-    assert "".join(part.choices[0].text for part in parts) == expected
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

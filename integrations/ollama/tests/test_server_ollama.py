@@ -139,18 +139,6 @@ def test_the_servers_defaults_give_way_to_none(serve, connect, kb, monkeypatch):
     assert [(one.max_tokens, one.seed) for one in asked] == [(2, 7), (None, 7), (None, None), (2, 3)]
 
 
-def test_a_seed_of_minus_one_is_none(client):
-    told = {"num_predict": 8, "temperature": 1.0, "seed": -1}
-    assert len({client.chat("tiny", ASKED, options=told).message.content for _ in range(4)}) > 1
-
-
-def test_a_stop_string_does_not_end_thoughts(agent, converse, monkeypatch):
-    monkeypatch.setattr(agent.service.kb.lm.tokenizer, "chat_template", THINKS)
-    script(monkeypatch, agent.service.kb.lm, THOUGHT)
-    found = converse(think=True, options={"num_predict": 300, "stop": ["Who", "nas"]})
-    assert (found.message.thinking, found.message.content) == ("Who is it?", "Jo")
-
-
 def test_unknown_fields_are_named(served):
     body = {"model": "tiny", "messages": ASKED, "stream": False, "options": {**SHORT, "mirostat": 1}}
     assert served.http.post("/api/chat", json=body).headers["X-Ragcache-Warning"].endswith(": options.mirostat")
@@ -217,20 +205,6 @@ def test_a_result_belongs_to_the_first_call_of_its_function_that_has_none():
     ids = [call.id for call in calls.tool_calls]
     assert [result.tool_call_id for result in results] == [ids[1], ids[0], ids[2]]
     assert len(set(ids)) == 3
-
-
-def test_tools_may_be_functions(agent, converse, monkeypatch):
-    """The client makes their schemas."""
-
-    def search(name: str) -> str:
-        """Finds texts.
-
-        Args:
-          name: of a place
-        """
-
-    script(monkeypatch, agent.service.kb.lm, CALL)
-    assert converse(tools=[search]).message.tool_calls[0].function.name == "search"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -405,11 +379,3 @@ def test_a_client_that_hangs_up_frees_its_slot(serve, connect):
     assert 'ragcache_tokens_total{kind="completion"}' not in served.http.get("/metrics").text  # none came to its end
     client.chat("tiny", ASKED, options=SHORT)
     assert 'ragcache_tokens_total{kind="completion"} 8.0' in served.http.get("/metrics").text
-
-
-async def test_the_async_client(served, kb):
-    right = answered(kb).text
-    async with ollama.AsyncClient(served.url, trust_env=False) as client:
-        assert (await client.chat("tiny", ASKED, options=SHORT)).message.content == right
-        parts = [part.message.content async for part in await client.chat("tiny", ASKED, options=SHORT, stream=True)]
-    assert "".join(parts) == right
