@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ragcache.errors import BasisError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
-from ragcache.runtime import torch
+from ragcache.lazy_torch import torch
 from ragcache_papers.frames import pack_frames
 from ragcache_papers.kvtc_transform import (
     FIRST_TOKENS,
