@@ -75,7 +75,7 @@ class _Made:
     """Parts that depend on where the model runs; see `Components`."""
 
     reader: Engine
-    names: BlockKeys
+    block_keys: BlockKeys
     admission: Admission
     estimate: PrefillEstimate
     loader: BlockLoader | None = None
@@ -190,7 +190,7 @@ def assemble(
         stored=replace(stored, recipe=used),
         evict=chosen.evict,
         **vars(made),
-        ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.names, chosen.ingest),
+        ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.block_keys, chosen.ingest),
         whole=PassthroughSplitter(card.tokenizer, card.max_positions),
         turns=ConversationCache(store.documents, chosen.tenant),
         system=chosen.system,

@@ -167,7 +167,7 @@ class RagCache(Store):
             opened.close()
             raise
 
-    def seen_through(self, documents: DocumentStore) -> Self:
+    def filtered_view(self, documents: DocumentStore) -> Self:
         """This knowledge base by another view of its documents, which leaves some out: those are not found, listed,
         changed or deleted through it. The rest is shared, and this one is the one to close."""
         parts, seen = self._parts, copy(self)
@@ -344,7 +344,7 @@ class RagCache(Store):
 
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
-        encoder, longest = self._parts.names.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
+        encoder, longest = self._parts.block_keys.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
         return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
@@ -355,7 +355,7 @@ class RagCache(Store):
 
     @property
     def _encoder(self) -> ModelEncoder | None:
-        names = self._parts.names
+        names = self._parts.block_keys
         return names if isinstance(names, ModelEncoder) else None
 
     def _open_index(self) -> Retriever:
@@ -484,7 +484,7 @@ class RagCache(Store):
             loader.close()
             figures = loader.rates.figures()
             if loader.chooses and figures.is_measured and not self.config.read_only:
-                figures.write(self.store.rates, machine_key(self._parts.names.encoder.lm))
+                figures.write(self.store.rates, machine_key(self._parts.block_keys.encoder.lm))
         super()._let_go()
 
 

@@ -79,7 +79,7 @@ class Precompute:
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
-        self._encoder: ModelEncoder = parts.names.encoder
+        self._encoder: ModelEncoder = parts.block_keys.encoder
         self._kv = parts.store.kv
         self._blocks, self._list = _foreign(self._kv)
         self._is_read_only = self._kv.read_only

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Prompts:
     """Builds the prompts of one store's questions. Thread-safe.
 
-    names:  keys of the store's blocks
+    block_keys: keys of the store's blocks
     format: the format with the store's own system prompt (`system`) and date; stored KV was computed after its prefix
     shown:  the chat template's variables for `format`
     dated:  whether every prompt states the store's date instead of the current one
@@ -49,7 +49,7 @@ class Prompts:
     """
 
     lm: ModelCard
-    names: BlockKeys
+    block_keys: BlockKeys
     format: PromptFormat
     system: str | None = None
     shown: Shown = NOTHING_SHOWN
@@ -62,7 +62,7 @@ class Prompts:
         added = method.additions(self.lm)
         if not method.reuses_blocks:
             return
-        own = self.names
+        own = self.block_keys
         recipe = block_recipe(self.lm, method, own.recipe)
         prefix_ids = [*self.format.prefix_ids, *added.behind_prefix]
         if recipe != own.recipe or (recipe.needs_prefix and prefix_ids != own.prefix_ids):
@@ -74,7 +74,7 @@ class Prompts:
 
     def check_system(self, system: str | None, method: FusionMethod) -> None:
         """Raises ConfigError for another system prompt than the one that the store's blocks were encoded behind."""
-        if system is not None and method.reuses_blocks and self.names.recipe.needs_prefix:
+        if system is not None and method.reuses_blocks and self.block_keys.recipe.needs_prefix:
             raise ConfigError(
                 "system= needs blocks of recipe isolated, and this store's were encoded behind its own system prompt; "
                 'open it with recipe="primer" or with this system prompt, or ask with method="full"'
@@ -218,7 +218,7 @@ class Prompts:
                 'joined side by side alone; choose method="full"',
                 "context",
             )
-        if method.reuses_blocks and self.names.recipe.needs_prefix:
+        if method.reuses_blocks and self.block_keys.recipe.needs_prefix:
             raise ConfigError(
                 'context="keep" needs blocks of recipe primer or isolated: those behind a prefix stay behind it; open '
                 'the store with recipe="primer"',
@@ -235,7 +235,7 @@ class Prompts:
         added = options.method.additions(self.lm)
         while True:
             earlier, new = earlier.knowing(hits)
-            prefix_ids = options.method.layout(self.lm, earlier.prompt_parts(), self.names.recipe).ids
+            prefix_ids = options.method.layout(self.lm, earlier.prompt_parts(), self.block_keys.recipe).ids
             chunks = [hit.chunk.num_tokens for hit in new]
             passages = sum(chunks) + added.num_tokens(chunks)
             total = len(prefix_ids) + passages + len(suffix_ids) + (options.sampling.max_tokens or ANSWER_TOKENS)
@@ -296,7 +296,7 @@ class Prompts:
             read = (*kept.earlier.prompt_parts(), *prompt.parts[1:])
         elif goes_on and method.reuses_blocks:
             read = prompt.parts
-        return PromptPlan.of(self.lm, method, read, self.names.recipe, evict=options.evict)
+        return PromptPlan.of(self.lm, method, read, self.block_keys.recipe, evict=options.evict)
 
     def ordered(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions

@@ -68,7 +68,9 @@ class Questions:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         layout, documents, kv = parts.store
-        self.finder = PassageFinder(documents, parts.card.tokenizer, layout.passages, kv.passages, parts.names.owner)
+        self.finder = PassageFinder(
+            documents, parts.card.tokenizer, layout.passages, kv.passages, parts.block_keys.owner
+        )
         self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # not yet, that is
 
     def of(self, parts: Components) -> Self:
@@ -155,7 +157,7 @@ class Questions:
             return self._read_kept(conversation, k, keywords, options, system, drops)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, keywords, options)
-        first = reader.prompts.names.recipe.needs_prefix
+        first = reader.prompts.block_keys.recipe.needs_prefix
 
         def write(passages: int) -> Written:
             written, dropped = reader.prompts.shortened(
@@ -247,7 +249,7 @@ class Questions:
         """Return the prompt around these passages and the stored ones that its text quotes: its ids are the same,
         whatever is found. Raises what `Prompts.prompt` raises."""
         ends, found, prompts = written.ends, hits, self._parts.reader.prompts
-        recipe = prompts.names.recipe
+        recipe = prompts.block_keys.recipe
         parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None  # of a block that is as read
         # Passages that may be left out, or change places, do so among those that came with the prompt alone.
         is_settled = not hits or options.order == "relevance"
@@ -265,7 +267,7 @@ class Questions:
     def _reuses_text(self, options: RequestOptions) -> bool:
         """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no
         token beside (link tokens, markers): what a prompt says never depends on what was found before."""
-        method, recipe = options.method, self._parts.reader.prompts.names.recipe
+        method, recipe = options.method, self._parts.reader.prompts.block_keys.recipe
         adds = method.additions(self._parts.card) != NO_ADDITIONS or self._parts.card.is_recurrent
         return method.reuses_blocks and method.keeps_context and not adds and not recipe.needs_prefix
 

@@ -129,11 +129,11 @@ class SharedPrefixes:
         """
         with self._changed:  # from the moment that there is room until it is taken nothing changes
             claim = self.admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
-            seat = self._join(key, keep, claim)
+            reference = self._join(key, keep, claim)
         try:
-            yield seat
+            yield reference
         finally:
-            self._leave(seat)
+            self._leave(reference)
 
     def forget(self) -> None:
         """Let no further question find what is known: a passage in it may be gone (law 10)."""
@@ -143,12 +143,12 @@ class SharedPrefixes:
                 if not context.users:
                     self._give_back(context)
 
-    def _leave(self, seat: SharedPrefixRef) -> None:
-        context, num_bytes = seat._context, seat.claim.num_bytes
+    def _leave(self, reference: SharedPrefixRef) -> None:
+        context, num_bytes = reference._context, reference.claim.num_bytes
         with self._changed:
-            self.admission.end(seat.claim)
+            self.admission.end(reference.claim)
             context.users -= 1
-            if seat.leaves_them:
+            if reference.leaves_them:
                 context.left_bytes += num_bytes
                 num_bytes = 0
             if not context.users:
@@ -195,5 +195,5 @@ class SharedPrefixes:
     def _give_back(self, context: _Context) -> None:
         if context.lent_bytes:
             context.placed = None  # its bytes go before another takes their place
-            self._tree.take_back(context.lent_bytes)
+            self._tree.return_lent(context.lent_bytes)
             context.lent_bytes = 0

@@ -69,13 +69,13 @@ class PendingDocument:
 class IngestRun:
     """One call of `Ingestor.ingest`, or of `copy`: what is there already, under the same version, is then left alone.
 
-    bench: for what is needed of single documents
+    worker: for what is needed of single documents
     work:  reads and computes, given the report to fill and what to tell of progress
     copied: another store's documents, in place of inputs, and what gives their passages ids of this model's tokenizer
     """
 
     to: StoreWriter
-    bench: Worker
+    worker: Worker
     work: Callable[[IngestReport, Say], Work]
     eager: bool
     progress: Progress | None
@@ -85,9 +85,9 @@ class IngestRun:
     copied: tuple[DocumentStore, PassthroughSplitter] | None = None
 
     def __post_init__(self) -> None:
-        self.chunker = self.bench.chunker
+        self.chunker = self.worker.chunker
         # What chunks are read behind is known when all documents are stored: `_encode_behind_neighbours`.
-        self._eager_then = self.eager and self.to.names.neighbourhood is not None
+        self._eager_then = self.eager and self.to.block_keys.neighbourhood is not None
         self.eager = self.eager and not self._eager_then
         self.report = IngestReport(dry_run=self.dry_run)
         self._work = self.work(self.report, self._say)
@@ -188,7 +188,7 @@ class IngestRun:
         """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
         try:
             LIMIT.get().check()
-            self.bench.check(document)
+            self.worker.check(document)
             if document.id in self._seen:
                 raise DuplicateDocumentError(
                     f"{document.where}: the id {document.id!r} was given before in this call; give every document its "
@@ -218,7 +218,7 @@ class IngestRun:
 
     def _cut(self, document: Document, record: Record) -> ChunkedDocument:
         """Raises IngestError, PromptError."""
-        cut = record.cut or self.bench.cut(document, self.report.seconds)
+        cut = record.cut or self.worker.cut(document, self.report.seconds)
         if isinstance(cut, Exception):
             raise cut
         return cut
@@ -265,7 +265,7 @@ class IngestRun:
         """None when its KV blocks are there too, or are not wanted now."""
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
-        keys = [self.to.names.key(chunk.token_ids) for chunk in stored]
+        keys = [self.to.block_keys.key(chunk.token_ids) for chunk in stored]
         there = self.to.kv.lookup(keys, "durable")
         if all(chunk.handle == key and key in there for chunk, key in zip(stored, keys, strict=True)):
             self._tell_unchanged(document.id)
@@ -285,12 +285,12 @@ class IngestRun:
             try:
                 rows = whole.encode([chunk.text for chunk in stored])
                 for ids in rows:
-                    self.to.names.check(ids, made.where)
+                    self.to.block_keys.check(ids, made.where)
             except PromptError as error:  # too long for this model
                 self._fail(made.where, error, "")
                 continue
             chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
-            names, keys = tuple(chunk.id for chunk in stored), [self.to.names.key(ids) for ids in rows]
+            names, keys = tuple(chunk.id for chunk in stored), [self.to.block_keys.key(ids) for ids in rows]
             file, replaces = document.file or "", made.id in there
             yield PendingDocument(made, file, document.content_hash, chunks, keys, replaces, ids=names)
 
@@ -311,12 +311,12 @@ class IngestRun:
     def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
         if wanted and self.to.kv.lacks_basis:
             with self.report.seconds.timed("encode_s"):
-                calibrate(self.to.documents, self.to.kv, self.to.names.encoder, list(wanted.values()))
+                calibrate(self.to.documents, self.to.kv, self.to.block_keys.encoder, list(wanted.values()))
 
     def _encode_behind_neighbours(self) -> None:
         """Discard KV that was read behind others than are nearest now. Where KV is computed at once, compute what is
         missing in the whole store."""
-        near = self.to.names.neighbourhood
+        near = self.to.block_keys.neighbourhood
         if near is None:
             return
         near.update()
@@ -324,11 +324,11 @@ class IngestRun:
         if self._eager_then:
             self._keep_beginning()
             for chunks in near.without_kv():
-                self._encode_chunks(self.to.names.with_neighbours(chunks))
+                self._encode_chunks(self.to.block_keys.with_neighbours(chunks))
 
     def _encode_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Compute and commit the KV of stored chunks, whose neighbours were looked up."""
-        keys = [self.to.names.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+        keys = [self.to.block_keys.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
         wanted = {key: chunk.token_ids for key, chunk in zip(keys, chunks, strict=True)}
         behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
         self._total["encode"] += sum(map(len, wanted.values()))
@@ -342,11 +342,11 @@ class IngestRun:
 
     def _keep_beginning(self) -> None:
         """Store the block of the prompts' beginning, once: an engine elsewhere loads it as it loads passages."""
-        key = self.to.names.first_key
+        key = self.to.block_keys.first_key
         if key is None:
             return
         if not self.to.kv.lookup([key], "durable"):
-            encoder = self.to.names.encoder
+            encoder = self.to.block_keys.encoder
             self.to.kv.put(key, encoder.lm.encode([encoder.first_ids])[0])
         self.to.documents.hold(key)
 

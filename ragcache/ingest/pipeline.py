@@ -86,12 +86,12 @@ class Ingestor(StoreWriter):
         """
         check_choice("kv", kv, KV_MODES)
         if kv == "eager":
-            _ = self.names.encoder
+            _ = self.block_keys.encoder
         if cluster is not None and kv == "eager" and self.kv.lacks_basis:
             raise BasisError(
                 "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
             )
-        if cluster is not None and self.names.neighbourhood is not None:
+        if cluster is not None and self.block_keys.neighbourhood is not None:
             raise ConfigError(
                 "this store's chunks are encoded behind their neighbours, which are known when all documents are "
                 "stored; ingest without a cluster"
@@ -99,11 +99,11 @@ class Ingestor(StoreWriter):
         with (
             nullcontext() if dry_run else self.layout.writer(timeout_s),
             limited(Limit(cancelled)),
-            closing(self._bench(chunker or self.chunker)) as bench,
-            nullcontext(partial(LocalWorkers, bench)) if cluster is None else cluster.work(bench) as work,
+            closing(self._worker(chunker or self.chunker)) as worker,
+            nullcontext(partial(LocalWorkers, worker)) if cluster is None else cluster.work(worker) as work,
         ):
             return IngestRun(
-                self, bench, work, kv == "eager", progress, replace=replace, sync=sync, dry_run=dry_run
+                self, worker, work, kv == "eager", progress, replace=replace, sync=sync, dry_run=dry_run
             ).run(inputs)
 
     def copy(
@@ -122,11 +122,11 @@ class Ingestor(StoreWriter):
         """
         check_choice("kv", kv, KV_MODES)
         if kv == "eager":
-            _ = self.names.encoder
-        whole = PassthroughSplitter(self.names.card.tokenizer, self.names.card.max_positions)
-        with self.layout.writer(timeout_s), closing(self._bench(whole)) as bench:
-            work = partial(LocalWorkers, bench)
-            return IngestRun(self, bench, work, kv == "eager", progress, copied=(source, whole)).run([])
+            _ = self.block_keys.encoder
+        whole = PassthroughSplitter(self.block_keys.card.tokenizer, self.block_keys.card.max_positions)
+        with self.layout.writer(timeout_s), closing(self._worker(whole)) as worker:
+            work = partial(LocalWorkers, worker)
+            return IngestRun(self, worker, work, kv == "eager", progress, copied=(source, whole)).run([])
 
-    def _bench(self, chunker: Chunker | PassthroughSplitter) -> Worker:
-        return Worker(self.reader, chunker, self.retriever.embedder, self.names, self.kv, self.config.batch_tokens)
+    def _worker(self, chunker: Chunker | PassthroughSplitter) -> Worker:
+        return Worker(self.reader, chunker, self.retriever.embedder, self.block_keys, self.kv, self.config.batch_tokens)

@@ -39,7 +39,7 @@ class StoreWriter:
     kv: KVStore
     retriever: Retriever
     chunker: Chunker
-    names: BlockKeys
+    block_keys: BlockKeys
     config: IngestConfig = field(default_factory=IngestConfig)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:

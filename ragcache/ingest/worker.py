@@ -95,8 +95,8 @@ class Work(Protocol):
 class Workers(Protocol):
     """Processes of other machines that do the work of ingestions; each ingestion reaches and leaves them."""
 
-    def work(self, bench: Worker) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
-        """Workers that have loaded what the bench consists of. Raises ClusterError, ConfigError, and what loading
+    def work(self, worker: Worker) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
+        """Workers that have loaded what the worker consists of. Raises ClusterError, ConfigError, and what loading
         raises."""
         ...
 
@@ -127,7 +127,7 @@ class Worker:
     reader: IsolatedReader
     chunker: Chunker | PassthroughSplitter
     embedder: Embedder
-    names: BlockKeys
+    block_keys: BlockKeys
     kv: KVStore
     batch_tokens: int | None
 
@@ -164,8 +164,8 @@ class Worker:
             chunks = self.chunker.split(document.text, document.places)
         self.reader.limits.check_chunks(len(chunks), document.where)
         for chunk in chunks:
-            self.names.check(chunk.token_ids, document.where)
-        return ChunkedDocument(chunks, [self.names.key(chunk.token_ids) for chunk in chunks])
+            self.block_keys.check(chunk.token_ids, document.where)
+        return ChunkedDocument(chunks, [self.block_keys.key(chunk.token_ids) for chunk in chunks])
 
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> list[Vectors]:
         """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
@@ -177,10 +177,10 @@ class Worker:
         behind = {key: job.neighbours.get(key, ()) for key in missing}
         read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
         writes: list[Future[None]] = []
-        for batch in plan_batches(read, self.batch_tokens or self.names.encoder.batch_tokens) if missing else ():
+        for batch in plan_batches(read, self.batch_tokens or self.block_keys.encoder.batch_tokens) if missing else ():
             keys = [missing[rank] for rank in batch]
             with report.seconds.timed("encode_s"):
-                blocks = self.names.encoder.encode([wanted[key] for key in keys], [behind[key] for key in keys])
+                blocks = self.block_keys.encoder.encode([wanted[key] for key in keys], [behind[key] for key in keys])
             _wait(writes)  # of the batch before: at most two batches are in memory
             writes = [
                 self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
@@ -214,16 +214,16 @@ class LocalWorkers:
 
     is_ahead = False
 
-    def __init__(self, bench: Worker, report: IngestReport, say: Say) -> None:
-        self._bench, self._report, self._say = bench, report, say
+    def __init__(self, worker: Worker, report: IngestReport, say: Say) -> None:
+        self._worker, self._report, self._say = worker, report, say
 
     def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:
         for source in sources:
-            yield map(Record, self._bench.read(source, self._report.seconds))
+            yield map(Record, self._worker.read(source, self._report.seconds))
 
     def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
         for what, job in jobs:
-            yield what, self._bench.compute(job, self._report, self._say)
+            yield what, self._worker.compute(job, self._report, self._say)
 
 
 def _wait(writes: Sequence[Future[None]]) -> None:

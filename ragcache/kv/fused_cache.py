@@ -102,7 +102,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         if self._pool.lane is not None:
             self._pool.lane.drop_done()
 
-    def hold(self) -> None:
+    def acquire_reference(self) -> None:
         """Keep the buffers until `release_reference`, whoever releases them: a pass is about to work on them."""
         self._is_held = True
 

@@ -226,7 +226,7 @@ class PrefixCache:
 
     def lend(self, num_bytes: int) -> bool:
         """Set aside so much of the budget for KV that stands elsewhere, evicting for it; False where that is too much.
-        What was lent comes back by `take_back`."""
+        What was lent comes back by `return_lent`."""
         if num_bytes > self.budget_bytes:
             return False
         with self._lock:
@@ -237,7 +237,7 @@ class PrefixCache:
             self._counts["lent"] += num_bytes
             return True
 
-    def take_back(self, num_bytes: int) -> None:
+    def return_lent(self, num_bytes: int) -> None:
         with self._lock:
             self._used_bytes -= num_bytes
             self._counts["lent"] -= num_bytes

@@ -91,7 +91,7 @@ class KVzipScorer:
 
 
 @torch.inference_mode()
-def measure_worth(
+def measure_scores(
     model: PreTrainedModel,
     rope: Rope,
     new_cache: Callable[[int, Place], FusedCache],
@@ -117,9 +117,9 @@ def measure_worth(
         block.copy_values(layer, values[0, :, start:])
 
     cache = new_cache(end + len(behind_ids), place)
-    worth, ids = KVzipScorer(start, block.num_tokens), torch.tensor(behind_ids, device=model.device)
+    scorer, ids = KVzipScorer(start, block.num_tokens), torch.tensor(behind_ids, device=model.device)
     positions = torch.arange(end, end + len(behind_ids), device=model.device)
-    with observing(worth):
+    with observing(scorer):
         for own, where in zip(torch.split(ids, ROWS), torch.split(positions, ROWS), strict=True):
             if wanted is not None and not wanted():
                 raise AbandonedSignal
@@ -127,10 +127,10 @@ def measure_worth(
             with during(CURRENT, FusedPass(cache, where, ordered=True)):
                 model.base_model(input_ids=own[None], position_ids=where[None], past_key_values=cache, use_cache=True)
     cache.release()
-    return [worth.by_layer[layer] for layer in range(block.num_layers)]
+    return [scorer.by_layer[layer] for layer in range(block.num_layers)]
 
 
-def evict_lowest(block: KVBlock, worth: Sequence[Tensor], recipe: Recipe) -> KVBlock:
+def evict_lowest(block: KVBlock, layer_scores: Sequence[Tensor], recipe: Recipe) -> KVBlock:
     """The block with what is worth most of it, as much as the recipe keeps; of equally good tokens the first stay.
 
     A layer's heads keep equally many. Its j-th place is worth what the heads' j-th best tokens are worth, on average,
@@ -139,16 +139,18 @@ def evict_lowest(block: KVBlock, worth: Sequence[Tensor], recipe: Recipe) -> KVB
     length = block.num_tokens
     first, last = len(recipe.front) + FIRST_TOKENS, length - len(recipe.back)
     orders, places = [], []
-    for own in worth:
+    for own in layer_scores:
         scores = own.clone()
         scores[:, :first] = scores[:, last:] = torch.inf
         best = scores.sort(dim=1, descending=True, stable=True)
         orders.append(best.indices)
         places.append(best.values.mean(0))
-    filled = torch.cat(places).sort(descending=True, stable=True).indices[: num_kept(recipe, length) * len(worth)]
-    counts = torch.bincount(filled // max(length, 1), minlength=len(worth)).tolist()
+    filled = (
+        torch.cat(places).sort(descending=True, stable=True).indices[: num_kept(recipe, length) * len(layer_scores)]
+    )
+    counts = torch.bincount(filled // max(length, 1), minlength=len(layer_scores)).tolist()
     masks = [
         torch.zeros_like(own, dtype=torch.bool).scatter_(1, order[:, :count], True)
-        for own, order, count in zip(worth, orders, counts, strict=True)
+        for own, order, count in zip(layer_scores, orders, counts, strict=True)
     ]
     return keep(block, masks)

@@ -24,7 +24,7 @@ from ragcache.models.batch import ForwardRequest, run_pieces
 from ragcache.models.batches import plan_batches
 from ragcache.models.card import ModelCard
 from ragcache.models.encode import encode_batch
-from ragcache.models.kvzip import check_replay, evict_lowest, measure_worth, num_kept, replay_ids
+from ragcache.models.kvzip import check_replay, evict_lowest, measure_scores, num_kept, replay_ids
 from ragcache.models.layerwise import BeforeLayer, walking
 from ragcache.models.machine import translate_device_errors
 from ragcache.models.scheduler import Scheduler
@@ -147,10 +147,10 @@ class LanguageModel(ModelCard):
                 self.model, self.rope, self.shape, members, layers, skips, wanted, recipe.anchors, states
             )
             for rank, block in zip(batch, done, strict=True):
-                blocks[rank] = self._what_stays(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
+                blocks[rank] = self._apply_recipe(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
         return [block for block in blocks if block is not None]
 
-    def _what_stays(
+    def _apply_recipe(
         self,
         block: KVBlock,
         chunk: Sequence[int],
@@ -163,8 +163,8 @@ class LanguageModel(ModelCard):
             return block
         if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
             behind = replay_ids(self, recipe, chunk)
-            worth = measure_worth(self.model, self.rope, self.new_cache, block, behind, prefix, wanted)
-            return evict_lowest(block, worth, recipe)
+            layer_scores = measure_scores(self.model, self.rope, self.new_cache, block, behind, prefix, wanted)
+            return evict_lowest(block, layer_scores, recipe)
         stays = torch.ones(block.num_tokens, dtype=torch.bool)
         if recipe.anchors is not None:
             stays = torch.tensor([not gives_way(number) for number in recipe.anchors.numbers(block.num_tokens)])

@@ -257,7 +257,7 @@ class Scheduler:
             self._running = [request for request, _ in shares]
             self._waiting = [request for request in self._waiting if request not in self._running]
             for request in self._running:
-                request.run.cache.hold()
+                request.run.cache.acquire_reference()
             # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
             shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]

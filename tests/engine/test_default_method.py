@@ -85,9 +85,9 @@ def test_a_new_store_of_an_untrained_model_encodes_passages_in_company(open_kb, 
     with open_kb(tmp_path / "new", model=lm, method="reposition") as kb:  # as it was made
         assert kb.info().neighbours == 2
         (hit,) = kb.retrieve("Where does Rex bark?", 1)
-        near = kb._parts.names.with_neighbours([hit.chunk])[0].neighbours
+        near = kb._parts.block_keys.with_neighbours([hit.chunk])[0].neighbours
         recipe = rc.Recipe("primer", primer=PRIMERS["64"], neighbours=2)
-        (own,) = lm.encode([hit.chunk.token_ids], recipe, kb._parts.names.prefix_ids, neighbours=[near])
+        (own,) = lm.encode([hit.chunk.token_ids], recipe, kb._parts.block_keys.prefix_ids, neighbours=[near])
         assert {tuple(one) for one in near} <= {tuple(one.token_ids) for one in chunks} - {tuple(hit.chunk.token_ids)}
         assert len(near) == 2
         stored = kb.store.kv.get(hit.chunk.handle)

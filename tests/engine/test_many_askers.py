@@ -470,18 +470,18 @@ def test_one_places_and_the_others_wait(lm):
     context, begun, go = placed(lm, 8), threading.Event(), threading.Event()
 
     def place():
-        with contexts.admit("key", NEED, NO_LIMIT) as seat:
-            with seat.placing(NO_LIMIT) as tell:
+        with contexts.admit("key", NEED, NO_LIMIT) as reference:
+            with reference.placing(NO_LIMIT) as tell:
                 begun.set()
                 assert go.wait(WAIT_S)
                 tell(context)
             until(lambda: found)
-        return seat.claim.num_bytes
+        return reference.claim.num_bytes
 
     def want():
-        with contexts.admit("key", NEED, NO_LIMIT) as seat, seat.placing(NO_LIMIT) as tell:
-            found.append((tell, seat.placed))
-        return seat.claim.num_bytes
+        with contexts.admit("key", NEED, NO_LIMIT) as reference, reference.placing(NO_LIMIT) as tell:
+            found.append((tell, reference.placed))
+        return reference.claim.num_bytes
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(place)
@@ -492,7 +492,7 @@ def test_one_places_and_the_others_wait(lm):
         cancelled.set()
         with pytest.raises(CancelledError), contexts.admit("key", NEED, Limit(cancelled)):
             pass
-        with contexts.admit("other", NEED, NO_LIMIT) as seat, seat.placing(NO_LIMIT):
+        with contexts.admit("other", NEED, NO_LIMIT) as reference, reference.placing(NO_LIMIT):
             assert not found
         go.set()
         assert (first.result(WAIT_S), second.result(WAIT_S)) == (100, 10)
@@ -522,8 +522,8 @@ def test_memory_stays_reserved_while_anybody_reads_the_context(lm):
             with first.placing(NO_LIMIT) as tell:
                 tell(placed(lm, 8))
             for count in range(1, 8):
-                seat = later.enter_context(contexts.admit("key", NEED, NO_LIMIT))
-                assert seat.placed is first.placed
+                reference = later.enter_context(contexts.admit("key", NEED, NO_LIMIT))
+                assert reference.placed is first.placed
                 assert admission.reserved_bytes == 100 + 10 * count
         assert admission.reserved_bytes == 170
     assert admission.reserved_bytes == 0
@@ -534,8 +534,8 @@ def test_a_context_that_is_over_blocks_nobody_who_waits_for_memory(lm):
     contexts, admission, _ = contexts_within(lm, answer_bytes=100)
 
     def second():
-        with contexts.admit("key", NEED, Limit.of(None, WAIT_S, time.perf_counter())) as seat:
-            return seat.claim.num_bytes
+        with contexts.admit("key", NEED, Limit.of(None, WAIT_S, time.perf_counter())) as reference:
+            return reference.claim.num_bytes
 
     with ThreadPoolExecutor(1) as pool:
         with contexts.admit("key", NEED, NO_LIMIT):
@@ -547,7 +547,7 @@ def test_a_context_that_is_over_blocks_nobody_who_waits_for_memory(lm):
 
 def leave(contexts, lm, key, num_tokens):
     """One question over a context, from beginning to end; whether it was known."""
-    with contexts.admit(key, NEED, NO_LIMIT, keep=True) as seat, seat.placing(NO_LIMIT) as tell:
+    with contexts.admit(key, NEED, NO_LIMIT, keep=True) as reference, reference.placing(NO_LIMIT) as tell:
         if tell is not None:
             tell(placed(lm, num_tokens))
     return tell is None
@@ -577,11 +577,11 @@ def test_one_context_may_take_more_than_half_and_no_more_than_all(lm, num_tokens
 def test_what_is_read_is_not_given_up_for_another(lm):
     contexts, _, tree = contexts_within(lm, budget_tokens=100)
     leave(contexts, lm, "read", 80)
-    with contexts.admit("read", NEED, NO_LIMIT) as seat:
+    with contexts.admit("read", NEED, NO_LIMIT) as reference:
         leave(contexts, lm, "other", 80)
-        assert tree.stats().lent_bytes == seat.placed.num_bytes
+        assert tree.stats().lent_bytes == reference.placed.num_bytes
         contexts.forget()
-        assert tree.stats().lent_bytes == seat.placed.num_bytes, "it is there as long as it is read"
+        assert tree.stats().lent_bytes == reference.placed.num_bytes, "it is there as long as it is read"
     assert tree.stats().lent_bytes == 0
 
 

@@ -364,7 +364,7 @@ def test_what_the_disk_gives_back_is_what_the_first_answer_read(open_kb, codec):
     store = rc.StoreConfig(codec=codec)
     with open_kb(store=store) as kb:
         given(kb)
-        (key,) = kb._parts.names.keys([hit.chunk for hit in given(kb).hits][:1])
+        (key,) = kb._parts.block_keys.keys([hit.chunk for hit in given(kb).hits][:1])
         held = kb.store.kv.get(key).block
     with open_kb(store=store) as kb:
         assert served_from(kb.store.kv, key, held) == "disk"
@@ -394,7 +394,7 @@ def test_the_budget_holds_and_evicted_passages_are_text(open_kb):
         assert kb.store.kv.foreign.stats().bytes_by_tier["disk"] < blocks
         kb.store.kv.refresh()
         assert len(as_text(kb, TEXT + " " + TEXTS["cats"] * 3).hits) <= 1
-        numbers = [number for number, _ in kb.store.kv.passages.passages(kb._parts.names.owner)]
+        numbers = [number for number, _ in kb.store.kv.passages.passages(kb._parts.block_keys.owner)]
         assert len(numbers) == 1
 
 
@@ -413,7 +413,7 @@ def test_a_damaged_list_is_made_anew(open_kb, caplog, way):
             assert kvs(kb) == ["disk", "disk"]
             return
         for hit in given(kb).hits:
-            kb.store.kv.delete(kb._parts.names.key(hit.chunk.token_ids))
+            kb.store.kv.delete(kb._parts.block_keys.key(hit.chunk.token_ids))
         kb.complete([*map(rc.Passage, MINE[::-1]), "Where?"], sampling=ONE)  # in the same order they are shared
         assert len(as_text(kb).hits) == 2
 
@@ -429,5 +429,5 @@ def test_a_deleted_document_leaves_no_bytes(open_kb):
         assert len(list(foreign.keys())) == 2
         kb.ingest([rc.Document("ferry", MINE[1])], split=False)
         kb.delete("ferry")
-        assert len(list(foreign.keys())) == len(kb.store.kv.passages.passages(kb._parts.names.owner)) == 1
+        assert len(list(foreign.keys())) == len(kb.store.kv.passages.passages(kb._parts.block_keys.owner)) == 1
         assert [hit.chunk.text for hit in as_text(kb, TEXT + " " + MINE[0]).hits] != []

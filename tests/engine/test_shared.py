@@ -198,7 +198,7 @@ CALLS = {
 # These wait for nothing.
 OTHERS = {
     "open", "close", "rates", "count_tokens", "estimate_kv", "load_counts", "prefix_stats", "full_prefill_estimate_s",
-    "seen_through",
+    "filtered_view",
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def brute_force(kb, count=2):
 
 
 def keys_by_id(kb, **options):
-    recipe, near = kb._parts.names.recipe, brute_force(kb, **options)
+    recipe, near = kb._parts.block_keys.recipe, brute_force(kb, **options)
     return {c.id: kb.lm.block_key(c.token_ids, recipe, neighbours=near[c.id]) for c in chunks_of(kb)}
 
 
@@ -219,7 +219,7 @@ def test_neighbours_that_do_not_fit_the_model_are_left_out_farthest_first(open_k
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=100))
     kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=rc.StoreConfig(neighbours=2))
     kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
-    near, recipe, left_out = brute_force(kb), kb._parts.names.recipe, 0
+    near, recipe, left_out = brute_force(kb), kb._parts.block_keys.recipe, 0
     for chunk in chunks_of(kb):
         both = near[chunk.id]
         fitting = both if chunk.num_tokens + sum(map(len, both)) <= 100 else both[:1]
@@ -234,7 +234,7 @@ def test_a_lone_chunk_and_a_passage_from_outside_are_read_alone(open_near, oracl
     kb.ingest(rc.Document("cats", TEXTS["cats"]))
     assert_true(kb, oracle)
     (source,) = kb.ask(QUESTION, hits=[rc.Passage("Nobody stored this.\n")], sampling=SHORT).hits
-    assert source.handle == kb.lm.block_key(source.chunk.token_ids, kb._parts.names.recipe)
+    assert source.handle == kb.lm.block_key(source.chunk.token_ids, kb._parts.block_keys.recipe)
     kb.ingest(rc.Document("dogs", TEXTS["dogs"]))
     assert_true(kb, oracle)
 
@@ -288,8 +288,8 @@ def test_what_failed_midway_is_finished_by_the_next_run(open_near, monkeypatch, 
 
 
 def test_the_store_knows_how_many(near, open_kb, open_near):
-    assert open_kb()._parts.names.recipe.neighbours == 2
-    assert open_kb(recipe=rc.Recipe(neighbours=2))._parts.names.recipe.neighbours == 2
+    assert open_kb()._parts.block_keys.recipe.neighbours == 2
+    assert open_kb(recipe=rc.Recipe(neighbours=2))._parts.block_keys.recipe.neighbours == 2
     for other in (0, 3):
         with pytest.raises(StoreMismatchError, match=rf"made with neighbours=2, .* not neighbours={other}"):
             open_near(other)
@@ -403,7 +403,7 @@ def test_more_neighbours_than_there_are_chunks_are_all_of_them(open_behind):
     kb = open_behind(10**9)
     kb.ingest([document("first", LINES[:2]), document("second", LINES[2:4])])
     for one in kb.documents():
-        near = kb._parts.names.with_neighbours(kb.chunks_of(one.id))
+        near = kb._parts.block_keys.with_neighbours(kb.chunks_of(one.id))
         assert [len(chunk.neighbours) for chunk in near] == [*range(len(near))]
 
 
@@ -412,7 +412,7 @@ def test_what_does_not_fit_is_left_out_farthest_first(open_kb, tmp_path):
     store = rc.StoreConfig(neighbours=3, neighbours_from="document")
     kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=store, chunker=CUT)
     kb.ingest(FIRST)
-    chunks, recipe, left_out = kb.chunks_of("first"), kb._parts.names.recipe, 0
+    chunks, recipe, left_out = kb.chunks_of("first"), kb._parts.block_keys.recipe, 0
     for rank, chunk in enumerate(chunks):
         before = [other.token_ids for other in chunks[max(0, rank - 3) : rank]]
         while sum(map(len, before)) + chunk.num_tokens > 40:
@@ -430,12 +430,12 @@ def test_a_question_over_first_chunks_writes_nothing(open_behind):
 
 
 def test_the_store_knows_where_its_neighbours_are_from(behind, open_kb, open_behind):
-    assert type(open_kb()._parts.names.neighbourhood).__name__ == "Preceding"
+    assert type(open_kb()._parts.block_keys.neighbourhood).__name__ == "Preceding"
     with pytest.raises(StoreMismatchError, match="neighbours=2, neighbours_from='document', not neighbours=1"):
         open_behind(1)
     with pytest.raises(StoreMismatchError, match="'document', not neighbours=2, neighbours_from='similarity'"):
         open_kb(store=rc.StoreConfig(neighbours=2, neighbours_from="similarity"))
-    assert open_kb(store=rc.StoreConfig(neighbours=2))._parts.names.recipe.neighbours == 2
+    assert open_kb(store=rc.StoreConfig(neighbours=2))._parts.block_keys.recipe.neighbours == 2
 
 
 def test_a_source_without_neighbours_and_an_unknown_one_are_refused(open_kb):

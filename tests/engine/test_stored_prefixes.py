@@ -299,14 +299,14 @@ def no_room(*_):
 def test_an_answer_does_not_wait_for_the_disk(open_kb, monkeypatch):
     """The next question is answered while the KV of the one before is being written."""
     with open_kb() as kb:
-        release_reference = stored_prefixes.threading.Event()
+        release = stored_prefixes.threading.Event()
         put = kb.store.kv.foreign.put
-        monkeypatch.setattr(kb.store.kv.foreign, "put", lambda *given: (release_reference.wait(60), put(*given))[1])
+        monkeypatch.setattr(kb.store.kv.foreign, "put", lambda *given: (release.wait(60), put(*given))[1])
         first = kb.chat(TALK, sampling=SHORT)
         assert not files(kb)
         assert kb.chat(TALK, sampling=SHORT).text == first.text
         assert not files(kb)
-        release_reference.set()
+        release.set()
     assert files(kb)
 
 

@@ -285,7 +285,7 @@ def test_similar_passages_are_found_among_windows(lm, tmp_path):
     with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords(), store=config) as kb:
         kb.ingest([rc.Document(id, text) for id, text in texts.items()], split=False)
         hits = {hit.chunk.id: hit.chunk for hit in kb.retrieve(END, 4)}
-        near = kb._parts.names.neighbourhood.of([hits[id] for id in "abcd"])
+        near = kb._parts.block_keys.neighbourhood.of([hits[id] for id in "abcd"])
         assert [[chunk.id for chunk in some] for some in near] == [["d"], ["a"], ["d"], ["a"]]
 
 

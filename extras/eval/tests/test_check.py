@@ -182,7 +182,7 @@ def test_a_store_is_judged_as_its_passages_are_read(extra, runner, tmp_path, tin
     with rc.RagCache.open(tmp_path / "kb", store=config, **options) as kb:
         kb.ingest(rc.Document("cat", "\n\n".join(PARTS) + "\n"))
         chunks = kb.chunks_of("cat")
-        names, near = kb._parts.names, kb._parts.names.with_neighbours(chunks)
+        names, near = kb._parts.block_keys, kb._parts.block_keys.with_neighbours(chunks)
     assert [chunk.text.strip() for chunk in chunks] == PARTS
     with opened(tmp_path / "kb") as found:
         assert neighbours_of(found) == (count, chosen_from)

@@ -23,13 +23,13 @@ OTHERS: Filter = {STORE_FIELD: {"$exists": False}}
 
 def without_files(kb: RagCache) -> RagCache:
     """The knowledge base without the files in vector stores."""
-    return kb.seen_through(OtherDocuments(kb.store.documents.database))
+    return kb.filtered_view(OtherDocuments(kb.store.documents.database))
 
 
 def only_files_in(kb: RagCache, stores: Sequence[str]) -> RagCache:
     """The knowledge base with nothing but the files in these vector stores."""
     inside = {STORE_FIELD: {"$in": list(stores)}}
-    return kb.seen_through(SomeDocuments(kb.store.documents.database, inside))
+    return kb.filtered_view(SomeDocuments(kb.store.documents.database, inside))
 
 
 @dataclass(eq=False, repr=False)

@@ -99,7 +99,7 @@ class Actor:
     def __init__(self, setup: bytes) -> None:
         """setup: a pickled Setup"""
         self._setup = setup
-        self._bench: Worker | None = None
+        self._worker: Worker | None = None
         self._building = threading.Lock()
         self._batch = -1
         self._records: Iterator[tuple[int, Record]] = iter(())
@@ -137,22 +137,22 @@ class Actor:
 
     def _ready(self) -> Worker:
         with self._building:
-            if self._bench is None:
+            if self._worker is None:
                 setup: Setup = pickle.loads(self._setup)
-                self._bench = setup.build()
-            return self._bench
+                self._worker = setup.build()
+            return self._worker
 
-    def _read(self, bench: Worker, items: Sequence[Item]) -> Iterator[tuple[int, Record]]:
+    def _read(self, worker: Worker, items: Sequence[Item]) -> Iterator[tuple[int, Record]]:
         for rank, (source, known) in enumerate(items):
-            for found in () if source is None else bench.read(source, self._seconds):
-                cut = None if isinstance(found, ReaderError) else self._cut(bench, found, known)
+            for found in () if source is None else worker.read(source, self._seconds):
+                cut = None if isinstance(found, ReaderError) else self._cut(worker, found, known)
                 yield rank, Record(found, cut)
 
-    def _cut(self, bench: Worker, document: Document, known: frozenset[str]) -> CutResult:
+    def _cut(self, worker: Worker, document: Document, known: frozenset[str]) -> CutResult:
         try:
-            bench.check(document)
-            if document.content_hash(bench.chunker.settings) in known:
+            worker.check(document)
+            if document.content_hash(worker.chunker.settings) in known:
                 return None
-            return bench.cut(document, self._seconds)
+            return worker.cut(document, self._seconds)
         except (IngestError, PromptError) as error:
             return error

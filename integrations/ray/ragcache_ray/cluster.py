@@ -86,22 +86,22 @@ class Cluster:
         self._open_kv = open_kv
 
     @contextmanager
-    def work(self, bench: Worker) -> Iterator[Callable[[IngestReport, Say], Work]]:
-        """Actors that have loaded what the bench consists of. Raises ClusterError, ConfigError, and what loading
+    def work(self, worker: Worker) -> Iterator[Callable[[IngestReport, Say], Work]]:
+        """Actors that have loaded what the worker consists of. Raises ClusterError, ConfigError, and what loading
         raises."""
         ray = _import_ray()
-        setup = _pickled(ray, self._setup(bench))
+        setup = _pickled(ray, self._setup(worker))
         with _connected(ray, self.config.address):
             actors: list[Any] = []
             try:
-                self._start(ray, setup, bench.names.encoder.lm.device.type != "cpu", actors)
-                yield partial(_WorkThere, ray, actors, bench)
+                self._start(ray, setup, worker.block_keys.encoder.lm.device.type != "cpu", actors)
+                yield partial(_WorkThere, ray, actors, worker)
             finally:
                 for actor in actors:
                     ray.kill(actor)
 
-    def _setup(self, bench: Worker) -> Setup:
-        lm, encoder = bench.names.encoder.lm, bench.names.encoder
+    def _setup(self, worker: Worker) -> Setup:
+        lm, encoder = worker.block_keys.encoder.lm, worker.block_keys.encoder
         return Setup(
             folder=str(Path.cwd()),
             model=lm.name,
@@ -111,11 +111,11 @@ class Cluster:
             recipe=encoder.recipe,
             prefix_ids=encoder.prefix_ids,
             tenant=encoder.tenant,
-            embedder=bench.embedder,
-            chunker=bench.chunker,
+            embedder=worker.embedder,
+            chunker=worker.chunker,
             open_kv=self._open_kv,
-            limits=bench.reader.limits,
-            batch_tokens=bench.batch_tokens,
+            limits=worker.reader.limits,
+            batch_tokens=worker.batch_tokens,
         )
 
     def _start(self, ray: ModuleType, setup: bytes, on_gpu: bool, actors: list[Any]) -> None:
@@ -154,8 +154,8 @@ class _WorkThere:
     """Work of actors. A window's blocks that another one is being computed for are left to that: each is encoded
     once, and it is stored before the later window is committed."""
 
-    def __init__(self, ray: ModuleType, actors: Sequence[Any], bench: Worker, report: IngestReport, say: Say) -> None:
-        self._ray, self._actors, self._bench, self._report, self._say = ray, actors, bench, report, say
+    def __init__(self, ray: ModuleType, actors: Sequence[Any], worker: Worker, report: IngestReport, say: Say) -> None:
+        self._ray, self._actors, self._worker, self._report, self._say = ray, actors, worker, report, say
         self._begun: deque[_Begun] = deque()
 
     @property
@@ -186,10 +186,10 @@ class _WorkThere:
         if not isinstance(source, Document):
             return Item(source, known)
         try:
-            self._bench.check(source)
+            self._worker.check(source)
         except IngestError:  # said by the run
             return Item(None, known)
-        if source.content_hash(self._bench.chunker.settings) in known:
+        if source.content_hash(self._worker.chunker.settings) in known:
             return Item(None, known)
         return Item(Document(source.id, source.text, source=source.source, places=source.places), frozenset())
 
@@ -233,7 +233,7 @@ class _WorkThere:
     def _finish(self) -> tuple[Any, list[Vectors]]:
         computed: Computed = _get(self._ray, self._begun[0].computed)
         what, job, _ = self._begun.popleft()
-        kv = self._bench.kv
+        kv = self._worker.kv
         absent = next((key for key in islice(job.wanted, 1) if not kv.lookup([key], "durable")), None)
         if absent is not None and not kv.gives_up:
             raise ClusterError(

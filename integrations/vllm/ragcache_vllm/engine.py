@@ -85,9 +85,9 @@ class VllmEngine:
                 f"thinking_budget is kept where the tokens are chosen, which is {self._engine.url}; leave it out",
                 "thinking_budget",
             )
-        if options.method.reuses_blocks and not self.prompts.names.recipe.is_dense:
+        if options.method.reuses_blocks and not self.prompts.block_keys.recipe.is_dense:
             raise ConfigError(
-                f"this store's blocks are of recipe {self.prompts.names.recipe}: they leave out tokens, and "
+                f"this store's blocks are of recipe {self.prompts.block_keys.recipe}: they leave out tokens, and "
                 f"{self._engine.url} reads passages whole; leave out the engine, or make a store with all KV"
             )
         self._reruns(options, Layout(()))
@@ -133,7 +133,7 @@ class VllmEngine:
         """Raises ConfigError for a layout that no blocks can be placed by."""
         hits = [*(request.kept.earlier.hits if request.kept else ()), *request.hits]
         layout = request.plan.layout
-        handles = [self.prompts.names.key(hit.chunk.token_ids) for hit in hits]
+        handles = [self.prompts.block_keys.key(hit.chunk.token_ids) for hit in hits]
         if not layout.separate or not handles:
             return CompletionRequest(layout.ids, None, _sources(request, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(request.options, layout)
@@ -159,7 +159,7 @@ class VllmEngine:
         return reruns
 
     def _layout(self, request: Request, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
-        names, first = self.prompts.names, self.prompts.names.first_ids
+        names, first = self.prompts.block_keys, self.prompts.block_keys.first_ids
         blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
         seen = len(request.options.method.prefix_ids(self.card, request.prompt)) if names.recipe.sees_prefix else 0
         if names.recipe.primer_ids and tuple(layout.ids[:seen]) != tuple(first):
@@ -173,7 +173,7 @@ class VllmEngine:
 
     def _has_beginning(self, layout: Layout) -> bool:
         """Whether the prompt begins as the store's own do, with a text that is stored as a block."""
-        first, key = self.prompts.names.first_ids, self.prompts.names.first_key
+        first, key = self.prompts.block_keys.first_ids, self.prompts.block_keys.first_key
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and key in self._kv
 
@@ -194,8 +194,8 @@ class VllmEngine:
             body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
         if completion.layout is not None:
             body["kv_transfer_params"] = completion.layout.to_params()
-        if self.prompts.names.tenant:  # vLLM's own prefix cache is one for all tenants
-            body["cache_salt"] = digest({"tenant": self.prompts.names.tenant})
+        if self.prompts.block_keys.tenant:  # vLLM's own prefix cache is one for all tenants
+            body["cache_salt"] = digest({"tenant": self.prompts.block_keys.tenant})
         return body
 
     def _steps(
