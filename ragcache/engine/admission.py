@@ -1,4 +1,4 @@
-"""How many answers at once: each reserves the memory of its KV before it is read."""
+"""Limits concurrent answers: each reserves the memory of its KV before its prompt is read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ UNKNOWN_BYTES = 1 << 62  # where the system does not say how much it has
 
 
 class Size(NamedTuple):
-    """What a question's KV takes.
+    """The memory that a question's KV takes.
 
-    num_bytes:  for its prompt, and for its answer or the beginning of that
-    more_bytes: that a long answer may ask for later, at most
+    num_bytes:  for its prompt, and for its answer or the answer's beginning
+    more_bytes: the most that a long answer may request later
     """
 
     num_tokens: int
@@ -38,8 +38,8 @@ class Claim:
     """One answer's memory.
 
     num_bytes:   taken at first
-    more_bytes:  that it may still ask for
-    grown_bytes: that it has asked for since; surely free when it ends
+    more_bytes:  the most that it may still request
+    grown_bytes: requested since; certainly free when the answer ends
     """
 
     num_bytes: int
@@ -51,12 +51,12 @@ class Claim:
 class Admission:
     """Bytes of KV that all answers in progress may hold together. First come, first served; thread-safe.
 
-    A large request is never starved: whatever comes later waits behind it. An answer whose length nobody limits takes
-    memory as it grows, before whatever waits to begin. All of them can always end, one after the other if need be (the
-    banker's algorithm, Dijkstra 1965): whatever would leave them without that waits.
+    A large request is never starved, because later requests wait until it is admitted. An answer without a length limit
+    takes memory as it grows, with priority over requests that wait to begin. All answers can always end, one after
+    another if necessary (the banker's algorithm, Dijkstra 1965): a request that would break this waits.
 
     budget_bytes: never exceeded
-    changed:      the lock of all its state, and of what decides about sizes
+    changed:      the lock of all its state, and of decisions about sizes
     """
 
     budget_bytes: int
@@ -74,9 +74,9 @@ class Admission:
     def reserve(self, size: Callable[[], Size], limit: Limit) -> Claim:
         """Wait until there is room, and take it until `end` and `release`.
 
-        size: what is needed, asked whenever there may be room: it may change while others come and go
+        size: returns the need; called again whenever there may be room, as the need may change while others come and go
 
-        Raises AnswerTooLargeError when it can never fit, and what `limit` raises while it does not fit yet.
+        Raises AnswerTooLargeError if it can never fit, and the errors of `limit` while it waits.
         """
         ticket = object()
         with self.changed:
@@ -100,7 +100,8 @@ class Admission:
         return self._can_end(size.num_bytes, [*self._claims, Claim(size.num_bytes, size.more_bytes)])
 
     def grow(self, claim: Claim, num_bytes: int, limit: Limit) -> None:
-        """Wait for more memory, as much of it as the claim states at most. Raises what `limit` raises meanwhile."""
+        """Wait for `num_bytes` more memory, at most what the claim announced. Raises the errors of `limit` while it
+        waits."""
         grown = Claim(0, claim.more_bytes - num_bytes, claim.grown_bytes + num_bytes)
         with self.changed:
             self._growing += 1
@@ -115,8 +116,10 @@ class Admission:
                 self.changed.notify_all()
 
     def _can_end(self, num_bytes: int, claims: Sequence[Claim]) -> bool:
-        """Whether there is room for so many bytes, and then for every claim, one after the other. What an answer took
-        at first may stay behind with a context that others read."""
+        """Return whether there is room for `num_bytes`, and then for every claim, one after another.
+
+        The memory that an answer took at first is not counted as freed: it may stay in a context that others read.
+        """
         free = self.budget_bytes - self.reserved_bytes - num_bytes
         if free < 0:
             return False
@@ -127,7 +130,7 @@ class Admission:
         return True
 
     def end(self, claim: Claim) -> None:
-        """Give back what an answer asked for; what it took at first is the caller's to `release`."""
+        """Return the memory that an answer requested as it grew; the caller calls `release` for its first memory."""
         with self.changed:
             self._claims.discard(claim)
             self.release(claim.grown_bytes)
@@ -147,7 +150,7 @@ class Admission:
 
 
 def default_budget(lm: LanguageModel) -> int:
-    """Half of the memory of the model's device."""
+    """Return half of the memory of the model's device."""
     if lm.device.type == "cuda":
         return int(torch.cuda.mem_get_info(lm.device)[1]) // DEFAULT_SHARE
     found = machine_bytes()
@@ -155,13 +158,13 @@ def default_budget(lm: LanguageModel) -> int:
 
 
 def tokens_within(lm: LanguageModel, num_bytes: int) -> int:
-    """Tokens whose cache surely takes no more."""
+    """Return a number of tokens whose cache certainly fits into `num_bytes`."""
     states = 2 * lm.shape.state_bytes
     return max(0, (num_bytes - states) // (kv_bytes(lm, 1) - states) * capacity_for(1) - LARGEST_STEP)
 
 
 def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
-    """Bytes of a cache with room for `num_tokens` tokens."""
+    """Return the bytes of a cache with room for `num_tokens` tokens."""
     position_bytes = lm.shape.num_layers * torch.int64.itemsize
     states = 2 * lm.shape.state_bytes  # behind what was placed, and behind everything
     return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes) + states

@@ -1,4 +1,4 @@
-"""Asking from an event loop: the work runs in threads, and the loop is never blocked."""
+"""Calls from an event loop: the work runs in threads and never blocks the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END = object()
 
 
 class Threads:
-    """A pool of its own: streams last for seconds, and would starve whatever else uses the loop's default one."""
+    """A separate thread pool: streams last for seconds and would starve other users of the loop's default pool."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ragcache-async")
@@ -29,8 +29,11 @@ class Threads:
         self._home = Home("this store was opened", "open it")
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The function's result, run with the caller's context variables. An Event `cancelled` among the options is set
-        when the caller's task is cancelled. Raises StoreClosedError, ForkedError."""
+        """Run the function in a thread with the caller's context variables, and return its result.
+
+        If the options have an Event `cancelled`, it is set when the caller's task is cancelled. Raises
+        StoreClosedError, ForkedError.
+        """
         self._check_open()
         run = partial(contextvars.copy_context().run, function, *args, **options)
         try:
@@ -43,7 +46,7 @@ class Threads:
     async def iterate(
         self, function: Callable[..., Iterator[T]], *args: Any, cancelled: threading.Event, **options: Any
     ) -> AsyncIterator[T]:
-        """Items of the iterator that the function returns; `cancelled` is set when the caller stops early."""
+        """Yield the items of the iterator that the function returns; `cancelled` is set when the caller stops early."""
         self._check_open()
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[tuple[object, BaseException | None]] = asyncio.Queue()
@@ -88,17 +91,17 @@ class Threads:
 
 
 def threaded(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """The method for an event loop: it runs in the object's `Threads`."""
+    """Return an awaitable version of a method, which runs in the object's `Threads`."""
     return _twin(call, Threads.call)
 
 
 def cancellable(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """`threaded` for a method that takes `cancelled`: cancelling the task stops the work."""
+    """Do as `threaded` for a method that takes `cancelled`: cancelling the task stops the work."""
     return _twin(call, Threads.call, cancels=True)
 
 
 def streamed(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncIterator[T]]:
-    """`cancellable` for a method that returns an iterator: closing the other one stops the work."""
+    """Do as `cancellable` for a method that returns an iterator: closing the async iterator stops the work."""
     return _twin(call, Threads.iterate, cancels=True)
 
 

@@ -14,9 +14,9 @@ class Source:
     """A passage that an answer was read from.
 
     score:  inner product with the question
-    handle: names the chunk's KV block
-    kv:     where its KV came from: "memory", "disk", "remote", "computed" now, "unused" (full prefill reads the text),
-            or "exact" (full prefill had read it at this place before)
+    handle: key of the chunk's KV block
+    kv:     origin of its KV: "memory", "disk", "remote", "computed" now, "unused" (full prefill reads the text), or
+            "exact" (full prefill had read it at this position before)
     """
 
     chunk: Chunk
@@ -36,7 +36,7 @@ class Timings:
     place_s:    rotating and copying blocks into place
     prefill_s:  the forward pass of the suffix (or of everything, under `full`)
     ttft_s:     from the question to the first token of the answer
-    total_s:    to the last one
+    total_s:    from the question to the last token
     """
 
     queue_s: float
@@ -49,21 +49,22 @@ class Timings:
     total_s: float
 
     def behind(self, queue_s: float) -> Timings:
-        """The same, of a question that waited for so long before the engine was asked."""
+        """Return these timings with `queue_s` added: seconds that the question waited before it reached the engine."""
         times = {"queue_s": self.queue_s, "ttft_s": self.ttft_s, "total_s": self.total_s}
         return replace(self, **{name: seconds + queue_s for name, seconds in times.items()})
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens, as OpenAI counts them. Cached, created and computed tokens add up to the prompt's; see `TokenCounts`.
+    """Token counts, as OpenAI counts them. Cached, created and computed tokens add up to the prompt's; see
+    `TokenCounts`.
 
-    prompt_tokens:     all of the prompt, with those that the method put between (link tokens, markers)
+    prompt_tokens:     the whole prompt, with the tokens that the method added (link tokens, markers)
     cached_tokens:     tokens whose KV was loaded, in proportion to the layers in which they did not run
     completion_tokens: of the answer, its thoughts included
     created_tokens:    tokens whose KV was in no tier and was encoded for this question
-    computed_tokens:   tokens that the model ran for this question, mean over its layers: the suffix, and what the
-                       method adds or recomputes
+    computed_tokens:   tokens that the model ran for this question, mean over its layers: the suffix, and the tokens
+                       that the method adds or recomputes
     reasoning_tokens:  of completion_tokens, those of the model's thoughts
     """
 
@@ -77,11 +78,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token, by the model alone: before temperature, cuts, penalties and forms.
+    """The log-probability of a token from the model's own distribution, before temperature, cuts, penalties and forms.
 
-    text: what the token adds to the text; bytes of no whole character are shown as U+FFFD
-    logprob: NaN for a prompt's first token, which nothing stands before
-    top:  the likeliest tokens in its place, the likeliest first; of them `top` is empty
+    text: the text that the token adds; bytes of an incomplete character are shown as U+FFFD
+    logprob: NaN for a prompt's first token, which has no predecessor
+    top:  the likeliest tokens at this position, the likeliest first; their own `top` is empty
     """
 
     id: int
@@ -94,13 +95,13 @@ class TokenLogprob:
 class Answer:
     """text: the answer. hits: the passages it was read from, best first.
 
-    method: the fusion method that read it, with the options that differ from its own; method_reason: why this one, and
-            what to do next
+    method: the fusion method that read it, with the options that differ from its own; method_reason: why this method,
+            and what to do next
     dropped: retrieved passages that did not fit the model's context and were left out (on_overflow="trim")
-    finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (it has some)
-    logprobs: of every token, those of a stop string among them; None where `Sampling.logprobs` did not ask for them
-    tool_calls: calls of tools, which are no part of the text
-    reasoning: what the model thought before it answered, which is no part of the text either
+    finish_reason: "stop" (end of text, stop string or stop token), "length", or "tool_calls" (there are some)
+    logprobs: of every token, including those of a stop string; None if `Sampling.logprobs` did not request them
+    tool_calls: calls of tools, which are not part of the text
+    reasoning: the model's thoughts before the answer, which are not part of the text either
     dropped_turns: oldest messages of the conversation that did not fit and were left out (drop_turns)
     """
 
@@ -118,7 +119,7 @@ class Answer:
     dropped_turns: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as JSON values: all fields, the hits as `source_to_json` has them."""
+        """Return all fields as JSON values, the hits as `source_to_json` writes them."""
         return {
             "text": self.text,
             "hits": [source_to_json(hit) for hit in self.hits],
@@ -154,7 +155,8 @@ def source_to_json(source: Source) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sources:
-    """First event of a stream: the passages, before anything is read, and the method that is going to; see `Answer`."""
+    """First event of a stream, before anything is read: the passages, and the method that will read them; see
+    `Answer`."""
 
     hits: list[Source]
     method: str = ""
@@ -163,7 +165,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of the answer's text, and the log-probabilities of the tokens since the piece before, if asked for."""
+    """A piece of the answer's text, with the log-probabilities of the tokens since the previous piece, if requested."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -171,7 +173,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's thoughts before it answers."""
 
     text: str
 

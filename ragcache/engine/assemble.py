@@ -1,4 +1,4 @@
-"""Put a store, a model and an embedder together, and refuse those that do not fit."""
+"""Assemble a store, a model and an embedder, and refuse combinations that do not fit."""
 
 from __future__ import annotations
 
@@ -83,13 +83,14 @@ class _Made:
 
 @dataclass(frozen=True, kw_only=True)
 class Components(_Made):
-    """All that a knowledge base consists of.
+    """All parts of a knowledge base.
 
-    card:   the model; a LanguageModel where it runs in this process
-    choice: of the method that questions are read with unless they name another; stored: what it was chosen by
-    evict:  what questions keep of their passages unless they say otherwise; None: all of it
-    names:  of the store's blocks; a ModelEncoder where the model runs in this process
-    loader: None where the model runs in another engine
+    card:   the model; a LanguageModel if it runs in this process
+    choice: the method that reads questions which do not name their own; stored: facts about the blocks that it was
+            chosen by
+    evict:  how much questions keep of their passages by default; None: everything
+    block_keys: keys of the store's blocks; a ModelEncoder if the model runs in this process
+    loader: None if the model runs in another engine
     whole:  makes one passage of a whole text
     system: the system message of conversations that have none
     """
@@ -109,7 +110,7 @@ class Components(_Made):
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """How the parts are to be put together; see `RagCache.open`."""
+    """How to assemble the parts; see `RagCache.open`."""
 
     method: str | FusionMethod | None
     method_options: Mapping[str, Any]
@@ -131,7 +132,7 @@ def assemble(
     chosen: OpenOptions,
     engine: Connection | None = None,
 ) -> Components:
-    """engine: where the model runs; None: here, and the card is a LanguageModel
+    """Build the parts of a knowledge base. engine: where the model runs; None: here, and the card is a LanguageModel
 
     Raises ConfigError, ModelError, PromptError.
     """
@@ -198,7 +199,7 @@ def assemble(
 
 
 def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, is_whole: bool) -> bool:
-    """Whether blocks can be read by this method, here or in another engine."""
+    """Return whether blocks can be read by this method, here or in another engine."""
     if not method.reuses_blocks or (card.is_recurrent and not method.joins_states):
         return not method.reuses_blocks
     return (is_whole or method.takes_sparse) and (engine is None or engine.reads(card, method))
@@ -207,8 +208,8 @@ def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, 
 def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: OpenOptions) -> Recipe | None:
     """Return the recipe of an empty store whose model was not trained for reuse; None for other stores.
 
-    Passages of such a model are encoded behind a short primer and two neighbours (docs/methods.md, "Neighbours"). A
-    store for which a recipe, a method or a number of neighbours was asked for gets that instead.
+    Passages of such a model are encoded after a short primer and two neighbours (docs/methods.md, "Neighbours"). A
+    store opened with a recipe, a method or a number of neighbours uses those instead.
     """
     asked = chosen.method not in (None, AUTO) or config.neighbours is not None
     if asked or config.read_only or card.reuse is not None or card.is_recurrent:
@@ -225,10 +226,10 @@ def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: Op
 
 
 def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe | None) -> str | Recipe | None:
-    """Return the recipe asked for, or the one with a primer that the store was made with.
+    """Return the requested recipe, or the recipe with the primer that the store was created with.
 
-    A primer is remembered as ids, so that its file may change or go. Raises StoreMismatchError where another recipe is
-    asked for than the store's primer.
+    A primer is remembered as ids, so that its file may change or disappear. Raises StoreMismatchError if the requested
+    recipe has another primer than the store.
     """
     bound = bound_primer(documents.properties())
     made = Recipe(PRIMER, primer=bound) if bound else None
@@ -246,16 +247,16 @@ def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe
 
 
 def _date(documents: DocumentStore) -> datetime:
-    """Return the date that stored KV is read behind where the chat template states one: that of the first opening."""
+    """Return the date of the first opening, which stored KV is read after if the chat template states a date."""
     if (bound := documents.properties().get(DATE)) is None:
         documents.bind(DATE, bound := date.today().isoformat())
     return datetime.fromisoformat(str(bound))
 
 
 def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
-    """The recipe with the share of KV that the store's blocks hold: that which was first asked for.
+    """Return the recipe with the share of KV that the store's blocks hold, as first requested.
 
-    Raises StoreMismatchError where another one is asked for now.
+    Raises StoreMismatchError if another share is requested now.
     """
     bound = documents.properties().get(KEPT)
     if recipe.kept < 1:
@@ -273,7 +274,11 @@ def _here(
     formats: tuple[PromptFormat, str | None, Shown, bool],
     near: Neighbourhood | None,
 ) -> _Made:
-    """own_blocks: how blocks are made: recipe, ids before the first passage, tenant. formats: of `Prompts`"""
+    """Build the parts for a model in this process.
+
+    own_blocks: how blocks are made: recipe, ids before the first passage, tenant
+    formats: of `Prompts`
+    """
     documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
     rates = None
@@ -304,9 +309,10 @@ def _here(
 
 
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:
-    """What the store's chunks are read behind: as asked for, else as the store was made.
+    """Return which neighbours precede the store's chunks: as requested, else as the store was created.
 
-    Raises StoreMismatchError where that is not as the store was made, ConfigError for a source of none.
+    Raises StoreMismatchError if the request differs from the store, ConfigError for a source without a number of
+    neighbours.
     """
     bound = documents.properties().get(NEIGHBOURS)
     count, chosen_from = config.neighbours, config.neighbours_from
@@ -331,7 +337,7 @@ def open_retriever(
     reranker: str | Path | Reranker | None,
     device: str,
 ) -> Retriever:
-    """Raises EmbedderError, EmbedderMismatchError, RerankerError, ConfigError."""
+    """Open the store's retriever. Raises EmbedderError, EmbedderMismatchError, RerankerError, ConfigError."""
     found = open_embedder(store.documents, embedder, device)
     if isinstance(reranker, str | Path):
         reranker = load_reranker(reranker, device)
@@ -341,7 +347,7 @@ def open_retriever(
 
 
 def open_workers(store: StoreParts, config: StoreConfig, chosen: WorkersConfig) -> Workers:
-    """Workers that write blocks where the store has them."""
+    """Return workers that write blocks to the store's own KV directory or remote."""
     bound = store.documents.properties()
     remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
     root, owner = store.layout.kv.absolute(), str(bound.get("database_id", ""))
@@ -351,10 +357,10 @@ def open_workers(store: StoreParts, config: StoreConfig, chosen: WorkersConfig) 
 def open_model(
     documents: DocumentStore, model: str | Path | LanguageModel | PreTrainedModel | None, dtype: str | None, device: str
 ) -> LanguageModel:
-    """The model asked for, or the one that the store was made with, or the default one for a new store.
+    """Return the requested model, else the store's own, else the default for a new store.
 
-    Raises ModelMismatchError when the store's blocks belong to another model, ConfigError for a dtype beside a loaded
-    model, and what `load_lm` raises.
+    Raises ModelMismatchError if the store's blocks belong to another model, ConfigError for a dtype beside a loaded
+    model, and the errors of `load_lm`.
     """
     bound = documents.properties()
     if isinstance(model, PreTrainedModel) and dtype is not None:
@@ -381,7 +387,7 @@ def open_model(
 
 
 def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> None:
-    """Raises ModelMismatchError by the models' names: a fingerprint says nothing to a reader."""
+    """Raise ModelMismatchError with the models' names, because a fingerprint means nothing to a reader."""
     if bound.get("fingerprint") in (None, lm.fingerprint):
         return
     made, given = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
@@ -397,7 +403,7 @@ def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> 
 def open_engine(
     documents: DocumentStore, model: str | Path | LanguageModel | PreTrainedModel | None, url: str, key: str | None
 ) -> tuple[ModelCard, Connection]:
-    """The store's model without its weights, and the engine that has them.
+    """Return the store's model without its weights, and the engine that has them.
 
     Raises ConfigError (address, or a store that no model is bound to), EngineError, ModelMismatchError, ModelError.
     """
@@ -422,7 +428,7 @@ def open_engine(
 
 
 def open_embedder(documents: DocumentStore, embedder: str | Path | Embedder | None, device: str) -> Embedder:
-    """The embedder asked for, or the store's own, or the default one. Raises EmbedderError."""
+    """Return the requested embedder, else the store's own, else the default. Raises EmbedderError."""
     if embedder is None:
         embedder = str(documents.properties().get("embedder", DEFAULT_EMBEDDER))
     return load_embedder(embedder, device) if isinstance(embedder, str | Path) else embedder

@@ -1,4 +1,4 @@
-"""The contract of what computes answers."""
+"""The interface of engines, which compute answers."""
 
 from __future__ import annotations
 
@@ -18,49 +18,51 @@ from ragcache.store.kv_store import KVStore
 
 
 class Engine(Protocol):
-    """Answers prompts over hits that are already retrieved. Thread-safe.
+    """Answers prompts over retrieved hits. Thread-safe.
 
-    `LocalEngine` runs the model in this process; those of `ENGINES` have another engine run it.
+    `LocalEngine` runs the model in this process; the engines in `ENGINES` forward prompts to another engine.
     """
 
     @property
     def prompts(self) -> Prompts: ...
 
     def check(self, options: RequestOptions) -> None:
-        """Raises ConfigError for a question that cannot be read this way."""
+        """Raise ConfigError if a question cannot be read with these options."""
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield sources, then tokens, then the whole answer."""
 
     def drop_deleted(self) -> None:
-        """Let go of what was computed over passages that are gone."""
+        """Drop everything that was computed over deleted passages."""
 
     def clear(self) -> None:
-        """Let go of everything that is kept between questions."""
+        """Drop everything that is kept between questions."""
 
     def warm_up(self) -> None:
-        """Pay for what the first question would pay for."""
+        """Do the one-time work that would delay the first question."""
 
     def prefix_stats(self) -> PrefixStats: ...
 
     def pass_stats(self) -> PassStats:
-        """Counts of the model's passes in this process."""
+        """Return counts of the model's passes in this process."""
 
 
 class Connection(Protocol):
-    """Another engine, reached at an address. Nothing is sent before it is request."""
+    """Another engine, reached at an address. Nothing is sent before the first request."""
 
     url: str
 
     def longest_prompt(self) -> int | None:
-        """Tokens of prompt and answer that it takes; None where it does not say. Raises EngineError,
-        ModelMismatchError."""
+        """Return the most tokens of prompt and answer that the engine takes, or None if it does not say.
+
+        Raises EngineError, ModelMismatchError.
+        """
 
     def reads(self, card: ModelCard, method: FusionMethod) -> bool:
-        """Whether it can read stored blocks by this method."""
+        """Return whether the engine can read stored blocks by this method."""
 
     def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> Engine:
-        """What answers by it, over a store's blocks."""
+        """Return an Engine that answers through this connection, over a store's blocks."""
 
     def close(self) -> None: ...
 

@@ -83,8 +83,8 @@ Inputs = Iterable[Input] | Input
 class RagCache(Store):
     """A knowledge base: one store, one language model, one embedder.
 
-    Use `RagCache.open`. Thread-safe: several threads may ask while one ingests; several processes may open one store,
-    of which one ingests at a time.
+    Open one with `RagCache.open`. It is thread-safe: several threads may ask while another ingests. Several processes
+    may open the same store, but only one of them can ingest at a time.
     """
 
     def __init__(self, parts: Components) -> None:
@@ -118,29 +118,32 @@ class RagCache(Store):
         engine_key: str | None = None,
         **method_options: Any,
     ) -> Self:
-        """Open the store at `path`, or make one.
+        """Open the store at `path`, or create it.
 
-        model:    bundled name, directory (of a LoRA adapter, too), hub id, or a loaded model, LanguageModel or of
-                  transformers, which is to be given again at every opening; None: the store's own, "mini" if new
-        method:   fusion method, with its options as further keyword arguments; None: what the model was trained for,
-                  else the cheapest that passed `ragcache check`, else `choose_method`'s; "auto": a check comes first
-        evict:    of the passages' tokens, what each layer and KV head keeps once the first token of an answer is known:
-                  a budget or a SnapKV; None: all of them
-        embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" if new
-        reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among what a search finds; see the
+        model:    bundled name, directory (also of a LoRA adapter), hub id, or a loaded model (a LanguageModel or a
+                  transformers model, which must be passed again at every opening); None: the store's own model, "mini"
+                  for a new store
+        method:   fusion method, with its options as further keyword arguments; None: the method that the model was
+                  trained for, else the cheapest that passed `ragcache check`, else `choose_method`'s; "auto": as None,
+                  after running a check
+        evict:    how many of the passages' tokens each layer and KV head keeps after the first token of an answer: a
+                  budget or a SnapKV; None: all of them
+        embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" for a new
+                  store
+        reranker: directory or hub id of a cross-encoder, or a Reranker, that chooses among the search results; see the
                   option `rerank`
-        recipe:   how chunks are encoded; None: as the model was trained, or the method's first; `kept` stays
-        dtype, device: of the models, see `load_lm`; a store keeps the dtype that it was made in
+        recipe:   how chunks are encoded; None: as the model was trained, or the method's first; `kept` does not change
+        dtype, device: of the models, see `load_lm`; a store keeps the dtype that it was created with
         system, question_format: see `ragcache.prompt.prompt_format`
         chunker, ingest, store: settings of those parts
         tenant:   salt of block keys; it separates nothing else: every tenant sees, reads and deletes all documents
-        create:   make a store where there is none
+        create:   create the store if it does not exist
         engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store; None: in this process.
-                  Then no weights are loaded here, `model` names where tokenizer and configuration are, and documents
-                  are added without KV
+                  With an engine, no weights are loaded here, `model` says where to find tokenizer and configuration,
+                  and documents are added without KV
         engine_key: the engine's key
 
-        To list, delete and check documents no models are needed: see `Store.open`.
+        `Store.open` lists, deletes and checks documents without loading models.
 
         Raises StoreNotFoundError, StoreMismatchError (model, embedder or schema version), StoreReadOnlyError,
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
@@ -168,8 +171,11 @@ class RagCache(Store):
             raise
 
     def filtered_view(self, documents: DocumentStore) -> Self:
-        """This knowledge base by another view of its documents, which leaves some out: those are not found, listed,
-        changed or deleted through it. The rest is shared, and this one is the one to close."""
+        """Return this knowledge base restricted to `documents`, a view that hides some of its documents.
+
+        Hidden documents cannot be found, listed, changed or deleted through the result. Everything else is shared, so
+        close this knowledge base and not the view.
+        """
         parts, seen = self._parts, copy(self)
         seen.store, ingestor = parts.store._replace(documents=documents), copy(parts.ingestor)
         ingestor.documents = documents
@@ -182,7 +188,7 @@ class RagCache(Store):
 
     @property
     def lm(self) -> ModelCard:
-        """The model: a LanguageModel where it runs in this process."""
+        """Return the model: a LanguageModel if it runs in this process."""
         return self._parts.card
 
     @property
@@ -191,7 +197,7 @@ class RagCache(Store):
 
     @property
     def ingestor(self) -> Ingestor:
-        """Reads, cuts and stores documents."""
+        """Return the part that reads, cuts and stores documents."""
         return self._parts.ingestor
 
     @property
@@ -200,31 +206,35 @@ class RagCache(Store):
 
     @property
     def method(self) -> str:
-        """Name of the method that questions are read with, unless they name another; "auto": each one decides."""
+        """Return the name of the method that reads questions which do not name their own; "auto": decided for each
+        question."""
         return self._parts.choice.name
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether that method reads passages from their KV, wherever they stand."""
+        """Return whether that method reads passages from their KV at any position in the prompt."""
         return self._parts.choice.method.reuses_blocks
 
     @property
     def admission(self) -> Admission:
-        """The memory of answers in progress."""
+        """Return the memory of answers in progress."""
         return self._parts.admission
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text in the language model, without special ones."""
+        """Count the language model's tokens of `text`, without special tokens."""
         return len(encode_text(self.lm.tokenizer, text))
 
     def full_prefill_estimate_s(self, num_tokens: int) -> float | None:
-        """Seconds that a full prefill of so many tokens would take here, by the fastest of what this process has read
-        in full: prompts under `full`, passages that were encoded. None where it has read nothing yet."""
+        """Estimate the seconds that a full prefill of `num_tokens` would take here.
+
+        The estimate follows the fastest of this process's full reads: prompts under `full`, and encoded passages.
+        Returns None before the first of them.
+        """
         return self._parts.estimate.seconds(num_tokens)
 
     @property
     def full_prefill_samples(self) -> int:
-        """How many reads `full_prefill_estimate_s` was learnt from."""
+        """Return how many reads `full_prefill_estimate_s` was learnt from."""
         return self._parts.estimate.samples
 
     # Documents
@@ -246,15 +256,15 @@ class RagCache(Store):
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
-        kv: None: as the store was opened (StoreConfig); where the model runs in another engine, kv="lazy"
+        kv: when KV is computed; None: as StoreConfig says, or "lazy" if the model runs in another engine
         replace:  False: a document whose id is stored with another text fails (DocumentExistsError)
-        split:    False makes every document one passage, kept as it is, whose chunk's id is the document's
+        split:    False stores every document unchanged as one passage, whose chunk has the document's id
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
-        dry_run:  change nothing; the report says what would be
+        dry_run:  change nothing; the report says what would change
         ray:      read, embed and encode on a Ray cluster: its address, a RayConfig, or True for a local Ray that is
                   started for this call; this process stores the documents
-        progress: a callback of ProgressEvents, or True for bars on the terminal, with what the KV takes on disk: about,
-                  before, and exactly, afterwards
+        progress: a callback of ProgressEvents, or True for bars on the terminal, which also show the KV's disk space:
+                  an estimate before, the exact number afterwards
         cancelled: set it to stop
         """
         self._check_open()
@@ -287,7 +297,7 @@ class RagCache(Store):
     def copy(
         self, other: Store, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
-        """Store the documents of another store, which may be of another model; see `Ingestor.copy`."""
+        """Store the documents of another store, which may use another model; see `Ingestor.copy`."""
         return self._parts.ingestor.copy(other.store.documents, kv=kv, progress=progress, timeout_s=timeout_s)
 
     @team_ends()
@@ -301,21 +311,22 @@ class RagCache(Store):
         progress: Progress | None = None,
         cancelled: threading.Event | None = None,
     ) -> PrecomputeReport:
-        """Make the KV of passages that stay where they are, so that it is found in any prompt that holds them. Nothing
-        is embedded and no text is kept; ids, titles and metadata are, for the sources of answers.
+        """Compute the KV of passages that stay in their own store, so that any prompt that holds them can reuse it.
+
+        Nothing is embedded and no text is kept. Ids, titles and metadata are kept for the sources of answers.
 
         given: a text, `Document` (not cut), `Passage`, `Hit` or `Chunk`; a document, node, retriever or vector store of
-               LangChain or LlamaIndex; or an iterable of such
-        collection: names where they come from, a vector store of its own accord; a passage with an id takes the place
-               of the one that had it there
-        sync:  given is all that there is in the collection: KV of what is no longer in it is removed
-        dry_run: compute and change nothing; the report says whose KV is there
-        progress: is called with ProgressEvents, whose counts are of passages
-        cancelled: set it to stop; what was kept stays
+               LangChain or LlamaIndex; or an iterable of these
+        collection: name of the place they come from; a vector store supplies its own. A passage with an id replaces the
+                    passage that had this id in the collection
+        sync: `given` is the whole collection: remove the KV of passages that are not in it
+        dry_run: compute and change nothing; the report says whose KV is present
+        progress: callback of ProgressEvents, whose counts are of passages
+        cancelled: set it to stop; KV that was already kept stays
 
-        A passage that the model cannot read is in the report, and the others go on. KV is kept within the budget of
-        `StoreConfig.foreign_cache`. Raises ConfigError (no such budget, passages that cannot be listed, a model in
-        another engine), CancelledError, StoreReadOnlyError, StoreFullError, StoreBusyError.
+        A passage that the model cannot read is listed in the report, and the others continue. KV is kept within the
+        budget of `StoreConfig.foreign_cache`. Raises ConfigError (no such budget, passages that cannot be listed, a
+        model in another engine), CancelledError, StoreReadOnlyError, StoreFullError, StoreBusyError.
         """
         self._check_open()
         return Precompute(self._parts).run(
@@ -325,12 +336,13 @@ class RagCache(Store):
     def forget(
         self, ids: Iterable[str] | str = (), *, sources: Iterable[str] = (), given: Any = None, collection: str = ""
     ) -> list[str]:
-        """Remove KV that `precompute` made, and that nothing else names; returns its handles.
+        """Remove KV that `precompute` made and that nothing else refers to; return its handles.
 
-        ids, sources: of passages of the collection; a source is what a passage was cut from
+        ids, sources: of passages of the collection; a source is the document that a passage was cut from
         given: the passages themselves, as for `precompute`
 
-        A store's own documents keep theirs: `delete` them. Raises ConfigError, StoreReadOnlyError, StoreBusyError.
+        KV of the store's own documents stays; use `delete` for those. Raises ConfigError, StoreReadOnlyError,
+        StoreBusyError.
         """
         self._check_open()
         wanted = [ids] if isinstance(ids, str) else ids
@@ -348,7 +360,7 @@ class RagCache(Store):
         return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
-        """The embeddings of `chunks(ids)`: float32 [n, dimension]."""
+        """Return the embeddings of `chunks(ids)`: float32 [n, dimension]."""
         return self.store.documents.vectors(ids, self.embedder.dimension)
 
     pin = team_ends()(Store.pin)
@@ -369,32 +381,32 @@ class RagCache(Store):
     def retrieve(
         self, question: str | NDArray[np.float32], k: int = DEFAULT_K, **options: Unpack[RetrieveOptions]
     ) -> list[Hit]:
-        """The k chunks nearest to the question (text, or its vector), best first; see `Retriever.retrieve`."""
+        """Return the k chunks nearest to the question (text, or its vector), best first; see `Retriever.retrieve`."""
         self._check(options, RetrieveOptions)
         return self._questions.retrieve(question, k, options)
 
     def ask(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Answer:
-        """Answer a question from the store. Options as for `stream`; the same events, collected."""
+        """Answer a question from the store. Takes the options of `stream` and collects its events."""
         return answer_of(deque(self.stream(question, k, **options), maxlen=1))
 
     def ask_many(self, questions: Iterable[str], k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> list[Answer]:
-        """Answer questions side by side: they share the model's passes. The answers are in the questions' order.
+        """Answer questions concurrently, so that they share the model's passes. Answers keep the questions' order.
 
-        options: as for `ask`, for all of them
+        options: as for `ask`, applied to every question
 
-        The first error ends the others and is raised.
+        The first error cancels the other questions and is raised.
         """
         self._check(options, AskOptions)
         return ask_many(partial(self.ask, k=k, **options), questions, options.get("cancelled"))
 
     def stream(self, question: str, k: int = DEFAULT_K, **options: Unpack[AskOptions]) -> Iterator[Event]:
-        """Sources, then tokens, then the whole answer.
+        """Answer a question; yield its sources, then tokens, then the whole answer.
 
-        options: `AskOptions`: which passages to find (`RetrieveOptions`) or `hits` to read instead, and how to read
-                 and answer (`GenerationOptions`)
+        options: `AskOptions`: which passages to find (`RetrieveOptions`) or `hits` to read instead, and how to read and
+                 answer (`GenerationOptions`)
 
-        Answers that are made at the same time share the model's passes and the memory of `StoreConfig.answer_bytes`;
-        one that does not fit waits for others to end, so close a stream that is not read to its end.
+        Concurrent answers share the model's passes and the memory of `StoreConfig.answer_bytes`. An answer that does
+        not fit waits until others end, so close a stream that you do not read to its end.
 
         Raises PromptError, ContextTooLongError, AnswerTooLargeError, ConfigError, FilterError, UnknownHandleError,
         CancelledError, TimedOutError.
@@ -403,20 +415,19 @@ class RagCache(Store):
         return self._questions.ask(question, k, options)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Answer:
-        """Answer a conversation. Options as for `stream_chat`; the same events, collected."""
+        """Answer a conversation. Takes the options of `stream_chat` and collects its events."""
         return answer_of(deque(self.stream_chat(messages, **options), maxlen=1))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Iterator[Event]:
-        """Go on with a conversation: sources, then tokens and calls of tools, then the whole answer.
+        """Continue a conversation; yield its sources, then tokens and tool calls, then the whole answer.
 
         messages: {"role": "system" | "user" | "assistant" | "tool", "content": text, or a list of texts and passages}.
-                  Passages (of the last message that has any) are read where they stand; only white space may be between
-                  them. Calls and results of tools are as in OpenAI's API: an assistant's "tool_calls" (or `ToolCall`s),
-                  and a tool's "tool_call_id". A last message of the assistant's is continued: the answer is what
-                  follows its text
+                  Passages (of the last message that has any) are read at their position; only white space may separate
+                  them. Tool calls and results are as in OpenAI's API: an assistant's "tool_calls" (or `ToolCall`s), and
+                  a tool's "tool_call_id". If the last message is the assistant's, the answer continues its text
         options:  `ChatOptions`: `passages`, or `k` and which to find, `context`, `tools`, and how to read and answer
 
-        Without passages and k the model answers from the conversation alone. Raises what `stream` raises.
+        Without passages and k the model answers from the conversation alone. Raises the errors of `stream`.
         """
         self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
@@ -424,14 +435,16 @@ class RagCache(Store):
     def complete(
         self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[GenerationOptions]
     ) -> Answer:
-        """Continue a raw prompt. Options as for `stream_completion`; the same events, collected."""
+        """Continue a raw prompt. Takes the options of `stream_completion` and collects its events."""
         return answer_of(deque(self.stream_completion(parts, **options), maxlen=1))
 
     def stream_completion(
         self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[GenerationOptions]
     ) -> Iterator[Event]:
-        """Continue raw text, passages where they stand in it, or token ids, without a chat template. Raises what
-        `stream` raises."""
+        """Continue raw text, passages at their position in it, or token ids, without a chat template.
+
+        Raises the errors of `stream`.
+        """
         self._check(options, GenerationOptions)
         return self._questions.complete(parts, options)
 
@@ -454,26 +467,26 @@ class RagCache(Store):
     # Care
 
     def rates(self) -> RateFigures:
-        """How fast this machine reads and computes blocks, as far as it was measured."""
+        """Return how fast this machine reads and computes blocks, with the rates measured so far."""
         loader = self._parts.loader
         return loader.rates.figures() if loader is not None and loader.chooses else super().rates()
 
     def load_counts(self) -> LoadCounts:
-        """Counts of choices between loading and computing, since the store was opened."""
+        """Return how often loading and computing were chosen since the store was opened."""
         loader = self._parts.loader
         return LoadCounts() if loader is None else loader.counts()
 
     def prefix_stats(self) -> PrefixStats:
-        """Contents of the prefix tree, and hits in it since the store was opened."""
+        """Return the contents of the prefix tree, and its hits since the store was opened."""
         return self._reader.prefix_stats()
 
     def pass_stats(self) -> PassStats:
-        """Counts of the model's passes in this process."""
+        """Return counts of the model's passes in this process."""
         return self._reader.pass_stats()
 
     @team_ends()
     def warm_up(self) -> None:
-        """Pay for what the first question would pay for: a model's first pass takes longer."""
+        """Run the model once now, because its first pass takes longer and would delay the first question."""
         self._reader.warm_up()
 
     def _let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""The KV that is at hand for a prompt, and what has to be loaded or computed before it is read."""
+"""Finds the KV that is available for a prompt, and loads or computes the rest before the prompt is read."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class ResolvedKV:
-    """What a prompt is read from.
+    """The KV that a prompt is read from.
 
-    path:    the prompt as the prefix tree knows it; None where it is of no use to the method
-    prefix:  exact KV of its first tokens
-    loaded:  its passages' blocks
-    sources: its passages, with where their KV came from
+    path:    the prompt as the prefix tree knows it; None if the method has no use for the tree
+    prefix:  exact KV of the prompt's first tokens
+    loaded:  blocks of its passages
+    sources: its passages, with the origin of their KV
     """
 
     path: Path | None
@@ -54,7 +54,7 @@ class ResolvedKV:
 
 @dataclass(eq=False, repr=False)
 class KVLookup:
-    """Brings what prompts are read from. Thread-safe."""
+    """Provides the KV that prompts are read from. Thread-safe."""
 
     lm: LanguageModel
     encoder: ModelEncoder
@@ -65,9 +65,9 @@ class KVLookup:
 
     @contextmanager
     def resolve(self, request: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
-        """Everything that the prompt is read from, which stays until the block ends.
+        """Yield all KV that the prompt is read from; it stays in memory until the with block ends.
 
-        base: all that stands before its suffix, as another question placed it
+        base: the context of everything before the suffix, if another question has placed it
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
@@ -93,7 +93,7 @@ class KVLookup:
             yield ResolvedKV(path, prefix, loaded, sources)
 
     def keep(self, request: Request, resolved: ResolvedKV, answer_ids: Sequence[int], fused: FuseOutput) -> None:
-        """Remember the KV of the prompt and its answer, where the prefix tree can hold it."""
+        """Keep the KV of the prompt and its answer, if the prefix tree can hold it."""
         path, options = resolved.path, request.options
         method = options.method
         if path is None or options.evict is not None or not self.keeps_context_of(method):
@@ -102,16 +102,19 @@ class KVLookup:
             self._prefixes.keep(method, path, answer_ids, fused)
 
     def keeps_context_of(self, method: FusionMethod) -> bool:
-        """Whether what the method places can be shared and kept: where blocks hold other tokens in each head, every
-        question places its own."""
+        """Return whether the method's placed context can be shared and kept.
+
+        If blocks hold different tokens in each head, every question places its own context.
+        """
         return self.encoder.recipe.is_dense or not method.reuses_blocks
 
     def shares_context_of(self, method: FusionMethod) -> bool:
-        """Whether questions over the same passages can stand on one context: a state is kept where blocks end alone."""
+        """Return whether questions over the same passages can share a context. Recurrent states are kept only where
+        blocks end."""
         return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
 
     def is_of_store(self, request: Request) -> bool:
-        """Whether nothing stands before the question but the store's own prefix and passages that are still stored."""
+        """Return whether only the store's own prefix and passages that are still stored come before the question."""
         own = tuple(request.options.method.prefix_ids(self.lm, request.prompt)) == self.encoder.first_ids
         ids = {hit.chunk.vector_id for hit in request.hits}
         return (
@@ -134,7 +137,8 @@ class KVLookup:
     def _prefix(
         self, request: Request, path: Path | None, base: SharedContext | None
     ) -> AbstractContextManager[PrefixKV]:
-        """The KV of the prompt's first tokens: of its prefix for a method that reads blocks; else of what is known."""
+        """Return the KV of the prompt's first tokens: of its prefix for a method that reads blocks, else of all known
+        tokens."""
         method = request.options.method
         if base is not None or not (method.reuses_blocks or method.takes_exact):
             return nullcontext(PrefixKV())
@@ -144,8 +148,11 @@ class KVLookup:
 
     @contextmanager
     def _known(self, request: Request, path: Path) -> Iterator[PrefixKV]:
-        """What the tree has, all but the last token at most, and nothing of the suffix where its rows vote on what is
-        evicted; of a store that is read whole, everything before the question."""
+        """Yield the KV that the prefix tree holds for the prompt, except its last token.
+
+        With `evict`, the suffix is excluded too, because its rows vote on which tokens are evicted. For a store that is
+        read whole, yield everything before the question.
+        """
         prompt, options = request.prompt, request.options
         most = path.layout.num_tokens - 1 if options.evict is None else prompt.context_tokens
         with self._prefixes.match(options.method, path, most) as (lease, load_s):
@@ -160,7 +167,7 @@ class KVLookup:
                 yield prefix._replace(load_s=prefix.load_s + load_s)
 
     def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """The store's own, or one that encodes behind another prefix where blocks depend on that."""
+        """Return the store's encoder, or one for the prefix `ids` if blocks depend on their prefix."""
         own = self.encoder
         if not own.recipe.needs_prefix or ids == own.prefix_ids:
             return own
@@ -175,7 +182,7 @@ class KVLookup:
         )
 
     def _along(self, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
-        """This turn's passages, and those of them that were read before, with where their KV came from."""
+        """Return this turn's passages, those read in earlier turns included, with the origin of their KV."""
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
         keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
         sources = []

@@ -35,9 +35,10 @@ WARM_TOKENS = 16
 
 @dataclass(eq=False, repr=False)
 class LocalEngine:
-    """Answers prompts over hits that are already retrieved, with the model in this process. Thread-safe.
+    """Answers prompts over retrieved hits, with the model in this process. Thread-safe.
 
-    graph_bytes: see `use_graphs`. Graphs are made for the first question, or `warm_up`: adding documents needs none
+    graph_bytes: see `use_graphs`. Graphs are made for the first question, or by `warm_up`, because adding documents
+                 needs none
     """
 
     lm: LanguageModel
@@ -57,7 +58,7 @@ class LocalEngine:
         options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Wait until there is memory for prompt and answer, then read and answer.
+        """Wait until there is memory for prompt and answer, then read the prompt and yield the answer's events.
 
         Raises AnswerTooLargeError, CancelledError and TimedOutError.
         """
@@ -108,28 +109,30 @@ class LocalEngine:
             yield Done(output.answer(request, resolved.sources, resolved.usage(fused, output)))
 
     def _scope_of(self, request: Request) -> Scope:
-        """What other questions may learn from this one: nothing where somebody's own text stands in its prompt, or a
-        passage was deleted meanwhile."""
+        """Return the scope in which methods share knowledge between questions.
+
+        A request with text other than the store's own, or with a passage that was deleted meanwhile, gets a new scope.
+        """
         scope = self._scope  # before the look at what is stored: with any later change a new scope begins
         return scope if request.options.method.remembers and self.lookup.is_of_store(request) else Scope()
 
     def drop_deleted(self) -> None:
-        """Let go of what was computed over passages that are gone."""
+        """Drop everything that was computed over deleted passages."""
         self.prefixes.drop_deleted()
         self._forget()
 
     def clear(self) -> None:
-        """Let go of all exact KV."""
+        """Drop all exact KV."""
         self.prefixes.clear()
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of contexts, and of what methods keep of earlier prompts: it goes with its scope."""
+        """Drop shared contexts, and whatever methods keep of earlier prompts: both belong to the scope."""
         self.contexts.forget()
         self._scope = Scope()
 
     def warm_up(self) -> None:
-        """Pay for what the first question would pay for: a model's first pass takes longer."""
+        """Run the model once now, because its first pass takes longer and would delay the first question."""
         use_graphs(self.lm, self.graph_bytes)
         place_kernel(self.lm, ())  # compiled and compared
         cache = self.lm.new_cache(WARM_TOKENS)
@@ -143,8 +146,10 @@ class LocalEngine:
         return self.lm.scheduler.stats()
 
     def _need(self, request: Request) -> MemoryNeed:
-        """Memory for the prompt, what the method adds, and the answer as far as it is limited; and for what stands
-        behind the passages alone."""
+        """Return the memory for the prompt, the method's added tokens and the answer as far as its length is limited.
+
+        The second size is for the suffix and the answer alone, if the passages are shared.
+        """
         read, options = request.plan.layout.num_tokens, request.options
         room, most = self.prompts.room_at_first(read, options), self._most(read, options)
         whole, own = (
@@ -158,8 +163,11 @@ class LocalEngine:
         return MemoryNeed(whole, own)
 
     def _most(self, read: int, options: RequestOptions) -> int:
-        """Tokens of the longest answer. Where nobody limits it, it may grow into half of the memory of all answers, if
-        the context is not full before: the other half is for what others begin with."""
+        """Return the tokens of the longest answer.
+
+        An answer of unlimited length may grow into half of the memory of all answers, unless the context is full
+        before. The other half is kept for answers that begin.
+        """
         room, first = self.prompts.room(read, options), self.prompts.room_at_first(read, options)
         budget = self.contexts.admission.budget_bytes
         free = min(budget // 2, budget - kv_bytes(self.lm, read + first))
@@ -175,7 +183,7 @@ class LocalEngine:
             thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
 
         def more() -> int:
-            """Room for half as much again as there is, within `most`."""
+            """Make room for half as many tokens again as the cache holds, within `most`; return how many."""
             used = cache.own_tokens
             wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
             shared.grow(kv_bytes(self.lm, used + wanted), request.limit)

@@ -1,7 +1,7 @@
-"""Options, named here once: how a store is opened, how passages are found, and how a prompt is read and answered.
+"""All options, named here once: how a store is opened, how passages are found, and how a prompt is read and answered.
 
-The engine's calls take those of a question as keyword arguments. The command line, the server and the integrations
-derive theirs from these classes, with their help, and tests compare the names.
+The engine's calls take the options of a question as keyword arguments. The command line, the server and the
+integrations derive their options and help texts from these classes, and tests compare the names.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ NeighboursFrom = Literal["similarity", "document"]
 
 
 class Option(NamedTuple):
-    """How a field is said outside of Python: `Annotated[int, Option("--slots", "Questions answered at a time.")]`.
+    """How a field is written outside of Python: `Annotated[int, Option("--slots", "Questions answered at a time.")]`.
 
     help:        for the command line, and in /openapi.json
-    least, most: what a request may say
-    is_size:     bytes, which the command line takes as 512MiB too
+    least, most: bounds for the value in a request
+    is_size:     a number of bytes; the command line also takes 512MiB and the like
     """
 
     flag: str
@@ -53,25 +53,26 @@ Size = partial(Option, is_size=True)
 
 @dataclass(frozen=True)
 class StoreConfig(Config):
-    """How a store is opened. Each field's option says what it is, for these there is more to say:
+    """How a store is opened. Each field's `Option` describes it; further details:
 
-    database:     None: SQLite inside the store's directory. The directory names the database that has its documents,
-                  and another one is refused
+    database:     None: SQLite inside the store's directory. The directory records which database has its documents, and
+                  another database is refused
     codec, eviction, admission, trace, device_bytes, disk_bytes, ttl_s: see KVStore
     index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
     read_only:    nothing is written, not even computed blocks
-    prefix_bytes: of KV on the model's device that stays for later questions: exact KV of prompts, answers and system
-                  prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
-    load:         "auto": of loading a block and computing it the faster one, by measured rates; "always" load what a
-                  tier has; "never": compute all that is not in memory
-    remote:       blocks are kept there, and copies on this machine's disk, within disk_bytes
-    neighbours:   how many other chunks of the store each chunk is encoded behind (see `Recipe`); None: as the store was
-                  made. An empty store of a model that was not trained for reuse then gets 2, and a primer
-    neighbours_from: "similarity": the chunks nearest to it; "document": those right before it in its document; None:
-                  as the store was made, similarity for a new one
-    kv:           the `kv` of an `ingest` without its own, see `Ingestor.ingest`
-    measure_s:    at the first opening with a model; later openings measure the disk alone, in a third of that time; 0
-                  measures nothing
+    prefix_bytes: budget for KV on the model's device that stays for later questions: exact KV of prompts, answers and
+                  system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
+    load:         "auto": load a block or compute it, whichever is faster by the measured rates; "always": load every
+                  block that a tier has; "never": compute every block that is not in memory
+    remote:       blocks are kept there; this machine's disk holds copies, within disk_bytes
+    neighbours:   how many other chunks of the store precede each chunk when it is encoded (see `Recipe`); None: as the
+                  store was created. A new, empty store of a model that was not trained for reuse then gets 2, and a
+                  primer
+    neighbours_from: "similarity": the nearest chunks; "document": the preceding chunks of its document; None: as the
+                     store was created, similarity for a new store
+    kv:           default for the `kv` of `ingest`, see `Ingestor.ingest`
+    measure_s:    seconds to measure at the first opening with a model; later openings measure the disk alone, in a
+                  third of that time; 0 measures nothing
     """
 
     database: Annotated[
@@ -177,7 +178,7 @@ class RetrieveOptions(TypedDict, total=False):
     score_threshold: leave out chunks with a lower inner product
     mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone
     fetch_k:         how many candidates mmr_lambda or the reranker chooses from; 5 * k when None
-    rerank:          have the reranker that the store was opened with choose and order them; None: where there is one
+    rerank:          let the reranker that the store was opened with choose and order them; None: if there is a reranker
                      and mmr_lambda is None
     """
 
@@ -192,22 +193,22 @@ class RetrieveOptions(TypedDict, total=False):
 class GenerationOptions(TypedDict, total=False):
     """How a prompt is read and answered.
 
-    method:         another fusion method than the one the store was opened with
+    method:         fusion method that replaces the store's
     method_options: options of `method`, or of the store's own method
-    evict:          what each layer and KV head keeps of the passages' tokens once the first token of the answer is
-                    known: a budget or a SnapKV; None: what the store was opened with
+    evict:          how many of the passages' tokens each layer and KV head keeps after the first token of the answer: a
+                    budget or a SnapKV; None: as the store was opened
     sampling:       a `Sampling`; greedy when None
     on_overflow:    when the passages do not fit the model's context: "error", or "trim" whole passages from the end
                     (`Answer.dropped` says how many)
     cancelled:      set it to stop
-    timeout_s:      how long the whole answer may take, waiting for memory and for the model included
+    timeout_s:      how long the whole answer may take, including waits for memory and for the model
     order:          of the passages: "relevance", or "shared": as `full` finds most of them in the prefix tree (no
                     effect on methods that read blocks)
     hint:           with "shared": a line before the question says which passages are the most relevant
-    reasoning_effort: how much a model thinks before it answers: "none" to "xhigh"; None: as its chat template has it
+    reasoning_effort: how much a model thinks before it answers: "none" to "xhigh"; None: as its chat template says
     enable_thinking: False: it answers at once; True: it thinks. For templates that know the word, such as Qwen3's
     thinking_budget: tokens after which its thoughts are ended, and it answers
-    chat_template_kwargs: further variables of the chat template. These four are nothing to a raw prompt
+    chat_template_kwargs: further variables of the chat template. A raw prompt ignores these last four
     """
 
     method: str | FusionMethod | None
@@ -229,9 +230,9 @@ class AskOptions(RetrieveOptions, GenerationOptions, total=False):
     """Options of one question.
 
     hits:   passages to read instead of retrieving, best first
-    whole:  read every passage of the store, by `full`, from exact KV of all of them that is kept on disk; refused where
+    whole:  read every passage of the store, by `full`, from exact KV of all of them that is kept on disk; refused if
             they do not fit the model
-    system: system prompt in place of the one that the store was opened with; "": none
+    system: system prompt that replaces the store's; "": none
     """
 
     hits: Sequence[Hit | Passage] | None
@@ -242,21 +243,22 @@ class AskOptions(RetrieveOptions, GenerationOptions, total=False):
 class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
     """Options of a conversation.
 
-    passages: instead of passages in the messages, those to put in front of the last user message (of the first one
-              where the store's blocks are encoded behind its prefix)
-    k:        instead, how many passages to retrieve for the last user message and put there
-    context:  "last": the model reads the passages of one turn; "keep": each turn's own, where they stood, so that
-              every prompt is the one before with more behind it. They stand in the messages, or are retrieved by k;
-              what the conversation has read is not read again. While it does not fit the model, the oldest go
-    drop_turns: leave out the oldest messages, a question with all that answered it, where the conversation does not
-              fit the model (`Answer.dropped_turns` says how many); system messages and the last question stay. False:
-              ContextTooLongError
-    system:   as for `AskOptions`, where no message is a system message
+    passages: passages to put in front of the last user message (of the first if the store's blocks are encoded after
+              its prefix); excludes passages in the messages and k
+    k:        how many passages to retrieve for the last user message and put there; excludes the other two
+    context:  "last": the model reads the passages of one turn; "keep": each turn's passages stay at their position, so
+              that every prompt extends the previous prompt. The passages are in the messages, or are retrieved by k.
+              Passages that the conversation has read are not read again; while it does not fit the model, the oldest
+              passages are dropped
+    drop_turns: leave out the oldest messages, each question with its answers, if the conversation does not fit the
+                model (`Answer.dropped_turns` says how many); system messages and the last question stay. False:
+                ContextTooLongError
+    system:   as for `AskOptions`, if no message is a system message
     tools:    functions that the model may call, as OpenAI's API and chat templates take them: {"type": "function",
               "function": {"name": ..., "description": ..., "parameters": a JSON schema}}
-    tool_choice: "auto", "none", "required" (one call at least), or the name of the function to call. The last two hold
-              the answer to JSON of the tools' schemas; they need the extra "structured"
-    parallel_tool_calls: False: one call at most
+    tool_choice: "auto", "none", "required" (at least one call), or the name of the function to call. The last two
+                 restrict the answer to JSON of the tools' schemas; they need the extra "structured"
+    parallel_tool_calls: False: at most one call
     tool_format: how the model writes calls, a name in `ragcache.models.tool_calls.FORMATS`; None: as its chat template
                  says
     """
@@ -280,9 +282,10 @@ MetadataFilter = Annotated[
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How a question is answered where it does not say otherwise: options of the command line, defaults of the server.
+    """Defaults for answering questions: options of the command line and defaults of the server.
 
-    Fields of `Sampling`, `RetrieveOptions` and `GenerationOptions`, which say more. k: of `RagCache.ask`
+    The fields are those of `Sampling`, `RetrieveOptions` and `GenerationOptions`, which describe them in full. k: as
+    for `RagCache.ask`
     """
 
     k: Annotated[int, Option("--k", "Passages to read.", 1, 1000)] = DEFAULT_K
@@ -348,7 +351,7 @@ class AnswerOptions:
     ] = None
 
     def call_options(self) -> dict[str, Any]:
-        """Arguments of `RagCache.ask` and `RagCache.stream`. Raises ConfigError."""
+        """Return the arguments of `RagCache.ask` and `RagCache.stream`. Raises ConfigError."""
         from ragcache.models.sampler import Sampling
 
         sampling = Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.seed, tuple(self.stop))
@@ -359,9 +362,9 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class AnswerDefaults(AnswerOptions):
-    """The same for conversations, and for requests to the server, which may say otherwise.
+    """Defaults for conversations and for requests to the server, which may override them.
 
-    context: as for `ChatOptions`; a request with documents of its own is read by these alone
+    context: as for `ChatOptions`; a request with its own documents reads only these
     drop_turns: as for `ChatOptions`
     """
 
@@ -376,7 +379,7 @@ class AnswerDefaults(AnswerOptions):
 
 
 def names(options: type) -> tuple[str, ...]:
-    """The names of one of these classes, in their order."""
+    """Return the option names of one of these classes, in their order."""
     return tuple(options.__annotations__)
 
 
@@ -393,7 +396,7 @@ SAID = (
 
 
 def said(name: str, known: Iterable[str]) -> str | None:
-    """How a name that is not among the known ones is said here; None where it means nothing."""
+    """Return how an option name that is not in `known` is written here, or None if it is unknown."""
     from ragcache.ingest.chunker import ChunkerConfig
     from ragcache.models.sampler import Sampling
 
@@ -406,7 +409,8 @@ def said(name: str, known: Iterable[str]) -> str | None:
 
 
 def check_names(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raises ConfigError that names the options there are not, and how these are said, or which there are."""
+    """Raise UnknownOptionError if a given name is not in `known`; it suggests the right spelling, or lists the
+    options."""
     if unknown := [name for name in given if name not in known]:
         places = (*known, "k") if "search" in known else known
         ways = list(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))

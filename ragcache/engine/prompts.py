@@ -1,4 +1,4 @@
-"""Prompts of questions: what goes into them, and what fits."""
+"""Prompts of questions: their text, their passages, and how much fits."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Prompts:
     block_keys: keys of the store's blocks
     format: the format with the store's own system prompt (`system`) and date; stored KV was computed after its prefix
     shown:  the chat template's variables for `format`
-    dated:  whether every prompt states the store's date instead of the current one
-    _known: how many of a prompt's first tokens the engine has read before, where it can tell
+    dated:  whether every prompt states the store's date instead of the current date
+    _known: returns how many of a prompt's first tokens the engine has read before, if it can tell
     """
 
     lm: ModelCard
@@ -58,7 +58,7 @@ class Prompts:
     _read_counts: ReadCounts = field(default_factory=lambda: ReadCounts())
 
     def check(self, method: FusionMethod) -> None:
-        """Raises ConfigError when the method cannot read the blocks that this store's encoder makes."""
+        """Raise ConfigError if the method cannot read the blocks that this store's encoder makes."""
         added = method.additions(self.lm)
         if not method.reuses_blocks:
             return
@@ -73,7 +73,7 @@ class Prompts:
             )
 
     def check_system(self, system: str | None, method: FusionMethod) -> None:
-        """Raises ConfigError for another system prompt than the one that the store's blocks were encoded behind."""
+        """Raise ConfigError if the store's blocks were encoded after a system prompt and `system` replaces it."""
         if system is not None and method.reuses_blocks and self.block_keys.recipe.needs_prefix:
             raise ConfigError(
                 "system= needs blocks of recipe isolated, and this store's were encoded behind its own system prompt; "
@@ -81,7 +81,7 @@ class Prompts:
             )
 
     def showing(self, variables: Mapping[str, Any] = MappingProxyType({}), *, stored: bool = False) -> Shown:
-        """Return what the chat template is given beside messages.
+        """Return the inputs of the chat template other than the messages.
 
         stored: whether KV of the prompt's beginning is stored
         """
@@ -90,8 +90,8 @@ class Prompts:
     def question_ends(self, question: str, system: str | None = None, shown: Shown | None = None) -> PromptEnds:
         """Return the ends of a lone question's prompt.
 
-        system: in place of the store's own
-        shown:  what else the chat template is given; None: `showing()`
+        system: replaces the store's own
+        shown:  the chat template's other inputs; None: `showing()`
 
         Raises PromptError (empty question), ConfigError (a chat template that takes no system message).
         """
@@ -102,10 +102,10 @@ class Prompts:
         return PromptEnds(form.prefix_ids, form.suffix_ids(self.lm.tokenizer, question))
 
     def bounded(self, conversation: Conversation, shown: Shown, *, drops: bool) -> Conversation:
-        """Return the conversation without turns that are certainly too old to fit, before any is tokenised.
+        """Return the conversation without turns that are certainly too old to fit, before any turn is tokenised.
 
-        They are left out whole steps of characters at a time, each worth several contexts, so that later prompts begin
-        alike. Raises ContextTooLongError for text that does not fit and may not go.
+        Turns are left out in whole steps of characters, each worth several contexts, so that later prompts begin alike.
+        Raises ContextTooLongError for text that does not fit and must not be left out.
         """
         old = conversation.old
         optional = {rank for group in old for rank in group} if drops else set()
@@ -133,14 +133,14 @@ class Prompts:
         *,
         drops: bool,
     ) -> tuple[T, int]:
-        """What is made of a conversation, and how many of its oldest turns were left out so that it fits the model with
-        passages of so many tokens and an answer.
+        """Return `make(conversation)` and how many of the oldest turns were left out to fit passages and an answer.
 
-        count: tokens of what was made
+        count: counts the tokens of a result of `make`
+        passages: tokens of the passages
         drops: whether turns may be left out
 
-        They are left out an eighth of the context at a time: until that is full again, every prompt begins as the one
-        before it. Raises ContextTooLongError for turns that do not fit and may not go.
+        Turns are left out an eighth of the context at a time: until that is full again, every prompt begins like the
+        one before it. Raises ContextTooLongError for turns that do not fit and must not be left out.
         """
         made, longest, old = make(conversation), self.lm.max_positions, conversation.old
         total, room = count(made), self.room_before_answer(options)
@@ -170,12 +170,13 @@ class Prompts:
         return made, turns
 
     def room_before_answer(self, options: RequestOptions) -> int:
-        """Tokens of a prompt that leaves room for an answer: for the longest, and at most a quarter of the context."""
+        """Return the tokens that a prompt may have: the context less the longest answer, or less a quarter if that is
+        smaller."""
         longest = self.lm.max_positions
         return longest - min(options.sampling.max_tokens or ANSWER_TOKENS, longest // 4)
 
     def prompt(self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions) -> tuple[Prompt, int]:
-        """The prompt over as many hits as fit, and how many were left out.
+        """Return the prompt over as many hits as fit, and how many were left out.
 
         Raises PromptError (more passages than the method can read under "error"), ContextTooLongError (too long under
         "error", or without any passage).
@@ -204,7 +205,7 @@ class Prompts:
         return cut, len(hits) - kept
 
     def check_keeps(self, options: RequestOptions) -> None:
-        """Raises ConfigError where a conversation's context cannot be kept this way."""
+        """Raise ConfigError if these options cannot keep a conversation's context."""
         method = options.method
         if not method.keeps_context:
             raise ConfigError(
@@ -230,8 +231,11 @@ class Prompts:
     def fit(
         self, earlier: History, suffix_ids: Sequence[int], hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, History, list[Hit]]:
-        """A kept conversation's prompt: everything before this turn's passages as its prefix, and the passages that are
-        not in it yet. While prompt and answer do not fit the model, passages of the oldest turn that has any go."""
+        """Return a kept conversation's prompt, its history, and the passages that are not in the history yet.
+
+        The prefix is everything before this turn's passages. While prompt and answer do not fit the model, the passages
+        of the oldest turn that has any are dropped.
+        """
         added = options.method.additions(self.lm)
         while True:
             earlier, new = earlier.knowing(hits)
@@ -249,8 +253,8 @@ class Prompts:
     ) -> Request:
         """Return the question over as many hits as fit, with the plan of its prompt.
 
-        Without `kept`, `full` reads what the method could not: see `_settled`. A conversation that keeps its context
-        keeps its order and its method. Raises what `prompt` raises.
+        Without `kept`, `full` reads prompts that the method could not: see `_settled`. A conversation that keeps its
+        context keeps its order and its method. Raises the errors of `prompt`.
         """
         plan = None
         if kept is None:
@@ -289,7 +293,7 @@ class Prompts:
         return settled, plan if settled.method is method else None
 
     def _plan(self, prompt: Prompt, options: RequestOptions, kept: Kept | None = None) -> PromptPlan:
-        """Plan the prompt, as its parts where it goes on from KV that ends behind its prefix."""
+        """Plan the prompt, split into its parts if it continues from KV that extends past its prefix."""
         method, goes_on = options.method, options.found and options.evict is None
         read: Prompt | Sequence[Part] = prompt
         if kept is not None:
@@ -301,10 +305,11 @@ class Prompts:
     def ordered(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit]]:
-        """Order passages as shares most with the prefix tree, each once, followed by the hint, if order="shared".
+        """With order="shared", return each passage once, in the order that shares most with the prefix tree, and add
+        the hint.
 
-        Methods that read blocks ignore the order: a block is reusable at any position. Passages with labels stay.
-        Counts what is read, by which later questions are ordered.
+        Methods that read blocks ignore the order, since a block is reusable at any position; passages with labels keep
+        theirs. Counts the passages read, which order later questions.
         """
         ends, hits = self._in_order(ends, hits, options)
         if _takes_order(ends, options):
@@ -314,7 +319,7 @@ class Prompts:
     def _in_order(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit]]:
-        """`ordered`, without counting."""
+        """Order the passages as `ordered` does, without counting."""
         if not _takes_order(ends, options):
             return ends, hits
         once = list({tuple(hit.chunk.token_ids): hit for hit in hits}.values())
@@ -327,12 +332,12 @@ class Prompts:
         return PromptEnds(ends.prefix_ids, [*hint, *ends.suffix_ids]), [once[rank] for rank in order]
 
     def room(self, prompt_tokens: int, options: RequestOptions) -> int:
-        """For the longest answer that there can be."""
+        """Return the tokens left for the longest possible answer."""
         left = max(0, self.lm.max_positions - prompt_tokens)
         return left if options.sampling.max_tokens is None else min(options.sampling.max_tokens, left)
 
     def room_at_first(self, prompt_tokens: int, options: RequestOptions) -> int:
-        """For an answer when it begins: for all of it where the caller limits it."""
+        """Return the tokens reserved when an answer begins: the whole answer if the caller limits its length."""
         room = self.room(prompt_tokens, options)
         return min(room, ANSWER_TOKENS) if options.sampling.max_tokens is None else room
 
@@ -342,7 +347,7 @@ def _takes_order(ends: PromptEnds, options: RequestOptions) -> bool:
 
 
 def _fitting(labels: Sequence[int], chunks: Sequence[int], room: int, added: AddedTokens) -> int:
-    """How many of the best passages fit, whole, with what the method adds to them. labels, chunks: their tokens"""
+    """Return how many of the best passages fit, with the tokens that the method adds. labels, chunks: their tokens"""
     count = len(chunks) if added.max_chunks is None else min(len(chunks), added.max_chunks)
     while count and sum(labels[:count]) + sum(chunks[:count]) + added.num_tokens(chunks[:count]) > room:
         count -= 1

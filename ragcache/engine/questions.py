@@ -1,4 +1,5 @@
-"""The ways to ask a store: a question, a conversation, a raw prompt. Each finds its passages and has them read."""
+"""Entry points of a store's questions: a question, a conversation, a raw prompt. Each finds its passages and reads
+them."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ log = logging.getLogger(__name__)
 class Written(NamedTuple):
     """The text of a prompt.
 
-    ends:    around the place of passages
-    own:     what the caller wrote, without passages given as such
-    dropped: turns that were left out so that it fits
+    ends:    the prompt before and after the passages
+    own:     the caller's text, without passages given as such
+    dropped: turns that were left out so that the prompt fits
     """
 
     ends: PromptEnds
@@ -62,8 +63,7 @@ class Written(NamedTuple):
 
 
 class Questions:
-    """Questions to one store. Options are checked at the call, and the work begins with the first event.
-    Thread-safe."""
+    """Questions to one store. Options are checked at the call; the work begins with the first event. Thread-safe."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
@@ -74,7 +74,7 @@ class Questions:
         self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # not yet, that is
 
     def of(self, parts: Components) -> Self:
-        """The same, of other parts over the same store."""
+        """Return a copy over other parts of the same store."""
         questions = copy(self)
         questions._parts = parts
         return questions
@@ -82,7 +82,7 @@ class Questions:
     def retrieve(
         self, question: str | NDArray[np.float32], k: int, keywords: Mapping[str, Any], ahead: Prefetch | None = None
     ) -> list[Hit]:
-        """ahead: begins to read what is likely to be among the hits."""
+        """Retrieve the k best hits. ahead: starts reading the blocks of likely hits before the ranking is final."""
         check_type("question", question, (str, np.ndarray), "give its text, or its vector")
         self.drop_deleted()
         if isinstance(question, str):
@@ -101,7 +101,7 @@ class Questions:
         return self._read(lambda _: Written(ends(), [question]), find, options, retrieves=hits is None)
 
     def _ask_whole(self, question: str, keywords: AskOptions) -> Iterator[Event]:
-        """A question over every passage, by full prefill."""
+        """Answer a question over every passage, by full prefill."""
         named = keywords.get("method")
         chosen: AskOptions = {**keywords, "method": FULL if named in (None, AUTO) else named}
         options, ends = self._question(question, chosen)
@@ -173,7 +173,7 @@ class Questions:
         return self._read(write, find, options, retrieves=passages is None)
 
     def drop_deleted(self) -> None:
-        """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
+        """Drop blocks that another process deleted: they may still be in this process's memory (law 10)."""
         store = self._parts.store
         generation = store.documents.generation()
         if generation != self.finder.generation:
@@ -185,20 +185,21 @@ class Questions:
     # Options
 
     def _question(self, question: str, keywords: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
-        """How a question is read, and what makes its prompt's ends."""
+        """Return the question's options, and a function that makes its prompt's ends."""
         self._parts.card.check_text(question, "the question")
         self._parts.card.check_text(keywords.get("system") or "", "the system prompt")
         options, shown = self._request_options(keywords, templated=True), self._shown(keywords)
         return options, partial(self._parts.reader.prompts.question_ends, question, keywords.get("system"), shown)
 
     def _shown(self, keywords: GenerationOptions) -> Shown:
-        """What the chat template is told. Raises ConfigError."""
+        """Return the chat template's variables. Raises ConfigError."""
         effort, enable, given = (keywords.get(name) for name in TEMPLATE_OPTIONS)
         variables = template_variables(self._parts.card.tokenizer, effort, enable, given)
         return self._parts.reader.prompts.showing(variables, stored=bool(keywords.get("whole")))
 
     def _request_options(self, keywords: GenerationOptions, *, templated: bool = False) -> RequestOptions:
-        """templated: whether the chat template makes the prompt, and may have the model think"""
+        """Build the options of a request. templated: whether a chat template makes the prompt, and may have the model
+        think"""
         parts = self._parts
         sampling = keywords.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
@@ -233,7 +234,7 @@ class Questions:
         return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts
 
     def _system(self, conversation: Conversation, keywords: ChatOptions, options: RequestOptions) -> str | None:
-        """The system prompt of a conversation without a system message. Raises ConfigError."""
+        """Return the system prompt of a conversation without a system message. Raises ConfigError."""
         given = keywords.get("system")
         if given is None:
             return self._parts.system
@@ -246,8 +247,10 @@ class Questions:
     def _with_found(
         self, written: Written, hits: list[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit], RequestOptions]:
-        """Return the prompt around these passages and the stored ones that its text quotes: its ids are the same,
-        whatever is found. Raises what `Prompts.prompt` raises."""
+        """Return the prompt around `hits` and the stored passages that its text quotes, with its options.
+
+        The prompt's ids are the same whichever passages are found. Raises the errors of `Prompts.prompt`.
+        """
         ends, found, prompts = written.ends, hits, self._parts.reader.prompts
         recipe = prompts.block_keys.recipe
         parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None  # of a block that is as read
@@ -260,13 +263,16 @@ class Questions:
         return ends, found, replace(options, found=len(found) > len(hits))
 
     def _look(self, texts: Sequence[str], options: RequestOptions) -> None:
-        """Say so, once, where stored passages come as text to a method that would have used their KV."""
+        """Warn once if stored passages come as text to a method that could have used their KV."""
         if options.method.reuses_blocks:
             self.finder.warn(texts)
 
     def _reuses_text(self, options: RequestOptions) -> bool:
-        """Whether stored passages that come as plain text can be read from their KV, with the text between them, and no
-        token beside (link tokens, markers): what a prompt says never depends on what was found before."""
+        """Return whether stored passages that come as plain text can be read from their KV.
+
+        The method must read the text between passages and add no tokens (link tokens, markers), so that a prompt's ids
+        never depend on which passages were found.
+        """
         method, recipe = options.method, self._parts.reader.prompts.block_keys.recipe
         adds = method.additions(self._parts.card) != NO_ADDITIONS or self._parts.card.is_recurrent
         return method.reuses_blocks and method.keeps_context and not adds and not recipe.needs_prefix
@@ -274,7 +280,7 @@ class Questions:
     # Work
 
     def _written_tokens(self, written: tuple[PromptEnds, list[Given]]) -> int:
-        """Tokens of a prompt with the passages in it, as far as these came with their text."""
+        """Count the tokens of a prompt, including the passages that came with their text."""
         ends, given = written
         texts = [one.chunk.text if isinstance(one, Hit) else one.text for one in given]
         return _ends_tokens(ends) + sum(len(encode_text(self._parts.card.tokenizer, text)) for text in texts)
@@ -287,7 +293,7 @@ class Questions:
         keywords: AskOptions | ChatOptions,
         options: RequestOptions,
     ) -> Sequence[Given]:
-        """The passages given, else those retrieved."""
+        """Return the given passages, or retrieve them if none were given."""
         if given is None:
             return self.retrieve(question, k, retrieval(keywords), options.ahead)
         self.drop_deleted()
@@ -301,10 +307,10 @@ class Questions:
         *,
         retrieves: bool = False,
     ) -> Iterator[Event]:
-        """Read a prompt over the passages that `find` returns, and those that its text holds.
+        """Read a prompt over the passages that `find` returns, and the stored passages in its text.
 
-        write:     writes the prompt with room for so many tokens of passages
-        retrieves: whether `find` searches: what the text holds is then left out
+        write:     writes the prompt, leaving room for this many tokens of passages
+        retrieves: whether `find` searches; passages that the text already holds are then left out
         """
         parts = self._parts
 
@@ -365,7 +371,7 @@ class Questions:
         return self._answers(prepare, options.ahead)
 
     def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Event]:
-        """The engine's events, with what is to be said once. prepare: makes the prompt, once the clock runs"""
+        """Yield the engine's events, and log each one-time warning. prepare: makes the prompt, once the clock runs"""
         model, root = self._parts.card.name, self._parts.store.layout.root
         try:
             request = prepare(Clock(time.perf_counter()))
@@ -390,12 +396,12 @@ def _ends_tokens(ends: PromptEnds) -> int:
 
 
 def _not_held(hits: Sequence[Hit], texts: Sequence[str]) -> list[Hit]:
-    """Return the hits whose passage does not stand in one of the texts, whatever method reads them."""
+    """Return the hits whose passage does not occur in any of the texts, for every method."""
     return [hit for hit in hits if not any(hit.chunk.text.strip() in text for text in texts)]
 
 
 def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
-    """Tokens of a kept conversation without the passages of earlier turns, which go first."""
+    """Count the tokens of a kept conversation without the passages of earlier turns, which are dropped first."""
     earlier, suffix_ids, hits = read
     texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
     return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)

@@ -1,4 +1,4 @@
-"""A question: how it is read, what it asks for, and how long each phase took."""
+"""A question: its options, its prompt, and the time that each phase took."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from ragcache.retrieval.retriever import Hit
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How one prompt is read and answered; see `GenerationOptions`.
+    """How to read and answer one prompt; see `GenerationOptions`.
 
-    whole: generation of the documents, all of which are read; None: what was found is
-    tools: what the model may call; None: nothing
-    thinking: how the model's template has it think; None: it does not, or there is no template (a raw prompt)
+    whole: generation of the documents, if all of them are read; None: only retrieved passages are read
+    tools: functions that the model may call; None: no functions
+    thinking: how the model's template makes it think; None: the model does not think, or there is no template (raw
+              prompt)
     thinking_budget: tokens after which its thoughts are ended
     dropped_turns: oldest messages of the conversation that were left out
-    continues: whether the answer goes on with what the prompt ends with
-    found: whether passages were found in what the caller wrote, so that a later prompt may go on behind them
+    continues: whether the answer continues the text at the prompt's end
+    found: whether passages were found in the caller's text, so that a later prompt may continue after them
     """
 
     choice: Choice
@@ -71,18 +72,18 @@ class RequestOptions:
         return self.choice.method
 
     def exactly(self, why: str) -> RequestOptions:
-        """The same by full prefill."""
+        """Return these options with full prefill as the method."""
         return replace(self, choice=self.choice.exactly(why))
 
     def limit(self, started: float) -> Limit:
-        """The limit of a question that was asked at `started`."""
+        """Return the time limit of a question that began at `started`."""
         return Limit.of(self.cancelled, self.timeout_s, started)
 
 
 class Kept(NamedTuple):
     """A conversation that keeps its context.
 
-    answered: is told this turn's new passages, the answer and its ids, before the answer is given out
+    answered: called with this turn's new passages, the answer and its ids, before the answer is returned
     """
 
     earlier: History
@@ -109,14 +110,16 @@ class Request:
     kept: Kept | None
 
     def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the prompt ends with the opening of the model's thoughts; where the answer goes on with the prompt's
-        end, inside of them."""
+        """Return whether the prompt ends with the opening of the model's thoughts.
+
+        If the answer continues the prompt's last message, return whether the prompt ends inside those thoughts.
+        """
         thinking, inside = self.options.thinking, self.options.continues
         return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=inside)
 
     @cached_property
     def context_key(self) -> Hashable | None:
-        """Key of everything before the suffix; None where other questions cannot share it."""
+        """Return the key of everything before the suffix, or None if other questions cannot share it."""
         prompt, options = self.prompt, self.options
         if self.kept is not None or options.evict is not None or not options.method.shares_context:
             return None
@@ -127,7 +130,7 @@ class Request:
 
 @dataclass
 class Clock:
-    """Collects the phases of one question."""
+    """Collects the times of one question's phases."""
 
     started: float
     retrieve_s: float = 0.0
