@@ -1,11 +1,11 @@
-"""A prompt as token ids, and the chat template split around its context.
+"""Prompts as token ids, and the chat template split around the prompt's context.
 
-Ids are concatenated; strings never are. A chunk's ids are the ids of its text tokenised alone, so that they are the
-same at every rank and behind every prefix, and its KV block can be reused.
+Ids are concatenated; strings never are. A chunk's ids are those of its text tokenised alone. They are therefore the
+same at every rank and after every prefix, and its KV block can be reused.
 
-Control tokens come from the chat template alone. What users and documents wrote is cut (`as_text`) inside everything
-that the tokenizer would take for one before it reaches the template, and the rendered text is encoded in the pieces
-between the cuts (`encode_rendered`). Texts without such spellings are not cut: their ids are those of the whole
+Control tokens come from the chat template alone. Before text of users and documents reaches the template, it is cut
+(`as_text`) inside everything that the tokenizer would take for a control token, and the rendered text is encoded in the
+pieces between the cuts (`encode_rendered`). Texts without such spellings are not cut: their ids are those of the whole
 rendered text.
 """
 
@@ -49,9 +49,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Passages:
-    """Passages side by side, each of which sees itself alone. A method adds its tokens around and between them.
+    """Adjacent passages, each of which sees only itself. A method adds its tokens around and between them.
 
-    label_ids: text in front of each, which sees everything before it, as any text does; (): in front of none
+    label_ids: text in front of each passage, which sees everything before it, as any text does; (): no labels
     """
 
     chunk_ids: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Passages:
 
     @property
     def labels(self) -> tuple[tuple[int, ...], ...]:
-        """One a passage, maybe without tokens."""
+        """Return a label for each passage; labels may have no tokens."""
         return self.label_ids or ((),) * len(self.chunk_ids)
 
     @property
@@ -73,15 +73,15 @@ Part = Text | Passages
 
 @dataclass(frozen=True)
 class Prompt:
-    """prefix ids, then each chunk's ids, then suffix ids.
+    """A prompt: prefix ids, then each chunk's ids, then suffix ids.
 
     prefix_ids: BOS, template head, system prompt; may be empty
-    chunk_ids:  one list a chunk; may be empty, no chunk may be
-    suffix_ids: question and template tail; at least one token, since the answer is read off the last one
-    label_ids:  text in front of each chunk ("[2] "), one list a chunk, some of which may be empty; (): no labels. It
-                runs with the question; methods with `keeps_context` read it
+    chunk_ids:  one list per chunk; there may be no chunks, but each chunk has tokens
+    suffix_ids: question and template tail; at least one token, because its last token yields the answer's first
+    label_ids:  text in front of each chunk ("[2] "), one list per chunk, some of which may be empty; (): no labels.
+                Labels run with the question; methods with `keeps_context` read them
 
-    Raises PromptError naming the part that has no tokens, or labels of another number than the chunks'.
+    Raises PromptError that names a part without tokens, or if the number of labels differs from the number of chunks.
     """
 
     prefix_ids: Sequence[int]
@@ -116,12 +116,12 @@ class Prompt:
 
     @property
     def labels(self) -> tuple[tuple[int, ...], ...]:
-        """One a chunk, maybe without tokens."""
+        """Return a label for each chunk; labels may have no tokens."""
         return self._passages.labels
 
     @property
     def context_tokens(self) -> int:
-        """Tokens before the suffix."""
+        """Return the number of tokens before the suffix."""
         return len(self.prefix_ids) + self._passages.num_tokens
 
     @property
@@ -130,13 +130,13 @@ class Prompt:
 
     @property
     def ids(self) -> list[int]:
-        """All ids in order: what full prefill reads."""
+        """Return all ids in order, as full prefill reads them."""
         passages = zip(self.labels, self.chunk_ids, strict=True)
         return [*self.prefix_ids, *(id for pair in passages for part in pair for id in part), *self.suffix_ids]
 
 
 class PromptEnds(NamedTuple):
-    """Ids before the chunks and behind them, and in front of each; label_ids: () for none."""
+    """Ids before and after the chunks, and labels in front of each chunk; label_ids: () for no labels."""
 
     prefix_ids: Sequence[int]
     suffix_ids: Sequence[int]
@@ -157,14 +157,14 @@ class PromptFormat:
     question_format: str
 
     def asked(self, question: str) -> str:
-        """The question as the model reads it."""
+        """Return the question as the model reads it."""
         return self.question_format.replace("{question}", question)
 
     def suffix_text(self, question: str) -> str:
         return self.asked(question) + self.tail
 
     def suffix_ids(self, tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-        """Raises PromptError when the question is empty or holds nothing but white space."""
+        """Return the suffix ids of a question. Raises PromptError if the question is empty or only white space."""
         if not question or not question.strip():
             raise PromptError("the question is empty; ask something")
         return encode_rendered(tokenizer, self.suffix_text(as_text(tokenizer, question.strip())))
@@ -173,11 +173,11 @@ class PromptFormat:
 def exceeds(text: str, most: int, count: Callable[[str], int]) -> bool:
     """Return whether a long text has far more than `most` tokens, without tokenising all of it.
 
-    Tokenising takes a hundred times a text's size: parts are counted until they are twice too many, since cutting a
-    text adds tokens. Where this is False the text is still to be counted whole.
+    Tokenising takes a hundred times a text's size, so parts are counted until their sum is twice too many, since
+    cutting a text adds tokens. If this returns False, the text still has to be counted whole.
 
     Args:
-        count: Tokens of a part.
+        count: Counts the tokens of a part.
     """
     counted = 0
     for start in range(0, len(text) if len(text) > PART else 0, PART):
@@ -188,23 +188,23 @@ def exceeds(text: str, most: int, count: Callable[[str], int]) -> bool:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of `text` alone, with no BOS or EOS added. No control token is among them, whatever the text spells."""
+    """Return the ids of `text` alone, without BOS, EOS or any control token, whatever the text spells."""
     return encode_rendered(tokenizer, as_text(tokenizer, text))
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of what a chat template wrote: control tokens are parsed, but for those that `as_text` has cut."""
+    """Return the ids of a rendered chat template: control tokens are parsed, except those that `as_text` has cut."""
     pieces = [piece for piece in text.split(CUT) if piece]
     return [id for piece in pieces for id in tokenizer(piece, add_special_tokens=False)["input_ids"]]
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool = False) -> str:
-    """The text with CUT inside everything that the tokenizer would read as a control token.
+    """Return the text with CUT inside everything that the tokenizer would read as a control token.
 
-    The cut stands behind the first character, so that a template may still trim the text. A control token of one
-    character cannot be spelled in pieces: the cut takes its place.
+    The cut comes after the first character, so that a template may still trim the text. A control token of one
+    character cannot be spelled in pieces: the cut replaces it.
 
-    special_only: leave alone those that are control tokens because the template writes them; see `control_tokens`
+    special_only: leave out those that are control tokens only because the template writes them; see `control_tokens`
 
     Raises PromptError for half of a surrogate pair.
     """
@@ -219,7 +219,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool
 
 
 def all_as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """A JSON value whose strings, keys among them, are cut."""
+    """Return a JSON value with all its strings cut by `as_text`, including keys."""
     if isinstance(value, str):
         return as_text(tokenizer, value)
     if isinstance(value, Mapping):
@@ -228,23 +228,25 @@ def all_as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, *, special_only: bool = False) -> dict[int, str]:
-    """Ids and spellings of the tokens that text must never become: the special ones, and added ones that the chat
-    template writes though they are not called special (Qwen's <think> and <tool_call>).
+    """Return ids and spellings of the tokens that text must never become.
 
-    Other added tokens are text: Gemma has some for runs of newlines and for HTML tags.
+    These are the special tokens, and the added tokens that the chat template writes although they are not marked
+    special (Qwen's <think> and <tool_call>). Other added tokens are text: Gemma has some for runs of newlines and for
+    HTML tags.
     """
     return list_controls(tokenizer, "" if special_only else template_text(tokenizer))
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the tokenizer's chat templates as they are written, "" without any."""
+    """Return the tokenizer's chat templates as written, or "" if it has none."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 @lru_cache(maxsize=8)  # Gemma has 6,000 special tokens, which take 20 ms to list
 def list_controls(tokenizer: PreTrainedTokenizerBase, written: str) -> dict[int, str]:
-    """See `control_tokens`. Code that adds tokens to a tokenizer that was in use clears the cache."""
+    """List the tokens that `control_tokens` returns. Code that adds tokens to a tokenizer in use must clear the
+    cache."""
     added = {id: (token.content, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return {
@@ -254,13 +256,13 @@ def list_controls(tokenizer: PreTrainedTokenizerBase, written: str) -> dict[int,
 
 
 def _is_markup(spelling: str, written: str) -> bool:
-    """Whether a template writes it, other than as a word or as white space."""
+    """Return whether a template writes the spelling other than as a word or as white space."""
     bare = spelling.strip()
     return bool(bare) and not bare.isalnum() and bare in written
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, str]) -> Iterator[str]:
-    """The pieces of a text whose control tokens are cut behind their first character."""
+    """Yield the pieces of a text whose control tokens are cut after their first character."""
     done = 0
     for start, end in _control_spans(tokenizer, text, controls):
         start += len(text[start:end]) - len(text[start:end].lstrip())  # tokens may take in the white space around them
@@ -273,8 +275,11 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, s
 def _control_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, str]
 ) -> Iterator[tuple[int, int]]:
-    """Spans of control tokens in a text, as the tokenizer finds them, which may fold other characters into theirs
-    first. Where it gives no offsets, their spellings are searched for."""
+    """Yield the spans of control tokens in a text, as the tokenizer finds them.
+
+    A tokenizer may first fold other characters into a control token's. If it gives no offsets, the spellings are
+    searched for instead.
+    """
     if not text:
         return
     if not tokenizer.is_fast:
@@ -289,10 +294,10 @@ def _control_spans(
 
 
 class Shown(NamedTuple):
-    """What a chat template is given beside messages, cut (`as_text`).
+    """The inputs of a chat template other than the messages, cut by `as_text`.
 
-    tools: functions that it describes. variables: others of its own, such as enable_thinking
-    date:  what a template that asks for the time is given; None: the time at which it is rendered
+    tools: functions that it describes. variables: its own further variables, such as enable_thinking
+    date:  the date for a template that asks for the time; None: the time at which it is rendered
     """
 
     tools: Sequence[Message] = ()
@@ -300,7 +305,7 @@ class Shown(NamedTuple):
     date: datetime | None = None
 
     def as_text(self, tokenizer: PreTrainedTokenizerBase) -> Shown:
-        """The same without control tokens."""
+        """Return these inputs without control tokens."""
         return Shown(all_as_text(tokenizer, self.tools), all_as_text(tokenizer, self.variables), self.date)
 
 
@@ -316,11 +321,11 @@ def prompt_format(
 ) -> PromptFormat:
     """Split the tokenizer's chat template at the context, which opens the user message.
 
-    Without a template: BOS (where the tokenizer has one), the system text and a newline before the context; the
-    question and "\\nAnswer:" behind it. A tokenizer may state its own question format as
+    Without a template, BOS (if the tokenizer has one), the system text and a newline precede the context, and the
+    question and "\\nAnswer:" follow it. A tokenizer may state its own question format as
     `init_kwargs["ragcache_question_format"]`.
 
-    Raises ConfigError when the question format has no {question}, or the template drops or repeats the user message.
+    Raises ConfigError if the question format has no {question}, or the template drops or repeats the user message.
     """
     stated = getattr(tokenizer, "init_kwargs", {}).get("ragcache_question_format")
     if question_format is None:
@@ -335,13 +340,13 @@ def prompt_format(
 def conversation_ends(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN
 ) -> PromptEnds:
-    """Split a conversation (role, content) at CONTEXT_MARK, which stands in one of its turns.
+    """Split a conversation (role, content) at CONTEXT_MARK, which is in one of its turns.
 
-    turns: contents of assistant turns as they were said, all else already cut (`as_text`). The last one may end with
-           END_MARK: the prompt ends there, and the answer goes on with it
-    shown: what else the template is given
+    turns: contents of assistant turns as generated, all others already cut (`as_text`). The last turn may end with
+           END_MARK: the prompt ends there, and the answer continues it
+    shown: the template's other inputs
 
-    Without the mark all ids are suffix. Raises PromptError when the chat template refuses the turns or loses the mark.
+    Without the mark all ids are suffix. Raises PromptError if the chat template refuses the turns or loses the mark.
     """
     try:
         if not any(CONTEXT_MARK in turn["content"] for turn in turns):
@@ -355,11 +360,10 @@ def conversation_ends(
 def conversation_pieces(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], marks: Sequence[str], shown: Shown = NOTHING_SHOWN
 ) -> list[str]:
-    """Return the rendered conversation, cut at these marks (TURN_MARK), which stand in its turns in this order: one
-    piece more than marks.
+    """Return the rendered conversation, cut at these marks (TURN_MARK), which its turns contain in this order.
 
-    The first piece begins with BOS where the tokenizer has one and no template writes it. Raises PromptError when the
-    chat template refuses the turns, or drops, repeats or moves one.
+    There is one piece more than marks. The first piece begins with BOS if the tokenizer has one and no template writes
+    it. Raises PromptError if the chat template refuses the turns, or drops, repeats or moves a turn.
     """
     try:
         text = _render(tokenizer, turns, shown)
@@ -374,8 +378,11 @@ def conversation_pieces(
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -> PromptEnds:
-    """Raw text around chunks, no template; without chunks (tail None) all of it is suffix. BOS comes first where the
-    tokenizer has one, once if the text begins with it; there is no other control token."""
+    """Return the ids of raw text around chunks, without a template; if `tail` is None, all of it is suffix.
+
+    BOS comes first if the tokenizer has one, and is not repeated if the text begins with it. There is no other control
+    token.
+    """
     bos = tokenizer.bos_token or ""
     if bos and head.startswith(bos):
         ids = encode_rendered(tokenizer, bos + as_text(tokenizer, head.removeprefix(bos)))
@@ -399,10 +406,10 @@ def _halves(
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN) -> str:
-    """The turns as the template writes them.
+    """Return the turns as the template writes them.
 
-    A template may read what an assistant said: Qwen's drops what stands before </think>. So where cutting such a token
-    changes what is written, those that are not special are left to the template.
+    A template may parse an assistant's message: Qwen's drops everything before </think>. So if cutting such a token
+    changes the output, tokens that are not special are left to the template.
     """
     text = _written(tokenizer, _with_answers_cut(tokenizer, turns), shown)
     if CUT in text and (left := _with_answers_cut(tokenizer, turns, special_only=True)) != turns:
@@ -444,7 +451,7 @@ def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown
 
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of the beginning of a rendered prompt. A template writes BOS itself; where there is none, it is put first."""
+    """Return the ids of a rendered prompt's beginning, with BOS in front if there is no template to write it."""
     ids = encode_rendered(tokenizer, text)
     return ids if tokenizer.chat_template is not None else [*_bos(tokenizer), *ids]
 

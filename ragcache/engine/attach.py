@@ -1,8 +1,8 @@
-"""Other libraries' vector stores and retrievers, whose passages have their KV in a store of ragcache.
+"""Attaches vector stores and retrievers of other libraries, whose passages have their KV in a store of ragcache.
 
-What a library's objects are, its adapter knows: integrations register one under the name of the library's package. An
-attached object is one of the user's own class with the user's own state, of which some methods are followed: after
-they have run, KV is made or removed.
+An adapter knows a library's objects; integrations register their adapter under the name of the library's package. An
+attached object has the user's own class and state, but some of its methods are followed: after they have run, KV is
+computed or removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RUNNING: ContextVar[tuple[Attachment, ...]] = ContextVar("ragcache_attached", d
 
 
 class Kept(Protocol):
-    """What an attachment asks of a store: a `RagCache`."""
+    """The interface that an attachment needs of a store: a `RagCache`."""
 
     @property
     def reads_blocks(self) -> bool: ...
@@ -52,7 +52,7 @@ class Attachment:
     options: Mapping[str, Any]
 
     def handles(self, passages: Iterable[Document]) -> list[str | None]:
-        """Names of the KV of passages that were found, made now where `learn` says so."""
+        """Return the KV handles of found passages, computing missing KV if `learn` is set."""
         report = self.kb.precompute(list(passages), collection=self.collection, dry_run=not self.learn)
         return list(report.handles)
 
@@ -63,15 +63,15 @@ class Attachment:
         self.kb.forget(ids, sources=sources, given=given, collection=self.collection)
 
     def sync(self, given: Any) -> None:
-        """Forget what is not among these passages, or not in this store."""
+        """Remove KV of this collection's passages that are not in `given`."""
         self.kb.precompute(given, collection=self.collection, sync=True)
 
 
 class Hook(NamedTuple):
-    """A function that runs after a method: after(object, result, arguments by name) returns the result to use. None
-    leaves the result as it is.
+    """A function that runs after a method: after(object, result, arguments by name) returns the new result. None leaves
+    the result unchanged.
 
-    before: adds arguments that `after` is given besides: of what is gone by then
+    before: returns additional arguments for `after`, about data that the method is going to remove
     clean:  returns each argument as the method receives it, without ragcache's own marks
     """
 
@@ -81,17 +81,21 @@ class Hook(NamedTuple):
 
 
 class Adapter(Protocol):
-    """What is known of another library's objects."""
+    """The knowledge of another library's objects."""
 
     def documents(self, given: Any) -> Iterable[Document]:
-        """The passages of a document, retriever or vector store, as the model is going to read them; `Document.source`
-        is the id of what they were cut from. Raises ConfigError for an object that does not say what it holds."""
+        """Return the passages of a document, retriever or vector store, as the model will read them.
+
+        `Document.source` is the id of the document that a passage was cut from. Raises ConfigError for an object that
+        cannot list its passages.
+        """
 
     def holder(self, given: Any) -> Any:
-        """The store that gives a collection its name; None for a document."""
+        """Return the store that names a collection, or None for a document."""
 
     def hooks(self, given: Any, attachment: Attachment) -> Mapping[str, Hook]:
-        """The methods of a store or retriever that are followed. Raises ConfigError for what cannot be attached."""
+        """Return the methods of a store or retriever that are followed. Raises ConfigError for an object that cannot be
+        attached."""
 
 
 ADAPTERS: dict[str, Adapter | str] = {
@@ -107,17 +111,19 @@ def find_adapter(given: Any) -> Adapter | None:
 
 
 def attach(given: Any, kb: Kept, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:
-    """A vector store, index or retriever of another library, of its own class and over the same state, that keeps `kb`
-    up to date: what is added to it is precomputed, what is deleted from it is forgotten, and what it finds carries its
-    handle. The object given stays as it is.
+    """Return a vector store, index or retriever of another library that keeps `kb` up to date.
 
-    collection: names it among others that are attached to kb; "": see `collection_of`
-    learn:      whether passages that it finds and whose KV is not there are precomputed then; None: where the method
-                that kb was opened with reads blocks
+    The result has the class and state of `given`, which stays unchanged. Added passages are precomputed, the KV of
+    deleted passages is removed, and found passages carry their handles.
+
+    collection: names it among the objects attached to kb; "": see `collection_of`
+    learn:      whether found passages without KV are precomputed; None: if the method that kb was opened with reads
+                blocks
     options:    of the library's adapter
 
-    The user's store comes first: where KV cannot be made or removed, that is logged and the call goes on. For what
-    changes behind its back there is `kb.precompute(given, collection=..., sync=True)`. Raises ConfigError.
+    The user's store has priority: if KV cannot be computed or removed, this is logged and the call continues. To catch
+    up with changes that bypass the attached object, call `kb.precompute(given, collection=..., sync=True)`. Raises
+    ConfigError.
     """
     adapter = find_adapter(given)
     if adapter is None:
@@ -131,8 +137,10 @@ def attach(given: Any, kb: Kept, *, collection: str = "", learn: bool | None = N
 
 
 def collection_of(given: Any) -> str:
-    """The collection that a vector store is, or that a retriever searches: its class, and what it calls its collection.
-    "" for documents and texts."""
+    """Return the name of a vector store's collection, or of the collection that a retriever searches.
+
+    It consists of the store's class and its own name for the collection. Returns "" for documents and texts.
+    """
     adapter = find_adapter(given)
     holder = None if adapter is None else adapter.holder(given)
     if holder is None:
@@ -143,7 +151,7 @@ def collection_of(given: Any) -> str:
 
 
 def _followed(given: Any, hooks: Mapping[str, Hook], attachment: Attachment) -> Any:
-    """An object of a class derived from the given one's, whose state it shares."""
+    """Return an object that shares the state of `given` and whose class is derived from its class."""
     own = type(given)
     methods = {name: _following(getattr(own, name), hook, attachment) for name, hook in hooks.items()}
     about = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}

@@ -1,12 +1,12 @@
-"""Passages found in any prompt, by their token ids.
+"""Finds passages in any prompt by their token ids.
 
-A passage is known by three numbers: the hash of one window of its tokens (its anchor), where that window stands in it,
-and the hash of all its tokens but the outermost. A prompt's hashes at every place come from one prefix sum, so that any
-number of passages are looked for at once. What is found is then compared token by token: a passage is found where its
-own ids stand, whatever text is around them (law 15). A tokenizer may read a passage's first and last characters
-together with what is beside them, so up to EDGE tokens at either end may differ; they run with the prompt.
+A passage is known by three numbers: the hash of one window of its tokens (its anchor), the window's offset in the
+passage, and the hash of all its tokens but the outermost. A prompt's hashes at every position come from one prefix sum,
+so that any number of passages are searched for at once. Candidates are then compared token by token: a passage is found
+where its own ids occur, whatever text surrounds them (law 15). A tokenizer may merge a passage's first and last
+characters with their neighbours, so up to EDGE tokens at either end may differ; they run with the prompt.
 
-Token ids rather than characters: a passage that is found by its characters has to be verified in tokens all the same.
+Token ids are used because a passage found by its characters would have to be verified in tokens anyway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ids = NDArray[np.int64]
 
 
 class Found(NamedTuple):
-    """A passage whose inner tokens seem to stand at [start, end) of a prompt; name: of the passage"""
+    """A passage whose inner tokens probably occupy [start, end) of a prompt; name: of the passage"""
 
     start: int
     end: int
@@ -45,9 +45,9 @@ class Found(NamedTuple):
 
 
 class ContentIndex:
-    """Passages by name, found in rows of token ids. 32 bytes a passage, no text and no ids. Thread-safe.
+    """Passages by name, found in rows of token ids. 32 bytes per passage, no text and no ids. Thread-safe.
 
-    A passage of fewer than WINDOW tokens is left out: computing it costs less than a look.
+    A passage of fewer than WINDOW tokens is left out: computing it costs less than a search.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ContentIndex:
             return sum(len(rows.names) for rows in (self._rows, *self._new))
 
     def add(self, passages: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]) -> None:
-        """passages: a name and token ids each. Added twice, a name is found once."""
+        """Add passages, each a name and token ids. A name added twice is found once."""
         batch: list[tuple[int, Ids]] = []
         for name, ids in passages:
             if len(ids) >= WINDOW:
@@ -92,8 +92,10 @@ class ContentIndex:
             write_all(file, data.getbuffer())
 
     def load(self, path: Path) -> int | None:
-        """Take in what `save` wrote, in place of what is there; None where that cannot be read. Nothing wrong is found
-        by a damaged file: whatever is found is compared token by token."""
+        """Replace the contents by those that `save` wrote, and return its number, or None if the file cannot be read.
+
+        A damaged file cannot cause wrong results, because every candidate is compared token by token.
+        """
         try:
             with open(path, "rb") as opened, np.load(opened) as file:
                 rows = _Rows(*(file[name] for name in _Rows._fields))
@@ -111,8 +113,11 @@ class ContentIndex:
         return last
 
     def find(self, ids: Sequence[int] | Ids) -> list[Found]:
-        """Places where a passage's inner tokens seem to stand, left to right; none overlaps. Of those that begin at one
-        place the longest, of equal ones that of the highest name."""
+        """Return the places where a passage's inner tokens probably occur, left to right and without overlaps.
+
+        Of passages that begin at the same place the longest is returned, and of equally long ones that with the highest
+        name.
+        """
         row = np.asarray(ids, np.int64)
         with self._lock:
             self._settle()
@@ -137,7 +142,8 @@ class ContentIndex:
         return found
 
     def _add(self, batch: Sequence[tuple[int, Ids]]) -> None:
-        """All at once: the passages' tokens in one row, and of each the window with the least hash."""
+        """Index a batch at once: join the passages' tokens in one row, and choose each passage's window with the least
+        hash."""
         sizes = np.array([len(ids) for _, ids in batch])
         edges = np.minimum(EDGE, (sizes - WINDOW) // 2)
         begin = np.concatenate([[0], np.cumsum(sizes)[:-1]])
@@ -153,7 +159,7 @@ class ContentIndex:
             )
 
     def _settle(self) -> None:
-        """Sort what was added since the last look in."""
+        """Sort the rows added since the last search into the index."""
         if not self._new:
             return
         columns: list[Any] = [np.concatenate(column) for column in zip(self._rows, *self._new, strict=True)]
@@ -165,7 +171,7 @@ class ContentIndex:
 
 
 class _Rows(NamedTuple):
-    """anchors: rising; offsets: of the anchor's window; lengths: of what cores are the hashes of"""
+    """Columns of the index. anchors: rising; offsets: of the anchor's window; lengths: of the tokens hashed in cores"""
 
     anchors: Hashes
     cores: Hashes
@@ -180,7 +186,7 @@ def _no_rows() -> _Rows:
 
 
 def _least(hashes: Hashes, starts: Ids, stops: Ids) -> Ids:
-    """Where the least hash of each range stands, the first of equal ones. The ranges rise and hold one at least."""
+    """Return the position of each range's least hash, the first of equal hashes. The ranges rise and are not empty."""
     bounds = np.stack([starts, stops], axis=1).reshape(-1)
     least = np.minimum.reduceat(np.append(hashes, hashes[:1]), bounds)[::2]
     sizes = stops - starts
@@ -192,7 +198,7 @@ def _least(hashes: Hashes, starts: Ids, stops: Ids) -> Ids:
 
 
 def _pairs(anchors: Hashes, hashes: Hashes, at: Ids) -> tuple[Ids, Ids]:
-    """Each place with each row that has its hash, MOST_PAIRS of them at most."""
+    """Return each place paired with each row that has its hash, at most MOST_PAIRS pairs."""
     left, right = (np.searchsorted(anchors, hashes, side) for side in ("left", "right"))
     counts = right - left
     within = np.cumsum(counts) <= MOST_PAIRS
@@ -209,7 +215,7 @@ class _Powers:
         self._down = np.ones(1, np.uint64)
 
     def sums(self, ids: Ids) -> Hashes:
-        """Prefix sums of a row, one more than its ids."""
+        """Return the prefix sums of a row, one more than its ids."""
         self._reach(len(ids))
         values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
         values ^= values >> np.uint64(32)
@@ -218,7 +224,7 @@ class _Powers:
         return sums
 
     def hashes(self, sums: Hashes, starts: Ids, lengths: Ids | int) -> Hashes:
-        """Hashes of the tokens [start, start + length)."""
+        """Return the hashes of the tokens [start, start + length)."""
         found = (sums[starts + lengths] - sums[starts]) * self._down[starts]
         return np.asarray(found ^ (found >> np.uint64(29)))
 

@@ -1,4 +1,4 @@
-"""Messages with passages in them, as prompt ends and passages."""
+"""Converts messages that contain passages into prompt ends and passages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Part = str | Given
 class Turn:
     """One message.
 
-    calls:   functions that an assistant called; call_id, name: of the call whose result a tool's message is
+    calls:   functions that an assistant called; call_id, name: the call that a tool's message answers
     """
 
     role: str
@@ -58,31 +58,31 @@ class Turn:
 
     @property
     def is_answer(self) -> bool:
-        """Whether an assistant said it, and called nothing: a call waits for its result."""
+        """Return whether this is an assistant's message without calls: a call waits for its result."""
         return self.role == "assistant" and not self.calls
 
     @property
     def has_slot(self) -> bool:
-        """Whether passages have a place here, though there may be none."""
+        """Return whether this turn has a place for passages, even if it holds none."""
         return self.role == "user" or (self.role == "tool" and self.has_passages)
 
     @property
     def text(self) -> str:
-        """All of the turn as text, passages included."""
+        """Return the whole turn as text, passages included."""
         return "".join(_text(part) for part in self.parts)
 
     @property
     def plain(self) -> str:
-        """The turn's text without its passages, which may be left out where they do not fit."""
+        """Return the turn's text without its passages, which may be left out if they do not fit."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def said(self) -> str:
-        """All of the turn, calls included: by this a conversation is known again."""
+        """Return the whole turn with its calls, by which a conversation is recognised."""
         return said(self.text, self.calls)
 
     def message(self, tokenizer: PreTrainedTokenizerBase, content: str) -> dict[str, Any]:
-        """What the chat template is given, with this content."""
+        """Return this turn's message for the chat template, with `content` as its content."""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.calls:
             message["tool_calls"] = all_as_text(tokenizer, [_shown(call) for call in self.calls])
@@ -92,28 +92,29 @@ class Turn:
 
 
 def said(text: str, calls: Sequence[ToolCall]) -> str:
-    """An answer's text and calls, whatever white space and ids the calls come back with."""
+    """Return an answer's text and calls in a form that does not depend on the calls' white space and ids."""
     return text + "".join(f"\n{json.dumps(_shown(call)['function'], sort_keys=True)}" for call in calls)
 
 
 class Slot(NamedTuple):
-    """The place of a user's or a tool's passages."""
+    """The place of a turn's passages."""
 
     turn: int
 
 
 class Said(NamedTuple):
-    """An assistant's turn, all of it."""
+    """The place of a whole assistant's turn."""
 
     turn: int
 
 
 class Conversation:
-    """Turns of a chat; see `RagCache.stream_chat`. A last assistant message without text is as if it were not there.
+    """Turns of a chat; see `RagCache.stream_chat`. A last assistant message without text is ignored.
 
     turns: all of them. read: those that the model reads, each with its rank
-    shown: what the chat template is given beside the turns. Raises ConfigError for what is no list, PromptError naming
-           the message that cannot be read.
+    shown: the chat template's inputs beside the turns
+
+    Raises ConfigError if `messages` is not a list, PromptError that names the message that cannot be read.
     """
 
     def __init__(
@@ -135,22 +136,23 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """The text of the last user message."""
+        """Return the text of the last user message."""
         return next(turn.text for turn in reversed(self.turns) if turn.role == "user").strip()
 
     @property
     def asking(self) -> int:
-        """Which turn's passages are the newest: the last user message's, or those that a tool found since."""
+        """Return the rank of the turn with the newest passages: the last user message, or a later tool message with
+        passages."""
         return max(rank for rank, turn in self.read if turn.has_slot)
 
     @property
     def standing(self) -> list[int]:
-        """System messages that hold passages, which are those of every question behind them."""
+        """Return the ranks of system messages with passages, which belong to every later question."""
         return [rank for rank, turn in self.read if turn.role == "system" and turn.has_passages and rank < self.asking]
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message, an assistant's."""
+        """Return whether the answer continues the last message, an assistant's."""
         return self.turns[-1].is_answer and bool(self.turns[-1].text.strip())
 
     @property
@@ -159,8 +161,11 @@ class Conversation:
 
     @property
     def old(self) -> list[list[int]]:
-        """Ranks of the turns that may be left out, oldest first, and together where one is nothing without the other: a
-        question with what answered it; behind the last question, calls of tools with their results, but the last."""
+        """Return the ranks of turns that may be left out, oldest first, in groups that only make sense together.
+
+        A group is a question with its answers; after the last question, it is tool calls with their results, except the
+        last.
+        """
         last = max(rank for rank, turn in enumerate(self.turns) if turn.role == "user")
         groups: list[list[int]] = []
         for rank, turn in enumerate(self.turns):
@@ -172,7 +177,7 @@ class Conversation:
         return groups[:-1] if groups and groups[-1][0] > last else groups
 
     def without(self, groups: Sequence[Sequence[int]]) -> Conversation:
-        """The same, read without these turns."""
+        """Return this conversation, read without these turns."""
         shorter = copy(self)
         shorter._gone = self._gone.union(*groups)
         shorter.read = [(rank, turn) for rank, turn in self.read if rank not in shorter._gone]
@@ -180,19 +185,20 @@ class Conversation:
 
     @property
     def num_gone(self) -> int:
-        """How many turns are left out."""
+        """Return how many turns are left out."""
         return len(self._gone)
 
     @property
     def given_text(self) -> list[str]:
-        """The text that the caller wrote, without passages given as such and without answers."""
+        """Return the text that the caller wrote, without passages given as such and without answers."""
         turns = [turn for _, turn in self.read if turn.role != "assistant"]
         return [part for turn in turns for part in turn.parts if isinstance(part, str)]
 
     def as_written(self, system: str | None) -> tuple[PromptEnds, list[Given]]:
-        """Ends around the passages of the last turn that has any, and these passages; earlier ones are plain text.
+        """Return ends around the passages of the last turn that has any, and these passages; earlier passages are plain
+        text.
 
-        system: text of a system message where the conversation has none
+        system: text of a system message if the conversation has none
         """
         carrier = max((rank for rank, turn in self.read if turn.has_passages), default=None)
         texts = {rank: self._written(turn.role, turn.text) for rank, turn in self.read}
@@ -203,10 +209,11 @@ class Conversation:
         return self._ends(texts, system)._replace(label_ids=split.label_ids(self._tokenizer)), split.passages
 
     def around_passages(self, form: PromptFormat, system: str | None, *, first: bool) -> PromptEnds:
-        """Ends around passages in front of the last user turn, or the first. Questions are in the store's format.
+        """Return ends around passages in front of the last user turn, or of the first. Questions get the store's
+        format.
 
-        In front of the last turn they stand next to the question. In front of the first one they stay behind the
-        store's own prefix, which matters where blocks were encoded behind it.
+        In front of the last turn, passages are next to the question. In front of the first turn, they follow the
+        store's own prefix, which is needed if blocks were encoded after it.
         """
         users = [rank for rank, turn in self.read if turn.role == "user"]
         marked = users[0] if first else users[-1]
@@ -220,10 +227,11 @@ class Conversation:
         return self._ends(texts, system)
 
     def in_pieces(self, form: PromptFormat | None, system: str | None) -> list[str | Slot | Said]:
-        """The rendered conversation, cut at every user turn's passages and around every answer, so that what was there
-        at an earlier turn is the same piece at a later one.
+        """Return the rendered conversation, cut at every turn's passages and around every answer.
 
-        form: puts passages in front of the user turns, and questions in its format; None: where the turns hold them
+        Text of an earlier turn is then the same piece at every later turn.
+
+        form: puts passages in front of the user turns, and questions into its format; None: where the turns hold them
         """
         places: list[Slot | Said] = []
 
@@ -265,7 +273,7 @@ class Conversation:
         return conversation_ends(self._tokenizer, self._messages(texts, system), shown)
 
     def _messages(self, texts: Mapping[int, str], system: str | None) -> list[dict[str, Any]]:
-        """texts: of the turns that are read, by rank"""
+        """Return the messages for the chat template. texts: of the turns that are read, by rank"""
         turns = [self.turns[rank].message(self._tokenizer, text) for rank, text in texts.items()]
         if self.continues:
             turns[-1]["content"] += END_MARK
@@ -273,14 +281,15 @@ class Conversation:
         return turns if has_system else [*system_turn(self._tokenizer, system), *turns]
 
     def _written(self, role: str, text: str) -> str:
-        """A turn's text for the template, which itself decides about control tokens in an assistant's."""
+        """Return a turn's text for the template, which itself decides about control tokens in an assistant's text."""
         return text if role == "assistant" else as_text(self._tokenizer, text)
 
 
 def completion_ends(
     tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Part | int]
 ) -> tuple[PromptEnds, list[Given]]:
-    """Ends around the passages of a raw prompt, and these passages. Token ids stay as they are. Raises PromptError."""
+    """Return ends around the passages of a raw prompt, and these passages. Token ids stay unchanged. Raises
+    PromptError."""
     if parts and not isinstance(parts, str) and (ids := [part for part in parts if type(part) is int]) == list(parts):
         return PromptEnds((), ids), []
     turn = _turn(0, {"role": "user", "content": parts})
@@ -294,7 +303,7 @@ def completion_ends(
 
 
 class SplitParts(NamedTuple):
-    """Text before the passages, the passages, text in front of each (of the first: none), text behind the last."""
+    """Text before the passages, the passages, text in front of each (of the first: none), text after the last."""
 
     head: str
     labels: list[str]
@@ -302,12 +311,12 @@ class SplitParts(NamedTuple):
     tail: str
 
     def label_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Ids of each label alone; none where no passage has any."""
+        """Return the ids of each label alone, or [] if no passage has a label."""
         return [encode_text(tokenizer, label) if label else [] for label in self.labels] if any(self.labels) else []
 
 
 def split_parts(parts: Sequence[Part]) -> SplitParts:
-    """White space between passages is dropped: each ends with a newline of its own."""
+    """Split a turn at its passages. White space between passages is dropped, because each ends with its own newline."""
     places = [place for place, part in enumerate(parts) if not isinstance(part, str)]
     head, tail = ("".join(map(_text, side)) for side in (parts[: places[0]], parts[places[-1] + 1 :]))
     between = ["".join(map(_text, parts[before + 1 : place])) for before, place in pairwise(places)]
@@ -332,7 +341,7 @@ def _turn(rank: int, message: Mapping[str, Any]) -> Turn:
 
 
 def _calls(rank: int, given: Any) -> tuple[ToolCall, ...]:
-    """Calls of a message: `ToolCall`s, or in OpenAI's form."""
+    """Return a message's calls, given as `ToolCall`s or in OpenAI's form."""
     try:
         return tuple(one if isinstance(one, ToolCall) else _call(one) for one in given)
     except (TypeError, KeyError, AttributeError) as error:
@@ -350,7 +359,7 @@ def _call(given: Mapping[str, Any]) -> ToolCall:
 
 
 def _shown(call: ToolCall) -> dict[str, Any]:
-    """A call as chat templates take it: arguments are an object, where they are JSON."""
+    """Return a call as chat templates take it: its arguments are an object if they are JSON."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -359,7 +368,7 @@ def _shown(call: ToolCall) -> dict[str, Any]:
 
 
 def _named(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, each result of a tool with the name of its function, which templates ask for."""
+    """Return the turns with the function's name on each tool result, which templates need."""
     names = {call.id: call.name for turn in turns for call in turn.calls}
     return [replace(turn, name=turn.name or names.get(turn.call_id, "")) for turn in turns]
 

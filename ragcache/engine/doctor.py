@@ -1,4 +1,4 @@
-"""The check of a store that repairs it. It needs no models."""
+"""Checks and repairs a store. It needs no models."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Checks that the doctor made, and repairs.
+    """The doctor's checks and repairs.
 
     blocks:   verified byte by byte
     damaged:  keys of blocks that were dropped; they are computed again on first use
-    missing:  chunks whose block was not stored; likewise. Where a disk budget or a time to live gives blocks up, that
-              is as it should be
+    missing:  chunks whose block was not stored; also computed on first use. This is normal if a disk budget or a time
+              to live evicts blocks
     orphans:  keys of blocks that no chunk refers to; deleted
     newer:    keys of blocks that a newer version wrote; left alone
     leftovers: temporary files of killed writers; removed
     index:    "sound", "absent" (nothing to search), or why it was rebuilt
     expired:  keys of blocks whose time to live was over; dropped
-    gives_up: whether the store's disk tier may give blocks up
-    advice:   on the store's dtype and this machine; None: nothing
+    gives_up: whether the store's disk tier may evict blocks
+    advice:   about the store's dtype on this machine; None: no advice
     """
 
     blocks: int
@@ -47,7 +47,7 @@ class DoctorReport:
 
     @property
     def sound(self) -> bool:
-        """Whether there was nothing to repair."""
+        """Return whether there was nothing to repair."""
         missing = self.missing and not self.gives_up
         repaired = self.damaged or missing or self.orphans or self.leftovers
         return not repaired and self.index in ("sound", "absent")
@@ -57,9 +57,9 @@ class DoctorReport:
 
 
 def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30.0) -> DoctorReport:
-    """Verify every block and the index; drop what is damaged, collect what nobody refers to, rebuild the index.
+    """Verify every block and the index; drop damaged blocks, delete unreferenced ones, rebuild the index.
 
-    Nothing that can be computed again is lost: chunks keep their text, and a dropped block is made on first use.
+    Everything that is dropped can be computed again: chunks keep their text, and a dropped block is made on first use.
     Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
     """
     with store.layout.writer(timeout_s):
@@ -94,8 +94,11 @@ def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
 
 
 def _forget_missing(store: StoreParts) -> list[str]:
-    """Chunks whose handle names no block become pending; returns their ids. All blocks are listed at once: a remote
-    that cannot be asked raises, and lets none look missing."""
+    """Mark chunks whose block is missing as pending; return their ids.
+
+    All blocks are listed at once, so that an unreachable remote raises an error and does not make its blocks look
+    missing.
+    """
     kept = set(store.kv.keys())
     missing = [
         chunk.id
@@ -135,7 +138,7 @@ def _check_index(store: StoreParts, kind: str) -> str:
 
 
 def _index_fault(store: StoreParts, stored: Stored) -> str | None:
-    """Why the saved index has to be rebuilt; None when it says what SQL says."""
+    """Return why the saved index has to be rebuilt, or None if it agrees with SQL."""
     path = store.layout.index
     if not path.exists():
         return "rebuilt: it was absent"

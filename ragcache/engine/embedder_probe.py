@@ -1,7 +1,7 @@
-"""Whether an embedder is the one that a store was filled with: by what it says, not by its name alone.
+"""Checks that an embedder is the same that filled the store, by its vectors and not by its name alone.
 
-An application's own embeddings have one name, whichever model is behind them. Vectors of another model have the same
-length and rank wrongly, without a word. So a store keeps the vector of one text, and every opening asks for it again.
+An application's own embeddings have one name, whichever model computes them. Vectors of another model have the same
+length and silently rank wrongly. So a store keeps the vector of one text, and every opening embeds it again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TOLERANCE = 0.1
 
 
 def refuse_other_embedder(documents: DocumentStore, embedder: Embedder) -> None:
-    """Compare the embedder with the store's vector of the probe, by one `embed_query`; a new store is given it.
+    """Compare the embedder with the store's vector of the probe, by one `embed_query`; a new store saves the vector.
 
-    Raises EmbedderMismatchError, and what the embedder raises.
+    Raises EmbedderMismatchError, and the embedder's own errors.
     """
     given = np.asarray(embedder.embed_query(PROBE), np.float32)
     kept = _kept(documents)

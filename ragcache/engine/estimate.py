@@ -1,4 +1,4 @@
-"""Estimates of what work takes: a full prefill, by real passes, and an ingestion's KV on disk, by its text."""
+"""Estimates the time of a full prefill from real passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LEAST_TOKENS = 128
 
 
 class PrefillEstimate:
-    """Time that a full prefill would take, by reads that the engine did anyway. Thread-safe.
+    """The time that a full prefill would take, learnt from reads that the engine did anyway. Thread-safe.
 
-    The fastest read of each length counts (lengths of one power of two are alike): whatever else ran at the same time
-    can only have slowed the others. Between the lengths that were read seconds a token are interpolated, beyond them
-    they stay what they are, which leaves out the attention of a longer prompt: the estimate is rather too low.
+    Only the fastest read of each length counts (lengths up to the same power of two are alike), because other work at
+    the same time can only slow a read. Between known lengths the seconds per token are interpolated. Beyond them they
+    are constant, which ignores the attention of a longer prompt, so the estimate is rather too low.
 
-    samples: reads that it was learnt from
+    samples: number of reads that it was learnt from
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class PrefillEstimate:
         self.samples = 0
 
     def add(self, num_tokens: int, seconds: float, sequences: int = 1) -> None:
-        """One pass over `sequences` of so many tokens each. A pass of few tokens tells nothing."""
+        """Learn from one pass over `sequences` sequences of `num_tokens` each. Short passes are ignored."""
         if num_tokens * sequences < LEAST_TOKENS:
             return
         rate = seconds / (num_tokens * sequences)
@@ -37,7 +37,7 @@ class PrefillEstimate:
                 self._fastest[num_tokens.bit_length()] = (num_tokens, rate)
 
     def seconds(self, num_tokens: int) -> float | None:
-        """None until something was read."""
+        """Return the estimated seconds, or None before the first read."""
         with self._lock:
             points = sorted(self._fastest.values())
         if not points:

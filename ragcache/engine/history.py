@@ -25,8 +25,8 @@ SPACES = ("\u2581", "\u0120")
 class History:
     """Everything read before this turn's passages in a conversation: texts as ids, and groups of passages, in order.
 
-    again: of the passages of this turn, those that are in here already
-    stays: of the parts, so many first ones with the passages of system messages, which are never dropped
+    again: passages of this turn that are already in here
+    stays: number of first parts that hold the passages of system messages, which are never dropped
     """
 
     parts: tuple[tuple[int, ...] | tuple[Hit, ...], ...]
@@ -55,14 +55,14 @@ class History:
         return None
 
     def knowing(self, hits: Sequence[Hit]) -> tuple[History, list[Hit]]:
-        """Splits hits into those already read here (noted in the returned context) and new ones."""
+        """Split hits into those already read here (noted in the returned history) and new hits."""
         held = {tuple(hit.chunk.token_ids) for hit in self.hits}
         again = tuple(hit for hit in hits if tuple(hit.chunk.token_ids) in held)
         return replace(self, again=again), [hit for hit in hits if tuple(hit.chunk.token_ids) not in held]
 
 
 class KeptTurn(NamedTuple):
-    """One answer and its sources: (vector id, score) of the passages, and ids."""
+    """One answer and its sources: (vector id, score) of each passage, and the answer's ids."""
 
     passages: tuple[tuple[int, float], ...]
     answer_ids: tuple[int, ...]
@@ -70,10 +70,10 @@ class KeptTurn(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ConversationCache:
-    """Passages and ids of answers, by the conversation up to each. Holds no text. Thread-safe.
+    """Passages and ids of answers, keyed by the conversation up to each answer. Holds no text. Thread-safe.
 
-    A conversation is known by its salt (tenant), the filter its passages were found under, and the texts of its turns:
-    who can say them and search under that filter could have found the same passages. The oldest are forgotten.
+    The key covers the salt (tenant), the filter that passages were found under, and the texts of the turns: a caller
+    who knows these could have found the same passages. The oldest entries are dropped.
     """
 
     _documents: DocumentStore
@@ -95,7 +95,7 @@ class ConversationCache:
             return self._turns.get(key)
 
     def hits(self, turn: KeptTurn) -> list[Hit]:
-        """The passages that are in the store still."""
+        """Return the turn's passages that are still in the store."""
         scores = dict(turn.passages)
         return [
             Hit(chunk, scores[chunk.vector_id], chunk.handle)
@@ -103,7 +103,7 @@ class ConversationCache:
         ]
 
     def keys(self, turns: Sequence[tuple[str, str]], where: Mapping[str, Any] | None, system: str | None) -> list[str]:
-        """One for each (role, text): of the conversation up to and with it."""
+        """Return one key per (role, text), for the conversation up to and including that turn."""
         keys: list[str] = []
         for role, text in turns:
             before = keys[-1] if keys else [self._tenant, system, dict(where) if where else None]
@@ -113,7 +113,7 @@ class ConversationCache:
 
 @dataclass(eq=False, repr=False)
 class ConversationContext:
-    """One conversation, as it stands before its next answer."""
+    """One conversation, before its next answer."""
 
     _conversation: Conversation
     _memory: ConversationCache
@@ -132,9 +132,9 @@ class ConversationContext:
     def read(
         self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
     ) -> tuple[History, list[int]]:
-        """Everything before this turn's passages, and the ids behind them.
+        """Return everything before this turn's passages, and the ids after them.
 
-        pieces: the rendered conversation; given: passages of the turns that state their own, by turn
+        pieces: the rendered conversation; given: passages of the turns that contain their own, by turn
         """
         last = max((place for place, piece in enumerate(pieces) if isinstance(piece, Slot)), default=None)
         if last is None:
@@ -153,8 +153,10 @@ class ConversationContext:
         return History(tuple(parts), stays=stays), behind
 
     def _without_double_space(self, pieces: Sequence[str | Slot | Said]) -> Iterator[str | Slot | Said]:
-        """Templates may put a space before an answer's text, and models make one themselves: the prompt then goes on
-        from what the answer was read behind, and is what the template makes of it."""
+        """Yield the pieces without a template's space in front of an answer that begins with its own space.
+
+        The prompt then continues from the same text that the answer was read after, and equals the template's output.
+        """
         for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
             known = self._memory.find(self._keys[behind.turn]) if isinstance(behind, Said) else None
             if isinstance(piece, str) and known and known.answer_ids:
@@ -175,7 +177,7 @@ class ConversationContext:
         return () if known is None else tuple(self._memory.hits(known))
 
     def remember(self, hits: Sequence[Hit], answer: str, answer_ids: Sequence[int]) -> None:
-        """The answer to the last turn, for the next one; of one that goes on with it, both together."""
+        """Save the answer to the last turn for the next turn; if it continues the last message, save both together."""
         before = self._turns
         if self._conversation.continues:
             before, answer = before[:-1], before[-1][1] + answer
@@ -186,15 +188,18 @@ class ConversationContext:
 
 
 def _leading_space(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """White space that begins the tokens' text. Some decoders leave the first one out; the token itself shows it, in
-    SentencePiece's spelling or in that of byte-level BPE."""
+    """Return the white space that begins the tokens' text.
+
+    Some decoders leave the first space out; the token itself shows it, spelled as in SentencePiece or in byte-level
+    BPE.
+    """
     text = str(tokenizer.decode(ids))
     written = str(tokenizer.convert_ids_to_tokens(ids[0]))
     return text[: len(text) - len(text.lstrip())] or (" " if written[:1] in SPACES else "")
 
 
 def inline_passages(conversation: Conversation) -> dict[int, list[Given]]:
-    """Passages that turns hold themselves, by turn."""
+    """Return the passages that turns contain themselves, by turn."""
     return {
         rank: [part for part in turn.parts if not isinstance(part, str)]
         for rank, turn in conversation.read

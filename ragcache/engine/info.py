@@ -1,4 +1,4 @@
-"""A store's figures: what it holds, and how often it was of use."""
+"""A store's statistics: its contents, and how often they were used."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PART = 1000
 class Info:
     """Counts, bytes by tier, and hits over the life of the store.
 
-    pending: chunks without stored KV: not computed yet, or given up by the store, or held in memory alone
-    primer_tokens: of the primer that passages are encoded behind; 0: none
-    neighbours: how many other passages each passage is encoded behind, at most
-    neighbours_from: which ones: nearest by "similarity", or those before it in its "document"
-    foreign: passages of no document; None: none are kept
+    pending: chunks without stored KV: not computed yet, evicted by the store, or held in memory alone
+    primer_tokens: of the primer that passages are encoded after; 0: no primer
+    neighbours: most other passages that each passage is encoded after
+    neighbours_from: source of these: nearest by "similarity", or earlier in the same "document"
+    foreign: passages that belong to no document; None: none are kept
     """
 
     documents: int
@@ -74,7 +74,7 @@ def info(store: StoreParts, usage: UsageLog) -> Info:
 
 
 def _pending(store: StoreParts) -> int:
-    """Where a remote cannot be asked, by what the documents say."""
+    """Count the chunks without stored KV. If the remote is unreachable, count by the documents' records."""
     computed_never = sum(document.num_pending for document in store.documents.documents())
     try:
         lost = sorted(store.documents.handles() - set(store.kv.keys()))

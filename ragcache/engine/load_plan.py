@@ -1,12 +1,12 @@
-"""Which blocks of one question are read and which are computed: the faster of both, both at once.
+"""Plans which blocks of one question are read and which are computed, so that both proceed at once.
 
-Blocks stand in a row, those first that are cheapest to load for what they cost to compute. Readers take from the front,
-the model from the end, each only what it is expected to have done before the other would have done all that is left. So
-the two meet where both end at the same time: one that proves slow takes fewer. A block goes one way only: what has
-begun is waited for.
+Blocks are sorted by the cost of loading relative to the cost of computing, cheapest to load first. Readers take blocks
+from the front and the model from the end. Each takes only a block that it is expected to finish before the other side
+would have finished all that is left. So the two meet where both end at the same time; a side that proves slow takes
+fewer. A block goes one way only: once begun, it is waited for.
 
-With right estimates this takes no longer than reading all blocks, and no longer than computing all: what one side
-begins would have been done later by the other alone. It is not always the best split: blocks are taken one by one, and
+With right estimates this takes no longer than reading all blocks, and no longer than computing all blocks: the other
+side alone would have done each block later. It is not always the best split, because blocks are taken one by one, and
 the last one begun may end up to its own length after the optimum.
 """
 
@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class BlockSize(NamedTuple):
-    """One block: its tokens, the bytes that reading it moves (None where no tier has it), and the tier that has it."""
+    """One block: its tokens, the bytes to read (None if no tier has it), and the tier that has it."""
 
     num_tokens: int
     num_bytes: int | None = None
@@ -34,14 +34,14 @@ class BlockSize(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class LoadPlan(Generic[Key]):
-    """The state of one question. It starts nothing itself and is not thread-safe; whoever does the work tells it what
-    came of it.
+    """The state of one question's blocks. It starts no work itself: its user reports what was read and computed. Not
+    thread-safe.
 
     parts:        by their keys
     batch_tokens: padded tokens that are best computed together
-    readers:      reads in progress at most
-    reading:      parts whose reads have begun already, while retrieval still ranked
-    load_all:     compute only what cannot be read, whatever that costs
+    readers:      most reads in progress
+    reading:      parts whose reads were begun while retrieval still ranked
+    load_all:     compute only parts that cannot be read, at any cost
     """
 
     parts: Mapping[Key, BlockSize]
@@ -68,7 +68,7 @@ class LoadPlan(Generic[Key]):
     # Reading
 
     def next_reads(self) -> list[Key]:
-        """Parts to read from now on; they count as begun."""
+        """Return parts to begin reading now; the plan counts them as begun."""
         begun: list[Key] = []
         ahead = self._backlog_s()
         while self._waiting and self._may_read(self._waiting[0], ahead):
@@ -91,18 +91,18 @@ class LoadPlan(Generic[Key]):
         return self.load_all or (not late and arrives_s <= self._computing_all_s() + MIN_GAIN_S)
 
     def loaded(self, key: Key) -> None:
-        """The part has been read."""
+        """Record that the part has been read."""
         self._reading.discard(key)
 
     def lost(self, key: Key) -> None:
-        """The tier could not give the part: it has to be computed."""
+        """Record that the tier could not provide the part, so that it has to be computed."""
         self._reading.discard(key)
         self._missing.append(key)
 
     # Computing
 
     def next_batch(self) -> tuple[Key, ...]:
-        """Parts to compute together from now on; none: wait for what is being read."""
+        """Return parts to compute together now, or none if the caller should wait for reads."""
         batch = tuple(self._batches(self._missing)[0] if self._missing else self._taken_batch())
         self._missing = [key for key in self._missing if key not in batch]
         self._waiting = [key for key in self._waiting if key not in batch]
@@ -112,7 +112,7 @@ class LoadPlan(Generic[Key]):
         return batch
 
     def _taken_batch(self) -> list[Key]:
-        """Take parts from the end of the row, as far as computing ends before reading would."""
+        """Take parts from the end of the row, while computing them ends before reading them would."""
         batch: list[Key] = []
         left = [] if self.load_all else list(self._waiting)
         while left and self._fits(batch, left[-1]):
@@ -122,11 +122,11 @@ class LoadPlan(Generic[Key]):
         return batch
 
     def computed(self) -> None:
-        """The batch has been computed."""
+        """Record that the batch has been computed."""
         self._computing = ()
 
     def _batches(self, keys: Sequence[Key]) -> list[list[Key]]:
-        """The longest first, so that parts of like length run together."""
+        """Group parts into batches, the longest first, so that parts of similar length run together."""
         batches: list[list[Key]] = []
         for key in sorted(keys, key=lambda key: -self.parts[key].num_tokens):
             if batches and self._fits(batches[-1], key):
@@ -136,7 +136,7 @@ class LoadPlan(Generic[Key]):
         return batches
 
     def _fits(self, batch: Sequence[Key], key: Key) -> bool:
-        """Whether the part can join the batch, which is padded to its longest; any part fits alone."""
+        """Return whether the part can join the batch, which is padded to its longest; any part fits alone."""
         together = [*batch, key]
         padded = len(together) * max(self.parts[one].num_tokens for one in together)
         return not batch or padded <= self.batch_tokens
@@ -144,20 +144,23 @@ class LoadPlan(Generic[Key]):
     # Expectations
 
     def _backlog_s(self) -> dict[str, float]:
-        """Seconds until the reads in progress have arrived, of all questions, by tier."""
+        """Return the seconds until the reads in progress have arrived, of all questions, by tier."""
         tiers = {self.parts[key].tier for key in self._waiting}
         return {tier: self.rates.tier(tier).backlog_s() for tier in tiers}
 
     def _reading_s(self, keys: Sequence[Key]) -> float:
-        """Seconds until these would have been read, after what is in progress. Tiers are read side by side."""
+        """Return the seconds until these parts would have been read, after the reads in progress. Tiers read in
+        parallel."""
         ahead = self._backlog_s()
         for key in keys:
             ahead[self.parts[key].tier] += self._load_s(key)
         return max(ahead.values(), default=0.0)
 
     def _computing_all_s(self) -> float:
-        """Seconds until the model alone would have computed all that nobody has begun to read. A late batch is expected
-        to take as long again."""
+        """Return the seconds until the model alone would have computed every part that is not being read.
+
+        A late batch is expected to take as long again.
+        """
         left_s = 0.0
         if self._computing:
             now = self.rates.clock()

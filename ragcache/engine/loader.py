@@ -1,4 +1,4 @@
-"""Loads blocks of a question in threads while the asking thread computes others; see `load_plan`."""
+"""Loads blocks of a question in threads while the calling thread computes others; see `load_plan`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class LoadedBlocks:
     """The KV blocks of a question.
 
     blocks, handles, origins: in the chunks' order; an origin is a tier's name, or "computed"
-    load_s, encode_s: seconds spent waiting for tiers, and computing; where both went on at once, the waiting counts
-                      only while nothing was computed
+    load_s, encode_s: seconds spent waiting for tiers, and computing; if both went on at once, waiting counts only while
+                      nothing was computed
     encoded_tokens:   tokens of the blocks that were computed
     """
 
@@ -72,7 +72,7 @@ class LoadCounts:
 
     recomputed:    blocks that were computed although a tier had them
     ahead_bytes:   read while retrieval still ranked
-    wasted_bytes:  of these, read for nothing: the question did not take that passage
+    wasted_bytes:  of these, read in vain: the question did not use the passage
     """
 
     recomputed: int = 0
@@ -83,16 +83,16 @@ class LoadCounts:
 class BlockLoader:
     """Loads or computes the blocks of questions. Thread-safe; `close` it before the store.
 
-    rates:       by which "auto" decides; None: nothing is known yet
-    policy:      "auto": the faster of loading and computing; "always": what some tier has is loaded; "never": only what
-                 is in memory is
+    rates:       the speeds that "auto" decides by; None: nothing is known yet
+    policy:      "auto": the faster of loading and computing; "always": load every block that some tier has; "never":
+                 load only blocks in memory
     ahead_bytes: most bytes read ahead under "auto", over all questions, until these take or drop them
     """
 
     def __init__(
         self, kv_store: KVStore, rates: Rates | None = None, *, policy: str = AUTO, ahead_bytes: int = 0
     ) -> None:
-        """Raises ConfigError for an unknown policy, or a negative number of bytes."""
+        """Create a loader. Raises ConfigError for an unknown policy, or a negative number of bytes."""
         check_choice("load", policy, LOADS)
         check_least("speculative_bytes", ahead_bytes, 0)
         self.kv = kv_store
@@ -107,7 +107,7 @@ class BlockLoader:
 
     @property
     def chooses(self) -> bool:
-        """Whether the rates are of use: what a tier has may be computed all the same."""
+        """Return whether rates are needed, because a block that a tier has may still be computed."""
         return self.policy != ALWAYS
 
     def load(
@@ -119,13 +119,13 @@ class BlockLoader:
         passing: bool = False,
         ahead: Prefetch | None = None,
     ) -> LoadedBlocks:
-        """Load or compute one block a chunk. What no tier holds is computed from the chunk's ids and kept.
+        """Load or compute one block per chunk. Blocks that no tier holds are computed from the chunk's ids and kept.
 
-        passing: the encoder is not the store's own (another prefix): what it computes is kept in memory only
+        passing: the encoder is not the store's own (another prefix): blocks that it computes are kept in memory only
         ahead:   reads that were begun while retrieval still ranked
 
-        The key of a block follows from what it depends on, so a block made under another model, recipe or prefix is not
-        found here, however it is named in the document store (law 8).
+        A block's key is derived from everything that the block depends on. A block made under another model, recipe or
+        prefix is therefore not found here, even if the document store names it (law 8).
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
@@ -155,10 +155,11 @@ class BlockLoader:
         )
 
     def load_chain(self, parts: Sequence[tuple[str, int]]) -> list[KVBlock]:
-        """Blocks of no document that stand one behind the other: the first ones, as far as they are there, and as many
-        as are read sooner than computed.
+        """Load the first of a chain of consecutive blocks that belong to no document.
 
-        parts: key of each, and the tokens that are wanted of it
+        Loading stops at the first block that is not stored, or earlier if computing the rest is faster.
+
+        parts: key of each block, and the number of its tokens that are needed
 
         Raises CancelledError and TimedOutError within `limits.limited`, and StoreError.
         """
@@ -188,13 +189,14 @@ class BlockLoader:
             return LoadCounts(**{name: self._counts[name] for name in asdict(LoadCounts())})
 
     def close(self) -> None:
-        """Wait for reads in progress. A second call is fine."""
+        """Wait for reads in progress. May be called twice."""
         self._readers.shutdown(cancel_futures=True)
 
     # For questions and Prefetch
 
     def begin_reads(self, keys: Mapping[str, Stored], kv: KVStore | None = None) -> dict[str, Future[Loaded | None]]:
-        """Begin to read these, each from the tier that it was found in. kv: other blocks than the store's own"""
+        """Begin to read these blocks, each from the tier that it was found in. kv: a store other than the loader's
+        own"""
         kv = kv or self.kv
         begun = {}
         for key, (tier, num_bytes) in keys.items():
@@ -235,7 +237,7 @@ class BlockLoader:
 
 
 def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
-    """The KV of the chunk's tokens, from that of the whole passage."""
+    """Return the KV of the chunk's tokens, cut from the whole passage's block."""
     if chunk.cut_from is None:
         return block
     start = chunk.cut_from[1]
@@ -244,10 +246,10 @@ def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
 
 class Prefetch:
     """Reads that one question begins while retrieval still ranks (RAGCache's speculative step). Close it when the
-    question has its blocks, or was given up.
+    question has its blocks, or was cancelled.
 
-    They are few and short: at most `speculative_bytes` over all questions, and only what is expected to be here within
-    AHEAD_S. A slow tier is not read for a guess.
+    The reads are few and short: at most `speculative_bytes` over all questions, and only blocks that are expected to
+    arrive within AHEAD_S. A slow tier is not read speculatively.
     """
 
     def __init__(self, loader: BlockLoader) -> None:
@@ -255,7 +257,7 @@ class Prefetch:
         self._reads: dict[str, tuple[Future[Loaded | None], int]] = {}  # with the bytes that are held for it
 
     def begin(self, keys: Sequence[str]) -> None:
-        """Begin to read blocks that the question is likely to want; the likeliest come first."""
+        """Begin to read blocks that the question will probably need; the likeliest come first."""
         loader = self._loader
         if loader.policy != AUTO:
             return
@@ -274,7 +276,7 @@ class Prefetch:
         self._reads |= {key: (future, begun[key].num_bytes) for key, future in loader.begin_reads(begun).items()}
 
     def take(self, keys: Sequence[str]) -> dict[str, Future[Loaded | None]]:
-        """The reads of these keys that have begun; what else was begun is read for nothing."""
+        """Return the begun reads of these keys; all other begun reads are wasted."""
         taken = {key: self._reads.pop(key) for key in dict.fromkeys(keys) if key in self._reads}
         for _, held in taken.values():
             self._loader.release_ahead(held)
@@ -282,7 +284,7 @@ class Prefetch:
         return {key: future for key, (future, _) in taken.items()}
 
     def close(self) -> None:
-        """Count what was not taken as wasted. A second call is fine."""
+        """Count the reads that were not taken as wasted. May be called twice."""
         reads, self._reads = self._reads, {}
         for read, held in reads.values():
             if read.cancel():
@@ -295,9 +297,9 @@ class Prefetch:
 
 @dataclass(eq=False, repr=False)
 class _Question:
-    """The blocks of one question: those that were read, and those that were made.
+    """The blocks of one question: those that were read, and those that were computed.
 
-    The asking thread computes; the loader's threads read, and begin the next reads as theirs end.
+    The calling thread computes. The loader's threads read, and begin the next reads as earlier ones end.
     """
 
     _loader: BlockLoader
@@ -316,7 +318,7 @@ class _Question:
         self._kv = self._loader.kv
 
     def load_and_compute(self, begun: Mapping[str, Future[Loaded | None]]) -> None:
-        """Bring what is not there yet. begun: reads that began earlier"""
+        """Load and compute the missing blocks. begun: reads that began earlier"""
         if len(self.read) == len(self.chunks):
             return
         slow = {handle: chunk for handle, chunk in self.chunks.items() if handle not in self.read}
@@ -344,12 +346,12 @@ class _Question:
                 self.encode_s += time.perf_counter() - started
 
     def close(self) -> None:
-        """Take nothing from reads that are still on their way."""
+        """Ignore the results of reads that are still in progress."""
         with self._changed:
             self._closed = True
 
     def _next_batch(self) -> tuple[str, ...]:
-        """What to compute now; waits while there is nothing. Empty when all blocks are here."""
+        """Wait for blocks to compute and return them; return an empty tuple once all blocks are here."""
         with self._changed:
             while True:
                 if self._error is not None:
@@ -370,7 +372,7 @@ class _Question:
             future.add_done_callback(partial(self._has_read, handle))
 
     def _has_read(self, handle: str, done: Future[Loaded | None]) -> None:
-        """Take what was read, in the reading thread. An error would be lost there: the asking thread raises it."""
+        """Store a read block, in the reading thread. An error would be lost there, so the calling thread raises it."""
         with self._changed:
             if self._closed:
                 return
@@ -387,8 +389,10 @@ class _Question:
             self._changed.notify_all()
 
     def _compute(self, batch: Sequence[str], started: float) -> None:
-        """Compute blocks, keep them, and learn how long it took: to the block as it would have been read. A codec's
-        encoding belongs to that, writing to the disk does not."""
+        """Compute blocks, keep them, and learn how long it took to make blocks as they would have been read.
+
+        That time includes the codec's encoding but not the write to disk.
+        """
         chunks = [self.chunks[handle] for handle in batch]
         made = self._encoder.encode([one.token_ids for one in chunks], [one.neighbours for one in chunks])
         computed = made[0].layer_keys(0)
@@ -410,10 +414,10 @@ class _Question:
             self._plan.computed()
 
     def _keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
-        """The block as it was kept: with a lossy codec the first answer is then like all later ones.
+        """Keep a block and return it as stored, so that with a lossy codec the first answer equals all later ones.
 
-        The store's own chunks are kept with its documents' KV, others apart, within a budget of their own, since no
-        deletion would ever find them.
+        The store's own chunks are kept with its documents' KV. Others are kept apart, within a separate budget, since
+        no deletion would ever find them.
         """
         if self._passing:
             return self._kv.put(handle, block, "memory")
@@ -422,7 +426,11 @@ class _Question:
         return self._store(chunk, handle, block)
 
     def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
-        """A store that cannot take it costs the next question time, never this one its answer."""
+        """Write a block to the store and return it as stored.
+
+        If the store cannot take it, a warning is logged: the next question takes longer, but this one still gets its
+        answer.
+        """
         stored = block
         try:
             stored = self._kv.put(handle, block)
@@ -441,7 +449,9 @@ class _Question:
         return stored
 
     def _forget(self, handle: str) -> None:
-        """The chunk, or one that it was read behind, was deleted since it was retrieved: leave no bytes of it (law 10),
-        unless others have the same."""
+        """Delete a block whose chunk, or a chunk encoded before it, was deleted since retrieval (law 10).
+
+        The block stays if other chunks refer to it.
+        """
         if handle not in self._documents.handles():
             self._kv.delete(handle)

@@ -1,4 +1,4 @@
-"""Whole answers from streams of events, one at a time or many side by side."""
+"""Collects whole answers from streams of events, for one question or many at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError
 
 
 def answer_of(events: deque[Event]) -> Answer:
-    """The answer that a stream ended with. events: its last one"""
+    """Return the answer that a stream ended with. events: its last event"""
     if events and isinstance(events[-1], Done):
         return events[-1].answer
     raise ConfigError("the stream ended without an answer")  # an Engine that breaks its contract
@@ -22,11 +22,11 @@ def answer_of(events: deque[Event]) -> Answer:
 def ask_many(
     ask: Callable[..., Answer], questions: Iterable[str], cancelled: threading.Event | None = None
 ) -> list[Answer]:
-    """Answers in the order of the questions, asked from THREADS threads so that they share passes.
+    """Answer the questions in THREADS threads, so that they share passes; return answers in the questions' order.
 
     cancelled: the caller sets it to stop all of them
 
-    The first error is raised; questions that were not begun are dropped then, and running ones end.
+    The first error is raised; questions that were not begun are then dropped, and running ones end.
     """
     if isinstance(questions, str):
         raise ConfigError(f"questions is one text, {questions[:40]!r}; give a list of questions, or call `ask`")

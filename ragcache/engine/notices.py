@@ -1,4 +1,4 @@
-"""The bundled models over text that they never learned to read."""
+"""A notice for the bundled models over text that they were never trained to read."""
 
 from __future__ import annotations
 

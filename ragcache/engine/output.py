@@ -1,4 +1,4 @@
-"""Answers: from the prompt that was read to their last token."""
+"""Turns generated tokens into the events of an answer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ragcache.prompt import control_tokens, encode_text
 
 @dataclass
 class OutputProcessor:
-    """An answer so far.
+    """An answer in progress.
 
     ids:         its tokens
-    has_run_all: whether the last one has run: where the reader ends an answer, that is chance
-    is_cut:      whether its text ends before its tokens do, at a stop string or behind the last call there may be
-    scores:      log-probabilities of its tokens, if asked for; those of tokens to come may be among them
-    logprobs:    the same of its tokens, with their texts
+    has_run_all: whether the last token has run; if the reader ends the answer, this depends on timing
+    is_cut:      whether its text ends before its tokens do, at a stop string or after the last allowed call
+    scores:      log-probabilities of its tokens, if requested; may already include tokens to come
+    logprobs:    the same for its tokens, with their texts
     sent:        how many of these are in its events
-    parser:      finds thoughts and calls in its text, where there may be any
+    parser:      finds thoughts and calls in its text, if there may be any
     calls:       those found
     reasoning:   the thoughts, and reasoning_tokens: how many of the tokens they are
     """
@@ -47,18 +47,19 @@ class OutputProcessor:
 
     @property
     def turn(self) -> str:
-        """The answer as a turn of its conversation."""
+        """Return the answer as a turn of its conversation."""
         return said(self.text, self.calls)
 
     def said(self, card: ModelCard) -> list[int]:
-        """Ids that the next turn reads as this answer: its tokens, where they are its text and nothing else."""
+        """Return the ids that the next turn reads as this answer: its tokens if they are exactly its text, else the
+        text's ids."""
         specials = control_tokens(card.tokenizer, special_only=True)
         if self.is_cut or self.calls or self.reasoning_tokens or not specials.keys().isdisjoint(self.ids):
             return encode_text(card.tokenizer, self.text)
         return self.ids
 
     def answer(self, request: Request, hits: list[Source], usage: Usage) -> Answer:
-        """The whole answer."""
+        """Return the whole answer."""
         choice = request.options.choice
         return Answer(
             self.text,
@@ -76,14 +77,14 @@ class OutputProcessor:
         )
 
     def add(self, card: ModelCard, token: int) -> None:
-        """Take the next token."""
+        """Append the next token."""
         before = self.ids[-1:]
         self.ids.append(token)
         if len(self.scores) >= len(self.ids):
             self.logprobs.append(token_logprob(card, before, token, self.scores[len(self.ids) - 1]))
 
     def events(self, piece: str, *, last: bool = False) -> Iterator[Event]:
-        """The events of a piece of text, which adds to the answer. Log-probabilities go with the next text."""
+        """Yield the events of a piece of text, and add it to the answer. Log-probabilities go with the next text."""
         found: list[Parsed] = [piece] if piece else []
         if self.parser is not None:
             thought = self.parser.is_thinking
@@ -109,13 +110,13 @@ class OutputProcessor:
 
 
 def token_logprob(card: ModelCard, before: list[int], token: int, scores: TokenScores) -> TokenLogprob:
-    """before: the token in front of it, or none"""
+    """Return a token's log-probability with its text. before: the preceding token, or none"""
     top = tuple(TokenLogprob(id, _text(card, before, id), logprob) for id, logprob in scores.top)
     return TokenLogprob(token, _text(card, before, token), scores.logprob, top)
 
 
 def _text(card: ModelCard, before: list[int], token: int) -> str:
-    """What a token adds to the text behind the one before: tokenizers drop the space of a text's first word."""
+    """Return the text that a token adds after the previous token: tokenizers drop the space of a text's first word."""
     head, whole, alone = (
         str(card.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         for ids in (before, [*before, token], [token])
@@ -126,8 +127,7 @@ def _text(card: ModelCard, before: list[int], token: int) -> str:
 def write(
     card: ModelCard, request: Request, steps: Generator[int, None, None], most: int, written: OutputProcessor
 ) -> Iterator[Event]:
-    """Write the answer whose tokens `steps` gives, `most` of them at most, into `written`. `steps` is closed when this
-    ends."""
+    """Write the answer whose tokens `steps` yields, at most `most`, into `written`. Closes `steps` at the end."""
     tools, thinking = request.options.tools, request.options.thinking
     is_open = request.has_begun_thoughts(card.tokenizer)
     markers = thinking.markers(card.tokenizer) if thinking else ()

@@ -1,4 +1,4 @@
-"""Passages that come as plain text: they are found by their tokens, and read from their KV."""
+"""Finds passages that come as plain text by their tokens, so that they can be read from their KV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SAVED_FROM = 1000
 
 
 class Run(NamedTuple):
-    """Tokens of a passage, or all but the outermost, in a row of tokens from `start` on; chunk: what is read there."""
+    """A passage's tokens, possibly without the outermost, in a row of tokens from `start` on; chunk: those tokens as a
+    chunk."""
 
     start: int
     chunk: Chunk
@@ -41,12 +42,14 @@ class Run(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PassageFinder:
-    """Finds the store's passages in prompts. Its index is made at the first look and follows the documents. What it
-    finds is read from the documents, so that a deleted passage is never found. Thread-safe.
+    """Finds the store's passages in prompts. Thread-safe.
+
+    Its index is built at the first search and follows the documents. Passages are read from the documents, so that a
+    deleted passage is never found.
 
     _file:    of the index, so that a large store's passages are read once. It is written again as they grow
-    _foreign: passages of no document, of which those of `_owner` are found
-    generation: of the documents when they were last looked at for deleted ones
+    _foreign: passages that belong to no document, of which those of `_owner` are found
+    generation: of the documents at the last check for deletions
     """
 
     _documents: DocumentStore
@@ -63,14 +66,15 @@ class PassageFinder:
         self._is_stale, self._has_spoken = True, False
 
     def forget(self) -> None:
-        """Documents changed."""
+        """Note that documents changed."""
         self._is_stale = True
 
     def cut(
         self, ends: PromptEnds, hits: Sequence[Hit], seen: DocumentStore, *, parts: bool
     ) -> tuple[PromptEnds, list[Hit]]:
-        """Return the same ids in the same order, around the given passages and the stored ones that the text before,
-        between and after them holds. Where the text holds too few, return what was given.
+        """Return the same ids in the same order, around the given passages and the stored passages found in the text.
+
+        The text before, between and after the given passages is searched. If it holds too few, the input is returned.
 
         Args:
             ends: The prompt's text.
@@ -96,9 +100,9 @@ class PassageFinder:
         return PromptEnds(first, text[start:], [(), *(label for label, _ in others)]), [hit for _, hit in found]
 
     def warn(self, texts: Sequence[str]) -> None:
-        """Say once that stored passages come as text, where their KV could have been used.
+        """Warn once that stored passages come as text although their KV could have been used.
 
-        texts: of a call, without the passages that it gives as such
+        texts: of a call, without the passages given as such
         """
         if self._has_spoken or sum(map(len, texts)) < LEAST_CHARACTERS:
             return
@@ -115,7 +119,8 @@ class PassageFinder:
         )
 
     def _runs(self, ids: Sequence[int], seen: DocumentStore) -> list[Run]:
-        """Passages in order, of those that overlap the first and longest. What a prompt ends with runs, in any case."""
+        """Return the passages found, in order; of overlapping ones the first and longest. The last token of a prompt
+        always runs."""
         self._refresh()
         own = self._index.find(ids)
         chunks = {chunk.vector_id: chunk for chunk in seen.chunks_by_vector_ids({one.name for one in own})}
@@ -160,7 +165,7 @@ class PassageFinder:
         return Chunk(id, document, 0, text, ids, metadata, NOT_STORED, None, 0.0, source, title)
 
     def _refresh(self) -> None:
-        """Take in what was stored since the last look. Names of what was deleted stay until they are half of all."""
+        """Index the passages stored since the last search. Deleted names stay until they are half of all names."""
         with self._lock:
             if not self._is_stale:
                 return
@@ -188,8 +193,8 @@ def _is_little(runs: Sequence[Run]) -> bool:
 
 
 def _run(ids: Sequence[int], found: Found, chunk: Chunk, least: int, most: int) -> Run | None:
-    """The passage's tokens as far as they stand in [least, most) of the prompt around what was found; None where that
-    is not its inner tokens."""
+    """Return the passage's tokens that occur in [least, most) of the prompt around `found`, or None if they differ
+    there."""
     own = chunk.token_ids
     edge = (len(own) - (found.end - found.start)) // 2
     shift = found.start - edge

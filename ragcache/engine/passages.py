@@ -1,4 +1,4 @@
-"""Passages that a caller hands over, found in the store where they are its own."""
+"""Passages given by a caller, matched with the store's own chunks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ragcache.store.records import NOT_STORED, Chunk
 class Passage:
     """A text to answer from.
 
-    text:   may be empty where id or handle names a stored chunk
-    id:     of a stored chunk, or any name of the caller's; given back with the answer's sources
-    handle: what a retriever attached. It only helps to find the text: the name of a KV block follows from model,
-            recipe, tenant and text, so a handle from elsewhere, of an altered text or of a deleted block serves nothing
-            wrong
-    score:  given back with the answer's sources, as is metadata, whose "title" and "source" name the document
+    text:   may be empty if id or handle names a stored chunk
+    id:     of a stored chunk, or any name of the caller's; returned with the answer's sources
+    handle: as attached by a retriever. It only helps to find the text: a KV block's key follows from model, recipe,
+            tenant and text, so a handle from elsewhere, of an altered text or of a deleted block can never supply wrong
+            KV
+    score:  returned with the answer's sources, as is metadata, whose "title" and "source" name the document
     """
 
     text: str = ""
@@ -33,7 +33,8 @@ class Passage:
 
 
 def find_passages(passages: Sequence[Passage | Hit], documents: DocumentStore, texts: PassthroughSplitter) -> list[Hit]:
-    """Every passage as a hit, in order. One that is not the store's own becomes a chunk that is stored nowhere.
+    """Return every passage as a hit, in order. A passage that is not the store's own becomes a chunk that is not
+    stored.
 
     Raises PromptError (a passage without text, id or handle), UnknownHandleError (without text, and not found).
     """
@@ -55,7 +56,7 @@ def find_passages(passages: Sequence[Passage | Hit], documents: DocumentStore, t
 
 
 def _fits(passage: Passage, chunk: Chunk | None) -> bool:
-    """Whether the chunk is what the passage names, its text unaltered."""
+    """Return whether the chunk has the passage's text unaltered."""
     return chunk is not None and (not passage.text or passage.text.rstrip() == chunk.text.rstrip())
 
 
@@ -75,6 +76,6 @@ def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
 
 
 def text_field(metadata: Mapping[str, Any], name: str) -> str:
-    """Return a field of anyone's metadata where it is a text, else ""."""
+    """Return a field of user metadata if it is a text, else ""."""
     value = metadata.get(name)
     return value if isinstance(value, str) else ""

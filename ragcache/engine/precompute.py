@@ -1,7 +1,7 @@
-"""KV of passages that stay where they are: in a list, in a vector store, behind a retriever.
+"""Computes the KV of passages that stay in a list, in a vector store, or in a retriever's index.
 
-Only the KV is made, and what it takes to find it again and to say whose it is: no embedding, no copy of the text. It is
-kept with that of other passages from elsewhere (`ragcache/store/foreign.py`).
+Only the KV is computed, with the data to find it again and to name its origin: no embedding, no copy of the text. It is
+kept with that of other foreign passages (`ragcache/store/foreign.py`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _GROUP = 64  # texts that are looked at together
 
 @dataclass
 class PrecomputeReport:
-    """handles:  of the passages, in their order; None for one that failed, or is not computed (dry_run)
-    computed:  passages that the model read now, of so many tokens
-    known:     passages whose KV was there
-    failed:    passages that the model cannot read, and why
-    forgotten: handles whose KV was removed, since nothing names it any more
-    kv_bytes:  size of these passages' KV on disk; budget_bytes: its limit (`StoreConfig.foreign_cache`)
-    evicted:   passages whose KV did not fit or was evicted for other KV; evicted_bytes: its size
-    warning:   the setting to raise if KV did not fit; "" if all of it did
+    """Result of a precomputation.
+
+    handles:  of the passages, in their order; None for a passage that failed, or is not computed (dry_run)
+    computed: passages that the model read now, with `tokens` tokens
+    known:    passages whose KV was already present
+    failed:   passages that the model cannot read, and why
+    forgotten: handles whose KV was removed because nothing refers to it
+    kv_bytes: size of these passages' KV on disk; budget_bytes: its limit (`StoreConfig.foreign_cache`)
+    evicted:  passages whose KV did not fit or was evicted for other KV; evicted_bytes: its size
+    warning:  the setting to raise if KV did not fit; "" if all of it did
     """
 
     handles: list[str | None] = field(default_factory=list)
@@ -75,7 +77,7 @@ class _Text(NamedTuple):
 
 
 class Precompute:
-    """Makes and removes the KV of passages that no document of the store has."""
+    """Computes and removes the KV of passages that belong to no document of the store."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
@@ -95,7 +97,7 @@ class Precompute:
         progress: Progress | None = None,
         cancelled: threading.Event | None = None,
     ) -> PrecomputeReport:
-        """See `RagCache.precompute`."""
+        """Compute the KV of passages; see `RagCache.precompute`."""
         if self._is_read_only and not dry_run:
             raise StoreReadOnlyError("the store is open to be read only; precompute writes KV: open it without that")
         started, report, ids = time.perf_counter(), PrecomputeReport(), set[str]()
@@ -115,7 +117,7 @@ class Precompute:
         return report
 
     def forget(self, ids: Iterable[str], sources: Iterable[str], given: Any, collection: str) -> list[str]:
-        """See `RagCache.forget`."""
+        """Remove the KV of passages; see `RagCache.forget`."""
         if self._is_read_only:
             raise StoreReadOnlyError("the store is open to be read only; forget removes KV: open it without that")
         report = PrecomputeReport()
@@ -131,8 +133,10 @@ class Precompute:
     def _group(
         self, group: Sequence[_Text], collection: str, report: PrecomputeReport, sync: bool, dry_run: bool
     ) -> set[str]:
-        """Returns the ids that name them in the collection. One without an id has its handle for it, where there is a
-        collection; nobody keeps it else."""
+        """Compute the KV of a group of texts; return the ids that name them in the collection.
+
+        In a collection, a text without an id is named by its handle. Without a collection, nothing names it.
+        """
         read = [self._read(one, report) for one in group]
         chunks = [chunk for chunk in read if chunk is not None]
         keys = iter(self._encoder.keys(chunks))
@@ -160,7 +164,7 @@ class Precompute:
         return set(names)
 
     def _read(self, one: _Text, report: PrecomputeReport) -> Chunk | None:
-        """The passage as the model reads it; None where it cannot."""
+        """Return the passage as the model reads it, or None if the model cannot read it."""
         try:
             if not one.text.strip():
                 raise PromptError(f"passage {one.id!r} has no text; leave empty passages out")
@@ -176,7 +180,8 @@ class Precompute:
         return Chunk("", "", 0, text, ids, {}, NOT_STORED, None, 0.0, "", "")
 
     def _there(self, wanted: dict[str, Chunk], *, listed: bool) -> set[str]:
-        """Those whose KV is kept: with the store's own documents, or here. listed: on the list, too, from now on"""
+        """Return the keys whose KV is kept, with the store's documents or here. listed: whether to add these to the
+        list"""
         own = self._parts.store.documents.referenced(wanted)
         own = set(self._kv.lookup(own, "durable"))
         here = {key: one.num_bytes for key, one in self._blocks.lookup(wanted.keys() - own).items()}
@@ -246,7 +251,7 @@ def _foreign(kv: KVStore) -> tuple[KVStore, PassageList]:
 
 
 def _texts(given: Any) -> Iterator[_Text]:
-    """Passages one by one, whatever holds them. Raises ConfigError for what is none."""
+    """Yield each passage in `given`, whatever its container type. Raises ConfigError if `given` holds no passages."""
     if isinstance(given, str):
         yield _Text("", given)
     elif isinstance(given, Document):

@@ -32,11 +32,11 @@ PARTS = 1 << 28  # parts of passages that an element tells apart, above 34 bits 
 
 @dataclass(frozen=True)
 class Path:
-    """A prompt as the tree knows it.
+    """A prompt as the prefix tree knows it.
 
     parts: all of it; layout: the same, laid out
     hits:  its passages, in their order, of which the last `asked` are this question's
-    drops: `Prefixes.drops` when it was asked
+    drops: `Prefixes.drops` when the question began
     """
 
     parts: Sequence[Part]
@@ -51,7 +51,10 @@ class Path:
 
     @property
     def elements(self) -> list[int]:
-        """Those of the layout; the first of a part of a passage says which one, as KV depends on what stood before."""
+        """Return the layout's elements, marked at the first token of each part of a passage.
+
+        The mark says which part it is, because its KV depends on the passage's text before it.
+        """
         elements = self.layout.elements
         for piece, hit in self.passages:
             if self.layout.separate and hit.chunk.cut_from is not None:
@@ -64,7 +67,9 @@ class Path:
 
 
 class PrefixKV(NamedTuple):
-    """exact: None for no tokens
+    """KV of a prompt's first tokens.
+
+    exact: None for no tokens
     created_tokens, encode_s: tokens that were run for it now, and seconds
     load_s: seconds of reading it from the KV store
     """
@@ -79,15 +84,15 @@ class PrefixKV(NamedTuple):
 class Prefixes:
     """The prefix tree of one store, which knows which passages its KV was computed over. Thread-safe.
 
-    Running text has one namespace: a prefix that one method read serves every other, `full` included. What a method
-    computed over blocks serves that method alone.
+    Running text has one namespace: a prefix that one method read serves every other method, `full` included. KV that a
+    method computed over blocks serves that method alone.
 
-    A passage is named by its vector id, which is never given to another one. Those from outside the store share one
-    name and go, as their blocks do, when any document changes. So does text in front of the passages, except the
-    store's own prefix: a conversation may quote any passage.
+    A passage is named by its vector id, which is never reused. Passages from outside the store share one name and are
+    dropped, as their blocks are, when any document changes. The same goes for text in front of the passages, except the
+    store's own prefix, because a conversation may quote any passage.
 
     own_ids: the store's own prefix
-    stored:  where running text is kept beyond the process; None: nowhere
+    stored:  keeps running text beyond the process; None: it is not kept
     drops:   how often a document changed
     """
 
@@ -105,9 +110,9 @@ class Prefixes:
 
     @contextmanager
     def text(self, ids: Sequence[int]) -> Iterator[PrefixKV]:
-        """The KV of a prompt's first text. What is not known of it runs, and is kept as far as there is room.
+        """Yield the KV of a prompt's first text. Unknown tokens run, and their KV is kept if there is room.
 
-        Raises what `LanguageModel.read` raises.
+        Raises the errors of `LanguageModel.read`.
         """
         if not ids:
             yield PrefixKV()
@@ -125,14 +130,16 @@ class Prefixes:
 
     @contextmanager
     def exact(self, ids: Sequence[int]) -> Iterator[Exact | None]:
-        """`text` without what it cost."""
+        """Yield the KV of `text` without its costs."""
         with self.text(ids) as prefix:
             yield prefix.exact
 
     @contextmanager
     def match(self, method: FusionMethod, path: Path, most: int) -> Iterator[tuple[PrefixMatch | None, float]]:
-        """Known KV of the prompt's first tokens, `most` of them at most, and seconds of reading it from disk; None
-        where nothing is kept."""
+        """Yield known KV of at most the prompt's first `most` tokens, and the seconds of reading it from disk.
+
+        Yields None and 0 seconds if nothing is kept.
+        """
         if not self._tree.budget_bytes:
             yield None, 0.0
             return
@@ -143,13 +150,14 @@ class Prefixes:
             yield lease, load_s
 
     def count(self, method: FusionMethod, elements: Sequence[int]) -> int:
-        """Tokens of a beginning that are known; changes nothing."""
+        """Return how many tokens of a beginning are known; changes nothing."""
         return self._tree.count(self._namespace(method), elements)
 
     def keep(self, method: FusionMethod, path: Path, answer_ids: Sequence[int], fused: FuseOutput) -> None:
-        """Remember what was computed for a prompt and its answer.
+        """Keep the KV that was computed for a prompt and its answer.
 
-        Where memory is short nothing is, with a warning: it costs a later question time, never this one its answer.
+        If memory is short, nothing is kept and a warning is logged: a later question takes longer, but this one still
+        gets its answer.
         """
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
@@ -172,7 +180,7 @@ class Prefixes:
             self.stored.keep(namespace, elements, generation)
 
     def _bring(self, namespace: str, elements: Sequence[int], owned: Sequence[Owned]) -> float:
-        """Read from disk what the tree does not have, as far as it has room. Returns seconds."""
+        """Read KV that the tree lacks from disk, while the tree has room. Returns seconds."""
         if self.stored is None or namespace != self._text:
             return 0.0
         started, drops, generation = time.perf_counter(), self.drops, self._generation
@@ -191,7 +199,7 @@ class Prefixes:
         drops: int,
         states: Sequence[State] = (),
     ) -> None:
-        """drops: when the computation began; what changed since may be gone"""
+        """Insert KV into the tree. drops: when the computation began; passages deleted since then are dropped"""
         try:
             self._tree.insert(namespace, elements, read, owned, states)
         except (MemoryError, RuntimeError, LookupError) as error:  # torch raises RuntimeError when it finds no memory
@@ -200,18 +208,18 @@ class Prefixes:
         self._drop_gone(owners if changed else owners - {NOT_STORED}, changed=changed)
 
     def _owned(self, path: Path, elements: Sequence[int]) -> list[Owned]:
-        """What the first tokens of a prompt, and of its answer, belong to."""
+        """Return the owners of the first tokens of a prompt and of its answer."""
         before = elements[: path.owned[0].start] if path.owned else elements
         return [*self._quoting(before), *path.owned]
 
     def _quoting(self, ids: Sequence[int]) -> list[Owned]:
-        """Text that may quote any passage: all behind the store's own prefix."""
+        """Return the span of text that may quote any passage: everything after the store's own prefix."""
         pairs = enumerate(zip(ids, self.own_ids, strict=False))
         start = next((at for at, (one, own) in pairs if one != own), min(len(ids), len(self.own_ids)))
         return [Owned(start, len(ids), NOT_STORED)] if start < len(ids) else []
 
     def drop_deleted(self) -> None:
-        """Let go of all that was computed over passages that are gone or from outside, or may quote them (law 10)."""
+        """Drop all KV computed over deleted or foreign passages, or over text that may quote them (law 10)."""
         self.drops += 1
         if self.stored is not None:
             self._generation = self._documents.generation()
@@ -226,8 +234,10 @@ class Prefixes:
         self._tree.clear()
 
     def _drop_gone(self, owners: set[int], *, changed: bool) -> None:
-        """changed: whether documents have since it was computed. A passage that is still there may then have been read
-        behind one that is not."""
+        """Drop KV of owners that are not stored. changed: whether documents changed since it was computed
+
+        A passage that is still stored may then have been encoded after a deleted neighbour.
+        """
         trusted = set() if changed and self._recipe.neighbours else owners
         present = {chunk.vector_id for chunk in self._documents.chunks_by_vector_ids(trusted)}
         if gone := owners - present:

@@ -43,8 +43,9 @@ def probe(
 ) -> None:
     """Measure prefill, disk, memory and the codec's decoding, in about `budget_s` seconds.
 
-    A step that was begun is finished: at least 16 tokens run, and one block of 256 KiB is read.
-    block_file: read past the page cache where the file system allows it; None leaves the disk out
+    Each step that was begun is finished: at least 16 tokens run, and one block of 256 KiB is read.
+
+    block_file: read past the page cache if the file system allows it; None leaves the disk out
     """
     rates.compute.set(probe_prefill(lm, MODEL_SHARE * budget_s, recipe))
     _measure_disk(rates, block_file, budget_s)
@@ -59,7 +60,8 @@ def _measure_disk(rates: Rates, block_file: Path | None, budget_s: float) -> Non
 
 
 def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) -> PrefillRate:
-    """One short pass to warm up, which tells how long a second one may be. recipe: that chunks are encoded by"""
+    """Measure prefill with a short warm-up pass, which decides the length of a second pass. recipe: of the store's
+    chunks"""
     alone = Recipe(kept=recipe.kept, task=recipe.task, anchors=recipe.anchors)
     room = lm.max_positions - 1 - len(replay_ids(lm, alone, ()))
     longest = max(1, min(MOST_TOKENS, room if alone.is_dense else room // 2))
@@ -81,9 +83,9 @@ def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) ->
 
 
 def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
-    """Latency in seconds and bytes/s of reading a file, from the device itself where O_DIRECT can be had.
+    """Return latency in seconds and bytes/s of reading a file, from the device itself if O_DIRECT is available.
 
-    Single pages, a first part, and then in one piece, as the store reads a block, as much as the time allows.
+    It reads single pages, a first part, and then as much in one piece, as the store reads a block, as the time allows.
     """
     with open(path, "rb", buffering=0) as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
@@ -119,14 +121,14 @@ def _rate(seconds: float, moved: int, latency_s: float) -> float:
 
 
 def probe_memory() -> float:
-    """Bytes/s of a copy in host memory."""
+    """Return the bytes/s of a copy in host memory."""
     source = torch.ones(COPIED_BYTES // 4)
     place = torch.empty_like(source).copy_(source)
     return COPIED_BYTES / _fastest_s(lambda: place.copy_(source))
 
 
 def probe_decode(lm: LanguageModel, codec: Codec) -> float:
-    """Bytes/s of decoded KV that the first layer of a block gives in its place."""
+    """Return the bytes/s of decoded KV, measured on the first layer of a block."""
     example = example_block(lm.shape.layers[:1], DECODED_TOKENS, lm.dtype)
     codec = codec.for_trial(example)
     block = codec.decode(codec.encode(example))
@@ -144,7 +146,7 @@ def _fastest_s(work: Callable[[], object]) -> float:
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds that it took, and what came of it."""
+    """Return the seconds that `work` took, and its result."""
     started = time.perf_counter()
     result = work()
     return time.perf_counter() - started, result
@@ -153,12 +155,13 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 def open_rates(
     kept: Path, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float, recipe: Recipe = WHOLE
 ) -> Rates:
-    """Estimates for a store that was just opened: what this machine measured before, else what a probe finds. kept: the
-    file of rates
+    """Return rates for a store that was just opened: earlier measurements of this machine, else a probe's.
 
-    The disk is measured at every opening: one that was slow is read from no more, so that no read would correct it. For
-    that reason, too, a remote's rate is not taken from earlier processes; its first read tells it.
-    Nothing is measured in a store without blocks, where there is nothing to choose, nor with a budget of 0.
+    kept: the file of rates
+
+    The disk is measured at every opening, because a disk with a slow rate is not read from, so no read would correct
+    the rate. For the same reason a remote's rate is not taken from earlier processes; its first read measures it.
+    Nothing is measured in a store without blocks, which has nothing to choose, nor with a budget of 0.
     """
     rates = Rates()
     known = RateFigures.read(kept, machine_key(lm))

@@ -1,6 +1,6 @@
 """How fast this machine reads and computes blocks: measured at the start, corrected by every read and computation.
 
-A question chooses by these numbers between loading a block and computing it (`ragcache.engine.load_plan`).
+A question chooses by these rates between loading a block and computing it (`ragcache.engine.load_plan`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHANGED = 1.5
 
 @dataclass
 class Smoothed:
-    """An exponentially weighted average of measurements, all positive; a single outlier counts little.
+    """An exponentially weighted average of positive measurements; a single outlier counts little.
 
     value: the estimate, or the guess it begins with; samples: measurements so far
     """
@@ -57,7 +57,7 @@ class Smoothed:
     _outlier: int = 0  # the side on which the last measurement was one
 
     def add(self, measured: float) -> None:
-        """The first measurement takes the guess's place."""
+        """Add a measurement; the first replaces the guess."""
         measured = max(measured, 1e-15)
         self.samples += 1
         if self.samples == 1:
@@ -72,13 +72,13 @@ class Smoothed:
         self._outlier = side
 
     def restore(self, value: float) -> None:
-        """Go on from a measurement of an earlier process."""
+        """Continue from a measurement of an earlier process."""
         self.value = value
         self.samples = max(self.samples, 1)
 
 
 class TierFigures(NamedTuple):
-    """How fast one tier is read: seconds of a read, whatever its size, and throughput of all reads together.
+    """How fast a tier is read: seconds per read, whatever its size, and throughput of all reads together.
 
     measured: True; guesses are left out
     """
@@ -90,7 +90,7 @@ class TierFigures(NamedTuple):
 
 @dataclass
 class _Burst:
-    """Reads that overlapped: their bytes came in `now - since` seconds, whichever of them took how long."""
+    """Reads that overlapped: all their bytes arrived in `now - since` seconds, whichever read they belong to."""
 
     since: float
     depth: int = 0
@@ -120,12 +120,14 @@ class TierRate:
         return TierFigures(self._latency_s.value, 1 / self._s_per_byte.value)
 
     def load_s(self, num_bytes: int) -> float:
-        """Seconds that one more read adds to those in progress."""
+        """Return the seconds that one more read adds to those in progress."""
         return self._latency_s.value + num_bytes * self._s_per_byte.value
 
     def backlog_s(self) -> float:
-        """Seconds until the reads in progress, of all questions, have arrived. A late read is expected to take as long
-        again."""
+        """Return the seconds until the reads in progress, of all questions, have arrived.
+
+        A late read is expected to take as long again.
+        """
         with self._lock:
             if not self._reading:
                 return 0.0
@@ -134,7 +136,7 @@ class TierRate:
         return waited_s if waited_s > max(expected_s, GRACE_S) else max(0.0, expected_s - waited_s)
 
     def begin(self, num_bytes: int) -> int:
-        """The number to give to `end`."""
+        """Record that a read begins; return its number for `end`."""
         with self._lock:
             now = self._clock()
             if not self._reading:
@@ -147,7 +149,7 @@ class TierRate:
             return self._next
 
     def end(self, number: int, *, moved: bool) -> None:
-        """moved: the tier gave the block; else (damaged, in memory by now) nothing was learnt."""
+        """Record that a read ended. moved: whether the tier provided the block; if not, nothing is learnt"""
         with self._lock:
             size, burst = self._reading.pop(number), self._burst
             if burst is None:
@@ -163,7 +165,7 @@ class TierRate:
             self._burst = _Burst(self._clock(), len(self._reading)) if self._reading else None
 
     def _learn(self, burst: _Burst, seconds: float) -> None:
-        """Small reads tell the latency, large ones the rate."""
+        """Learn the latency from small reads, and the rate from large reads."""
         latency_s, transfer_s = burst.files * self._latency_s.value, burst.num_bytes * self._s_per_byte.value
         # At least a tenth is put down to either: an estimate that was too high has to be able to fall.
         if latency_s > transfer_s:
@@ -172,14 +174,14 @@ class TierRate:
             self._s_per_byte.add(max(seconds - latency_s, seconds / 10) / burst.num_bytes)
 
     def set(self, latency_s: float, bytes_s: float) -> None:
-        """Take the figures of a probe, or of an earlier process."""
+        """Set the figures to those of a probe, or of an earlier process."""
         with self._lock:
             self._latency_s.restore(latency_s)
             self._s_per_byte.restore(1 / bytes_s)
 
 
 class ComputeRate:
-    """Time of `encode`: a prefill's, times what real computations took more or less. Thread-safe."""
+    """Time of `encode`: a prefill's time, with a correction learnt from real computations. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -187,7 +189,7 @@ class ComputeRate:
         self._correction = Smoothed(1.0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds for one batch of chunks of these lengths, in tokens, padded to the longest."""
+        """Return the seconds for one batch of chunks of these lengths, in tokens, padded to the longest."""
         rate = self.prefill or PrefillRate.of(ASSUMED_TOKENS_S)
         return len(lengths) * rate.seconds(max(lengths, default=0))
 
@@ -205,19 +207,19 @@ class ComputeRate:
 
     @property
     def prefill(self) -> PrefillRate | None:
-        """As computations have corrected it; None until something was measured."""
+        """Return the prefill rate as computations have corrected it, or None before the first measurement."""
         with self._lock:
             return None if self._prefill is None else self._prefill.scaled(self._correction.value)
 
 
 @dataclass(frozen=True)
 class RateFigures:
-    """The rates of one machine and one model, as measured, and the small JSON file beside a store that keeps them for
-    the next process. It is a statistic: what cannot be read or written is measured again.
+    """The measured rates of one machine and one model, with the small JSON file beside a store that keeps them for the
+    next process. They are a statistic: figures that cannot be read or written are measured again.
 
     tiers:            by name
     prefill:          seconds of encoding n tokens: linear * n + quadratic * n * n; None until measured
-    decode_bytes_s:   by codec, bytes of decoded KV put in place in a second, on one thread
+    decode_bytes_s:   by codec, bytes of decoded KV put in place per second, on one thread
     """
 
     tiers: Mapping[str, TierFigures] = field(default_factory=dict)
@@ -230,7 +232,7 @@ class RateFigures:
 
     @property
     def prefill_tokens_s(self) -> float | None:
-        """Prefill throughput in tokens/s, for 256-token chunks."""
+        """Return the prefill throughput in tokens/s, for 256-token chunks."""
         seconds = 0.0 if self.prefill is None else self.prefill.seconds(256)
         return 256 / seconds if seconds else None
 
@@ -244,7 +246,8 @@ class RateFigures:
 
     @classmethod
     def read(cls, path: Path, machine: str | None = None) -> Self | None:
-        """None where there are none, or not of this machine (None: of any)."""
+        """Read figures from a file; return None if there are none, or none of this machine. machine: None: any
+        machine"""
         try:
             found = json.loads(path.read_bytes())
             if machine is not None and found["machine"] != machine:
@@ -264,7 +267,7 @@ class RateFigures:
             return None
 
     def write(self, path: Path, machine: str) -> None:
-        """Write figures that differ from those kept."""
+        """Write the figures if they differ from those in the file."""
         if self._is_like(self.read(path, machine)):
             return
         try:
@@ -286,7 +289,8 @@ class RateFigures:
 
 
 def machine_key(lm: LanguageModel) -> str:
-    """Names what rates depend on: this machine, how many threads compute, the model and its device."""
+    """Return a key for everything that rates depend on: this machine, its number of threads, the model and its
+    device."""
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads()]
     return digest([*machine, lm.fingerprint, str(lm.device)])
 
@@ -299,7 +303,7 @@ def _positive(value: Any) -> float:
 
 
 class Rates:
-    """Estimates for one store and one model. Thread-safe.
+    """Estimated rates for one store and one model. Thread-safe.
 
     compute: of the model's batches; decode_bytes_s: as in `RateFigures`
     """
@@ -315,12 +319,12 @@ class Rates:
         return self._tiers.setdefault(name, TierRate(self.clock)) if found is None else found
 
     def figures(self) -> RateFigures:
-        """The rates measured so far; guesses are left out."""
+        """Return the rates measured so far, without guesses."""
         tiers = {name: tier.figures for name, tier in self._tiers.copy().items() if tier.is_measured}
         return RateFigures(tiers, self.compute.prefill, self.decode_bytes_s.copy())
 
     def restore(self, figures: RateFigures) -> None:
-        """Go on from what was measured before."""
+        """Continue from earlier measurements."""
         for name, tier in figures.tiers.items():
             self.tier(name).set(tier.latency_s, tier.bytes_s)
         if figures.prefill is not None:

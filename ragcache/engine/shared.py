@@ -1,7 +1,7 @@
-"""One open store, and one set of weights, for everything in a process that names the same path and model.
+"""Shares one open store, and one set of weights, among all users in a process that name the same path and model.
 
-Components of frameworks are made one by one, each with the path of a store: a retriever, a chat model, a vector store.
-What they share is let go of with the last of them.
+Components of frameworks (a retriever, a chat model, a vector store) are created one by one, each with the path of a
+store. Shared stores and weights are released with the last component.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THREADS = "ragcache-"  # how the names of a store's own threads begin
 
 
 class SharedRagCache(RagCache):
-    """A store that closes itself when nobody refers to it any more."""
+    """A store that closes itself when nothing refers to it."""
 
     key: tuple[str, dict[str, Any]]
 
@@ -41,7 +41,7 @@ class SharedRagCache(RagCache):
 
 
 class SharedStores:
-    """Stores that are open, by path, and weights that are loaded, by name. Holds none of them. Thread-safe."""
+    """Open stores by path, and loaded weights by name, in weak references. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,14 +49,13 @@ class SharedStores:
         self._models: WeakValueDictionary[tuple[str, str, str], LanguageModel] = WeakValueDictionary()
 
     def open(self, path: RagCache | str | Path, **options: Any) -> RagCache:
-        """The store at `path` as this process has it open, else opened; an open store as it is.
+        """Return the store at `path` as this process has it open, or open it; return an open store unchanged.
 
-        options: of `RagCache.open`; None is as if left out. Without model, embedder and dtype it is whichever the open
-                 store has. A store that is open with other options is not it: another one is opened, with the same
-                 weights
+        options: of `RagCache.open`; None is as if left out. Without model, embedder and dtype, those of the open store
+                 match. If the open store has other options, another one is opened with the same weights
 
-        It is closed when the last that uses it is gone; `close` closes it for all of them. Raises ConfigError for
-        options beside an open store, and what `RagCache.open` raises.
+        The store is closed when its last user is garbage-collected; `close` closes it for all users. Raises ConfigError
+        for options beside an open store, and the errors of `RagCache.open`.
         """
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(path, RagCache):
@@ -78,12 +77,12 @@ class SharedStores:
             return kb
 
     def close(self) -> None:
-        """Close what is open when the process ends."""
+        """Close all open stores when the process ends."""
         for kb in list(self._stores):
             kb.close()
 
     def _loaded(self, path: str | Path, options: dict[str, Any]) -> dict[str, Any]:
-        """The model that is going to be asked for, if it is loaded already."""
+        """Return the model that `RagCache.open` would load, if it is loaded already."""
         named = options.get("model")
         if "engine" in options or not isinstance(named, str | Path | None):
             return {}
@@ -93,7 +92,7 @@ class SharedStores:
         return {} if lm is None else {"model": lm}
 
     def _note(self, lm: ModelCard, options: dict[str, Any]) -> None:
-        """Say that a model is loaded: under the dtype that was asked for, and under its own."""
+        """Record a loaded model under the requested dtype and under its own."""
         if isinstance(lm, LanguageModel):
             named = options.get("model")
             for name in {_name(lm.name), *([_name(named)] if isinstance(named, str | Path) else [])}:
@@ -128,7 +127,7 @@ def _fits(kb: SharedRagCache, key: tuple[str, dict[str, Any]]) -> bool:
 
 
 def _dtype(options: dict[str, Any]) -> str:
-    """The dtype that is asked for; "" for none."""
+    """Return the requested dtype, or "" if none was requested."""
     named = str(options.get("dtype") or "").removeprefix("torch.")
     return "" if named == AUTO else named
 
@@ -138,7 +137,7 @@ def _device(options: dict[str, Any]) -> str:
 
 
 def _name(model: Any) -> str:
-    """A directory by its path, whatever it was reached by."""
+    """Return a directory's real path, so that links to it compare equal, or the model's name."""
     name = str(model)
     return os.path.realpath(name) if name and os.path.exists(name) else name
 

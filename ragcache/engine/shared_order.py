@@ -34,10 +34,12 @@ class ReadCounts:
 def shared_order(
     known: Callable[[Sequence[int]], int], counts: ReadCounts, prefix_ids: Ids, passages: Sequence[Ids]
 ) -> list[int]:
-    """Ranks of the passages: first the longest beginning that the tree has behind the prefix, then the others, those
-    that were read most often first, so that later prompts find them near the beginning; of equals the more relevant.
+    """Return the ranks of the passages in the order that shares most with the prefix tree.
 
-    known: tokens of a sequence that the tree has. At most 256 sequences are looked at.
+    The longest sequence that the tree has after the prefix comes first. The others follow, most often read first, so
+    that later prompts find them near the beginning; equally read ones keep their relevance.
+
+    known: returns how many tokens of a sequence the tree has. At most 256 sequences are looked up
     """
     by_count = sorted(range(len(passages)), key=lambda rank: -counts.of(passages[rank]))
     best: list[int] = []
@@ -60,8 +62,10 @@ def shared_order(
 
 
 def relevance_hint(order: Sequence[int]) -> str:
-    """A line that tells the model which passages matter most, where they do not stand in that order: passages carry no
-    rank of their own, which would keep their KV from being reused."""
+    """Return a line that names the most relevant passages, or "" if they are already in that order.
+
+    Passages carry no rank of their own, because that would prevent reuse of their KV.
+    """
     if list(order) == sorted(order):
         return ""
     places = sorted(range(len(order)), key=lambda place: order[place])

@@ -16,7 +16,7 @@ from ragcache.models.deadline import Limit
 
 
 class MemoryNeed(NamedTuple):
-    """Memory of one question's KV: of all of it, and of what stands behind the context."""
+    """Memory of one question's KV: of all of it, and of the part after the context."""
 
     whole: Size
     own: Size
@@ -24,14 +24,14 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(eq=False)
 class _Context:
-    """What stands before the suffix of some questions.
+    """The tokens before the suffix of some questions.
 
-    key:        names what it holds; None: no other question can share it
+    key:        identifies its contents; None: no other question can share it
     is_kept:    whether it stays for later questions
     placed:     None until one question has placed it
     users:      questions that read it or will
-    left_bytes: reserved for it by questions that are over
-    lent_bytes: lent for it by the prefix tree
+    left_bytes: reserved for it by questions that have ended
+    lent_bytes: lent to it by the prefix tree
     """
 
     key: Hashable | None
@@ -45,10 +45,10 @@ class _Context:
 
 @dataclass(eq=False)
 class SharedPrefixRef:
-    """One question's part in a context.
+    """One question's share of a context.
 
     claim:       the memory that it has reserved
-    leaves_them: what it took at first is the context's, as long as any question reads that
+    leaves_them: its first memory belongs to the context, as long as any question reads that
     """
 
     _context: _Context
@@ -61,21 +61,22 @@ class SharedPrefixRef:
         return self._admission.changed
 
     def grow(self, num_bytes: int, limit: Limit) -> None:
-        """Wait for so much memory in all, for buffers of its own. Raises what `limit` raises meanwhile."""
+        """Wait until the question's own buffers hold `num_bytes` in all. Raises the errors of `limit` while it
+        waits."""
         held = self.claim.grown_bytes + (0 if self.leaves_them else self.claim.num_bytes)
         self._admission.grow(self.claim, max(0, num_bytes - held), limit)
 
     @property
     def placed(self) -> SharedContext | None:
-        """The context, where some question has placed it."""
+        """Return the context, or None before any question has placed it."""
         return self._context.placed
 
     @contextmanager
     def placing(self, limit: Limit) -> Iterator[Callable[[SharedContext], None] | None]:
-        """The function to tell a context that others may read, for the only question that places it at a time; others
-        that want it wait. None: it is `placed`, or no other can read it.
+        """Yield a function that publishes a context to other questions, to one placing question at a time; others wait.
 
-        Raises what `limit` raises while it waits.
+        Yields None if the context is already `placed`, or if no other question can read it. Raises the errors of
+        `limit` while it waits.
         """
         context = self._context
         with self._changed:
@@ -101,13 +102,14 @@ class SharedPrefixRef:
 
 @dataclass(eq=False, repr=False)
 class SharedPrefixes:
-    """Contexts of the answers in progress and of earlier ones, by what they hold. Thread-safe.
+    """Contexts of the answers in progress and of earlier answers, by their contents. Thread-safe.
 
     Answers in progress: the first question reserves memory for all of its KV, and leaves it to the context until the
-    last question over that ends. The others reserve memory for their own tokens.
+    last question over that context ends. The others reserve memory for their own tokens.
 
-    Earlier answers: a context stays, where it is, within the prefix tree's budget: all together in half of it, unless
-    there is only one. The least recently used go. What is in use stays, and what does not fit is not kept.
+    Earlier answers: a context stays in place, within the prefix tree's budget. All contexts together may use half of
+    it; a single context may use all. The least recently used are dropped. Contexts in use stay, and a context that does
+    not fit is not kept.
     """
 
     admission: Admission
@@ -121,11 +123,11 @@ class SharedPrefixes:
     def admit(
         self, key: Hashable | None, need: MemoryNeed, limit: Limit, *, keep: bool = False
     ) -> Iterator[SharedPrefixRef]:
-        """Wait until there is memory for a question over the context of this name; None: it shares none.
+        """Wait until there is memory for a question over the context with this key; None: it shares no context.
 
         keep: the context may stay for later questions
 
-        Raises AnswerTooLargeError when there can never be, and what `limit` raises while it waits.
+        Raises AnswerTooLargeError if there can never be enough memory, and the errors of `limit` while it waits.
         """
         with self._changed:  # from the moment that there is room until it is taken nothing changes
             claim = self.admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
@@ -136,7 +138,7 @@ class SharedPrefixes:
             self._leave(reference)
 
     def forget(self) -> None:
-        """Let no further question find what is known: a passage in it may be gone (law 10)."""
+        """Hide all known contexts from further questions: a passage in them may have been deleted (law 10)."""
         with self._changed:
             known, self._known = self._known, OrderedDict()
             for context in known.values():
@@ -170,7 +172,7 @@ class SharedPrefixes:
         return SharedPrefixRef(context, self.admission, claim, leaves_them)
 
     def _settle(self, context: _Context) -> None:
-        """Keep a context that nobody reads any more, or let go of it."""
+        """Keep a context that no question reads, or drop it."""
         if self._known.get(context.key) is not context:  # forgotten meanwhile
             self._give_back(context)
         elif context.lent_bytes or self._borrow(context):
@@ -179,7 +181,7 @@ class SharedPrefixes:
             del self._known[context.key]
 
     def _borrow(self, context: _Context) -> bool:
-        """Have room for it lent by the prefix tree, in place of less recently used ones."""
+        """Borrow memory for the context from the prefix tree, dropping less recently used contexts if needed."""
         if context.placed is None or not context.is_kept or context.placed.num_bytes > self._tree.budget_bytes:
             return False
         num_bytes = context.placed.num_bytes

@@ -1,4 +1,4 @@
-"""Estimate of an ingestion's KV on disk, from the size of its text and a sample of it.
+"""Estimates an ingestion's KV on disk, from the size of its text and a sample of it.
 
 Nothing is encoded.
 """
@@ -27,10 +27,12 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 class KVEstimate(NamedTuple):
-    """text_bytes, tokens: of the inputs whose text can be measured; markup counts as text
-    num_bytes: of KV that they need on disk, were none of it there yet
+    """Estimated size of an ingestion's KV.
+
+    text_bytes, tokens: of the inputs whose text can be measured; markup counts as text
+    num_bytes: of their KV on disk, if none of it is stored yet
     unknown:   files whose size says nothing about their text (PDF, office documents)
-    model:     that reads them
+    model:     name of the model that reads them
     """
 
     text_bytes: int
@@ -52,7 +54,7 @@ class KVEstimate(NamedTuple):
 def estimate_kv(
     inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0
 ) -> KVEstimate:
-    """block_tokens: of a chunk at most; kept: as `Recipe.share`"""
+    """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: as `Recipe.share`"""
     given = list(inputs)
     files = [one.path for one in given if isinstance(one, SourceFile)]
     files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]
@@ -69,7 +71,7 @@ def estimate_kv(
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
-    """Estimate from the beginnings of some of the inputs, spread over all of them."""
+    """Estimate the rate from the beginnings of some of the inputs, spread over all of them."""
     heads = [_head(one) for one in known[:: max(1, len(known) // SAMPLES)]]
     texts = [head.decode("utf-8", "ignore") for head in heads]
     sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)

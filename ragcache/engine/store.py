@@ -1,4 +1,4 @@
-"""A store without models: what is in it, what it takes, and its care."""
+"""A store without models: its contents, its size, and its maintenance."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
 
 
 class Store:
-    """The documents of one store and their KV, to look at, to delete and to check. Nothing is asked, embedded or
-    computed: `RagCache` does that.
+    """The documents of one store and their KV, to read, delete and check. It does not answer questions, embed or
+    compute KV: `RagCache` does.
 
-    Use `Store.open`. Thread-safe; several processes may open one store.
+    Open one with `Store.open`. Thread-safe; several processes may open one store.
     """
 
     def __init__(self, store: StoreParts, config: StoreConfig) -> None:
@@ -43,7 +43,7 @@ class Store:
         """Open the store at `path`, without models.
 
         store:  settings
-        create: make a store where there is none
+        create: create the store if it does not exist
 
         Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, ConfigError.
         """
@@ -55,8 +55,10 @@ class Store:
     def documents(
         self, filter: Filter | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[StoredDocument]:
-        """Documents that pass the filter, by id. Raises FilterError, also where nothing passes because no document has
-        a field that the filter names."""
+        """Return the documents that pass the filter, by id.
+
+        Raises FilterError, also if nothing passes because no document has a field that the filter names.
+        """
         documents = self.store.documents
         found = documents.documents(filter, limit=limit, offset=offset)
         if filter and not found and not documents.count(filter):
@@ -67,8 +69,10 @@ class Store:
         return self.store.documents.document(id)
 
     def chunks(self, ids: Iterable[str] | None = None, *, filter: Filter | None = None) -> list[Chunk]:
-        """The chunks that pass the filter: of these chunk ids, in their order, or of all documents, by document. An id
-        that is not there is left out. Raises FilterError as `documents` does."""
+        """Return the chunks that pass the filter: those with these ids, in their order, or those of all documents.
+
+        Unknown ids are left out. Raises FilterError as `documents` does.
+        """
         documents = self.store.documents
         found = documents.chunks(ids, filter)
         if filter and not found:
@@ -76,14 +80,17 @@ class Store:
         return found
 
     def chunks_of(self, document_id: str) -> list[Chunk]:
-        """A document's chunks in order; none for an unknown document."""
+        """Return a document's chunks in order, or [] for an unknown document."""
         return self.store.documents.chunks_of(document_id)
 
     def delete(
         self, ids: Iterable[str] | str = (), *, filter: Filter | None = None, timeout_s: float = 30.0
     ) -> list[str]:
-        """Delete documents by id, and those that pass the filter: text, embeddings, index entries, KV bytes in every
-        tier. Returns the ids found. Raises FilterError, StoreBusyError, StoreReadOnlyError."""
+        """Delete documents by id, and those that pass the filter; return the ids found.
+
+        This removes their text, embeddings, index entries, and KV bytes in every tier. Raises FilterError,
+        StoreBusyError, StoreReadOnlyError.
+        """
         from ragcache.retrieval.deletion import delete_documents
 
         self._check_open()
@@ -95,7 +102,7 @@ class Store:
         return deleted
 
     def _open_index(self) -> Retriever | None:
-        """The object that keeps the vector index up to date; None where nothing was embedded yet."""
+        """Return the object that keeps the vector index up to date, or None if nothing was embedded yet."""
         from ragcache.retrieval.retriever import Retriever
 
         absent = AbsentEmbedder.of(self.store.documents)
@@ -104,15 +111,15 @@ class Store:
         return Retriever.open(self.store.documents, self.store.layout.index, absent, kind=self.config.index)
 
     def _forget_deleted(self) -> None:
-        """Drop deleted blocks: those that another process deleted may be in this one's memory still (law 10)."""
+        """Drop blocks that another process deleted: they may still be in this process's memory (law 10)."""
         self.store.kv.refresh()
 
     def pin(self, ids: Iterable[str] | str) -> list[str]:
-        """Let no tier give up the KV of these documents or chunks, nor time drop it, until `unpin` or `delete`. Returns
-        the handles. `RagCache.pin` computes what is not there yet.
+        """Protect the KV of these documents or chunks from eviction and expiry until `unpin` or `delete`; return the
+        handles.
 
-        Raises NoSuchDocumentError, PinError (a tier would have no room left), MissingBlockError (there is no KV yet, or
-        no tier has room for it), StoreReadOnlyError.
+        `RagCache.pin` computes missing KV first. Raises NoSuchDocumentError, PinError (a tier would have no room left),
+        MissingBlockError (there is no KV yet, or no tier has room for it), StoreReadOnlyError.
         """
         chunks, encoder, kv = self._chunks_of_all(ids), self._encoder, self.store.kv
         pending = next((chunk.id for chunk in chunks if chunk.handle is None), None)
@@ -136,7 +143,7 @@ class Store:
         return list(dict.fromkeys(keys))
 
     def unpin(self, ids: Iterable[str] | str) -> list[str]:
-        """End `pin`; returns the handles that were pinned. Raises NoSuchDocumentError, StoreReadOnlyError."""
+        """Undo `pin`; return the handles that were pinned. Raises NoSuchDocumentError, StoreReadOnlyError."""
         chunks, encoder = self._chunks_of_all(ids), self._encoder
         named = {chunk.handle for chunk in chunks if chunk.handle is not None}
         pinned = sorted((named if encoder is None else named.union(encoder.keys(chunks))) & self.store.kv.pinned)
@@ -145,11 +152,11 @@ class Store:
 
     @property
     def _encoder(self) -> ModelEncoder | None:
-        """Computes blocks; None where no model runs in this process."""
+        """Return the encoder that computes blocks, or None if no model runs in this process."""
         return None
 
     def _chunks_of_all(self, ids: Iterable[str] | str) -> list[Chunk]:
-        """All chunks of these documents, and these chunks. Raises NoSuchDocumentError for an id that is neither's."""
+        """Return all chunks of these documents, and these chunks. Raises NoSuchDocumentError for an unknown id."""
         found: list[Chunk] = []
         for id in dict.fromkeys([ids] if isinstance(ids, str) else ids):
             chunks = self.chunks_of(id) or self.chunks([id])
@@ -163,21 +170,24 @@ class Store:
     # Care
 
     def rates(self) -> RateFigures:
-        """How fast blocks are read and computed, as it was last measured with models."""
+        """Return how fast blocks are read and computed, as last measured with models."""
         return RateFigures.read(self.store.rates) or RateFigures()
 
     def info(self) -> Info:
         return info(self.store, self._usage)
 
     def doctor(self, *, timeout_s: float = 30.0) -> DoctorReport:
-        """Verify every block and the index, and repair; see `ragcache.engine.doctor.doctor`."""
+        """Verify every block and the index, and repair them; see `ragcache.engine.doctor.doctor`."""
         from ragcache.engine.doctor import doctor
 
         return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Write down what was counted and measured, and let go of everything. A second call is fine; other calls raise
-        StoreClosedError. In a fork of the process nothing is done: all of it is the parent's."""
+        """Write counts and measurements to disk, and release everything. May be called twice; other calls then raise
+        StoreClosedError.
+
+        In a fork of the process nothing is done: everything belongs to the parent.
+        """
         if self._closed or not self.store.layout.home.is_here:
             return
         self._closed = True
@@ -189,7 +199,7 @@ class Store:
         self.store.close()
 
     def _check(self, given: Iterable[str], options: type) -> None:
-        """Raises StoreClosedError, ForkedError, and ConfigError for options that there are not."""
+        """Raise StoreClosedError, ForkedError, or ConfigError for unknown options."""
         self._check_open()
         check_names(given, names(options))
 
@@ -207,14 +217,14 @@ class Store:
 
 @dataclass(frozen=True)
 class AbsentEmbedder:
-    """Stands in for the embedder of a store opened without it: the index can be changed, nothing is embedded."""
+    """Replaces the embedder of a store opened without one: the index can be changed, nothing is embedded."""
 
     name: str
     dimension: int
 
     @classmethod
     def of(cls, documents: DocumentStore) -> Self | None:
-        """None for a store that nothing was embedded into yet."""
+        """Return the replacement, or None for a store without embeddings."""
         bound = documents.properties()
         if "embedder" not in bound or "embedding_dim" not in bound:
             return None

@@ -1,4 +1,4 @@
-"""A store's directory, opened. No model is needed for it."""
+"""Opens a store's directory. No model is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoreParts(NamedTuple):
 
     @property
     def rates(self) -> Path:
-        """The file of the rates measured on this machine; see `RateFigures`."""
+        """Return the path of the rates measured on this machine; see `RateFigures`."""
         return self.layout.root / "rates.json"
 
     def close(self) -> None:
@@ -35,8 +35,11 @@ class StoreParts(NamedTuple):
 
 
 def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> StoreParts:
-    """Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, DatabaseMismatchError, ConfigError, and
-    StoreError where the remote refuses."""
+    """Open the parts of a store's directory.
+
+    Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, DatabaseMismatchError, ConfigError, and
+    StoreError if the remote refuses.
+    """
     layout = StoreLayout(path)
     if config.remote is not None:  # a wrong one is refused before a store is made
         open_blobs(config.remote).close()
@@ -67,7 +70,7 @@ def open_kv(
     basis: str | None = None,
     foreign: KVStore | None = None,
 ) -> KVStore:
-    """Raises ConfigError."""
+    """Open a KV store with these settings. Raises ConfigError."""
     return KVStore(
         root,
         remote=remote,
@@ -87,8 +90,10 @@ def open_kv(
 
 
 def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
-    """Blocks of no document, evicted as others are; None where none are kept. Without a codec: what is kept is what
-    the store's codec left of a block."""
+    """Open the KV store of blocks that belong to no document, or return None if none are kept.
+
+    They are evicted like other blocks. It has no codec, because the store's codec has already processed its blocks.
+    """
     if not config.foreign_cache:
         return None
     return KVStore(
@@ -104,21 +109,22 @@ def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
 def open_kv_to_fill(
     root: Path, config: StoreConfig, remote: str | None = None, owner: str = "", basis: str | None = None
 ) -> KVStore:
-    """The store's KV in a process that only writes blocks: it keeps none in memory, and traces nothing.
+    """Open the store's KV in a process that only writes blocks: it keeps none in memory, and writes no trace.
 
-    remote: its URL, where the store has one; owner: id of the database that it belongs to; basis: see KVStore
+    remote: its URL, if the store has one; owner: id of the database that it belongs to; basis: see KVStore
 
-    Raises as `Connection.check` does.
+    Raises the errors of `Connection.check`.
     """
     alone = replace(config, database=None, remote=None, memory_bytes=0, device_bytes=0, trace=None)
     return open_kv(root, alone, None if remote is None else connect(remote, owner), basis=basis)
 
 
 def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:
-    """The remote asked for, or the one that the store was made with: its blocks would outlive their documents else.
+    """Connect the requested remote, or the one that the store was created with, whose blocks would otherwise outlive
+    their documents.
 
-    It may be shared by the stores of one database alone, whose id is in the remote.
-    Raises StoreMismatchError when the store's blocks are in another one.
+    Only stores of one database may share a remote, which records the database's id. Raises StoreMismatchError if the
+    store's blocks are in another remote.
     """
     bound = documents.properties().get("remote")
     if config.remote is None and bound is None:

@@ -1,8 +1,8 @@
-"""Prefixes of prompts on disk, so that a conversation goes on from what was read before the store was closed.
+"""Prefixes of prompts on disk, so that a conversation can continue after the store was closed.
 
-Whatever a prompt and its answer add to what is stored becomes blocks of at most 256 tokens, in the cache of passages
-from elsewhere (`ragcache/store/foreign.py`) and within its budget. As vLLM's blocks and LMCache's chunks, each is named
-by all tokens up to its end and by what else its KV depends on. Keys stay rotated to the positions that they had.
+Tokens of a prompt and its answer that are not stored yet become blocks of at most 256 tokens in the cache of foreign
+passages. Each is keyed by all tokens up to its end and by everything else that its KV depends on. Keys stay rotated to
+their original positions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_WAITING = 16
 
 
 class _Piece(NamedTuple):
-    """A stored block and the part of a prompt that it serves: tokens [start, stop), of which it may hold more."""
+    """A stored block and the part of a prompt that it serves: tokens [start, stop). The block may hold more tokens."""
 
     key: str
     start: int
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
 
 class StoredKV(NamedTuple):
-    """Blocks that were read, one behind the other; each with the prompt's tokens that it serves."""
+    """Consecutive blocks that were read, each with the prompt's tokens that it serves."""
 
     parts: list[tuple[_Piece, KVBlock]]
 
@@ -59,7 +59,8 @@ class StoredKV(NamedTuple):
         return self.parts[-1][0].stop
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See `ragcache.kv.exact.Read`. Raises LookupError for tokens that stand before these."""
+        """Return a layer's keys and values; see `ragcache.kv.exact.Read`. Raises LookupError for tokens before these
+        blocks."""
         if start < self.parts[0][0].start:
             raise LookupError("what stands before the stored KV was dropped meanwhile")
         keys, values = [], []
@@ -73,12 +74,12 @@ class StoredKV(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class StoredPrefixes:
-    """Reads and writes them. Thread-safe; `close` it before the store.
+    """Reads and writes prefixes on disk. Thread-safe; `close` it before the store.
 
-    What a changed document may be quoted in goes with it (law 10): names hold the documents' generation, and
-    `collect_garbage` deletes what is of an earlier one.
+    Prefixes that may quote a changed document are deleted with it (law 10): names contain the documents' generation,
+    and `collect_garbage` deletes those of an earlier generation.
 
-    _blocks, _list: those of no document
+    _blocks, _list: of passages that belong to no document
     """
 
     _tree: PrefixCache
@@ -94,8 +95,11 @@ class StoredPrefixes:
         self._writing = False
 
     def load(self, namespace: str, ids: Sequence[int], known: int, generation: int) -> StoredKV | None:
-        """The KV of the prompt's tokens behind the first `known` ones, as far as it is stored and quicker to read than
-        to compute. None where that is little. Raises CancelledError and TimedOutError within `limits.limited`."""
+        """Return the stored KV of the prompt's tokens after the first `known`, as long as it is faster to read than to
+        compute.
+
+        Returns None if that is little. Raises CancelledError and TimedOutError within `limits.limited`.
+        """
         least = _WORTH_WAITING if self._writing else LEAST_TOKENS
         if len(ids) - known < least:
             return None
@@ -110,7 +114,7 @@ class StoredPrefixes:
         return StoredKV(list(zip(pieces, blocks, strict=False))) if blocks else None
 
     def keep(self, namespace: str, ids: Sequence[int], generation: int) -> None:
-        """Write what the tree has of these tokens, as far as it is not stored, later and in another thread."""
+        """Write the tree's KV of these tokens that is not stored yet, later and in another thread."""
         if self._blocks.read_only or not self._room.acquire(blocking=False):
             return
         try:
@@ -121,11 +125,11 @@ class StoredPrefixes:
             self._room.release()
 
     def close(self) -> None:
-        """Write what waits. A second call is fine."""
+        """Write everything that waits. May be called twice."""
         self._writer.shutdown()
 
     def _walk(self, namespace: str, ids: Sequence[int], generation: int) -> list[_Piece]:
-        """The stored blocks that the prompt begins with, which are there; the last one may be of use in part."""
+        """Return the stored blocks that the prompt begins with; the last may serve only in part."""
         wanted, chain, pieces, at = _array(ids), hashlib.sha256(namespace.encode()), list[_Piece](), 0
         while at < len(wanted):
             owner = _owner(chain, wanted[at], generation)
@@ -170,7 +174,8 @@ def _array(ids: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _owner(chain: hashlib._Hash, first: np.int32, generation: int) -> str:
-    """Whose the blocks are that go on with this token from the tokens in the chain: one, as a rule."""
+    """Return the owner of the blocks that continue the chain's tokens with the token `first`; usually there is one
+    block."""
     hashed = chain.copy()
     hashed.update(first.tobytes())
     return f"{PREFIX}{generation}:{hashed.hexdigest()}"

@@ -1,4 +1,4 @@
-"""Tools of one call: what the model is shown, how its calls are read, and the form that an answer is held to."""
+"""Tools of one call: how they are shown to the model, how its calls are read, and the form that an answer must have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ WHOLE = {"call": {"open_pattern": r"\A"}}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """shown: the tools, in OpenAI's form. schema: of JSON that the answer has to be. most: calls of one answer."""
+    """Tools of one call.
+
+    shown: the tools, in OpenAI's form. schema: of the JSON that the answer must be. most: calls of one answer
+    """
 
     shown: tuple[Mapping[str, Any], ...]
     format: ToolFormat
@@ -30,7 +33,8 @@ class ToolUse:
     most: int | None = None
 
     def sampling(self, given: Sampling) -> Sampling:
-        """The sampling that makes calls. Raises ConfigError where the answer is to have another form."""
+        """Return the sampling that produces calls. Raises ConfigError if the answer already has to have another
+        form."""
         if given.grammar() is not None:
             raise ConfigError(
                 "tools and json_schema, regex or choices exclude each other: an answer of that form could be no call; "
@@ -41,7 +45,7 @@ class ToolUse:
 
 
 def tool_use(options: ChatOptions, tokenizer: PreTrainedTokenizerBase) -> ToolUse | None:
-    """None: the model may call nothing. Raises ConfigError."""
+    """Return the tools that the model may call, or None if it may call none. Raises ConfigError."""
     tools, choice = _tools(options.get("tools") or ()), _choice(options.get("tool_choice"))
     named = options.get("tool_format")
     if not tools and choice in ("auto", "none"):
@@ -86,13 +90,13 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _filled(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The function with all that chat templates look for."""
+    """Return the function with all fields that chat templates look for."""
     given = {name: value for name, value in function.items() if value is not None}
     return {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}, **given}
 
 
 def _choice(given: Any) -> str:
-    """Also in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
+    """Return the choice as a name. Takes OpenAI's form too: {"type": "function", "function": {"name": ...}}."""
     if isinstance(given, Mapping):
         function = given.get("function")
         given = function.get("name") if isinstance(function, Mapping) else given
@@ -104,7 +108,7 @@ def _choice(given: Any) -> str:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The chat template for prompts with tools. Raises ConfigError where they would not be shown."""
+    """Return the chat template for prompts with tools. Raises ConfigError if it would not show them."""
     written = tokenizer.get_chat_template(tools=list(tools)) if tokenizer.chat_template is not None else ""
     if "tools" not in written:
         raise ConfigError(
@@ -116,7 +120,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, A
 
 
 def _list_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> str:
-    """A list of calls with at least one in it."""
+    """Return the schema of a list with at least one call."""
     calls: list[Any] = []
     definitions: dict[str, Any] = {}
     for tool in tools:
@@ -133,7 +137,7 @@ def _list_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> str:
 
 
 def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with no other arguments than it names, where it does not say."""
+    """Return the schema, closed to arguments that it does not name unless it says otherwise."""
     return {"additionalProperties": False, **parameters}
 
 

@@ -1,4 +1,4 @@
-"""Hits and misses over the life of a store, summed over all processes that ask it."""
+"""Hits and misses over the life of a store, summed over all processes that use it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class HitCounts(NamedTuple):
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of blocks that some tier had; None before the first question."""
+        """Return the share of blocks that some tier had, or None before the first question."""
         asked = sum(self.hits.values()) + self.misses
         return sum(self.hits.values()) / asked if asked else None
 
 
 class UsageLog:
-    """A small JSON file beside the store. It is a statistic: what cannot be written is lost, with a warning."""
+    """A small JSON file beside the store. It is a statistic: counts that cannot be written are lost, with a warning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,5 @@
-"""Which method reads, and why; what `ragcache check` found safe, kept beside the store and keyed by fingerprint."""
+"""Chooses the method that reads, with the reason, and keeps the results of `ragcache check` beside the store, keyed by
+fingerprint."""
 
 from __future__ import annotations
 
@@ -74,13 +75,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class MethodVerdict:
-    """One method with its options.
+    """The verdict on a method with its options.
 
     recipe:  name of the recipe that its blocks were encoded under
-    safe:    whether it stayed inside every threshold; reason: which one it did not, or why it could not run
-    computed_share: tokens run for a question / tokens of its prompt, mean over layers: what "cheapest" goes by
-    figures: what was measured, by name
-    primer:  the shipped primer that its blocks were encoded after, where the store has none; "" otherwise
+    safe:    whether it stayed inside every threshold; reason: which threshold it exceeded, or why it could not run
+    computed_share: tokens run for a question / tokens of its prompt, mean over layers: decides which method is cheapest
+    figures: measurements, by name
+    primer:  the shipped primer that its blocks were encoded after, if it is not the store's; "" otherwise
     """
 
     name: str
@@ -96,7 +97,7 @@ class MethodVerdict:
         return get_method(self.name, **self.options)
 
     def is_about(self, method: FusionMethod) -> bool:
-        """Whether this was measured with the same method and the same options."""
+        """Return whether this was measured with the same method and the same options."""
         try:
             return self.method() == method
         except RagCacheError:
@@ -107,9 +108,9 @@ class MethodVerdict:
 class Verdict:
     """Findings of a check for one model.
 
-    source, questions: what was asked, and how many
-    thresholds: that a method had to stay inside
-    neighbours: passages that each one was read behind, as the store has it
+    source, questions: where the questions came from, and how many there were
+    thresholds: limits that a method had to stay inside
+    neighbours: passages that each passage was encoded after, as the store has it
     primer:    ids of the store's primer, after which each passage was encoded
     """
 
@@ -125,23 +126,23 @@ class Verdict:
     def best(
         self, recipe: str | None = None, reads: Callable[[FusionMethod], bool] = lambda _: True
     ) -> MethodVerdict | None:
-        """The safe method that computes least, of like ones the nearest to full prefill; None when none is safe.
+        """Return the safe method that computes least, or None if none is safe. Ties go to the nearest to full prefill.
 
-        recipe: only methods that were checked under this one
-        reads:  only methods of which this is true
+        recipe: only methods that were checked under this recipe
+        reads:  only methods for which this returns True
         """
         safe = [m for m in self._over_the_store() if m.safe and m.name != FULL and recipe in (None, m.recipe)]
         return min((m for m in safe if reads(m.method())), key=_cost, default=None)
 
     def of(self, method: FusionMethod) -> MethodVerdict | None:
-        """The verdict on this method with these options."""
+        """Return the verdict on this method with these options."""
         return next((found for found in self._over_the_store() if found.is_about(method)), None)
 
     @property
     def best_primer(self) -> tuple[MethodVerdict, MethodVerdict] | None:
-        """Return `reposition` over the store's blocks, and over blocks behind the shipped primer with the lowest KL.
+        """Return `reposition` over the store's blocks, and over blocks after the shipped primer with the lowest KL.
 
-        None where the check did not try primers, or none has a lower KL than the store's blocks.
+        Returns None if the check did not try primers, or none has a lower KL than the store's blocks.
         """
         own = self.of(get_method("reposition"))
         tried = [found for found in self.methods if found.primer and KL in found.figures]
@@ -151,7 +152,7 @@ class Verdict:
         return own, best
 
     def _over_the_store(self) -> list[MethodVerdict]:
-        """Return the findings about blocks as the store has them."""
+        """Return the findings about the store's own blocks."""
         return [found for found in self.methods if not found.primer]
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _cost(found: MethodVerdict) -> tuple[float, float]:
 
 
 def save_verdict(root: Path, verdict: Verdict) -> Path:
-    """Keep the verdict in a store's directory, in place of an older one about the same model.
+    """Save the verdict in a store's directory, replacing an older one about the same model.
 
     Raises StoreReadOnlyError, StoreFullError.
     """
@@ -175,7 +176,7 @@ def save_verdict(root: Path, verdict: Verdict) -> Path:
 
 
 def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
-    """The verdict on this model; None when it was not checked, or the file cannot be read (with a warning)."""
+    """Return the verdict on this model, or None if it was not checked or the file cannot be read (with a warning)."""
     found = _read(root / FILE).get(fingerprint)
     if found is None:
         return None
@@ -189,11 +190,11 @@ def load_verdict(root: Path, fingerprint: str) -> Verdict | None:
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """The blocks of a store, as far as a choice of method goes by them.
+    """Properties of a store's blocks that decide which methods can read them.
 
-    root:       the store's directory, where verdicts are
-    recipe:     that blocks are to be of; None: what the method wants
-    neighbours: passages that each one is read behind
+    root:       the store's directory, which holds verdicts
+    recipe:     the recipe that blocks must have; None: the method's own
+    neighbours: passages that each passage is encoded after
     is_whole:   whether they hold all tokens in every head, as the blocks of a check do
     reads:      whether the engine can read them by a method
     """
@@ -214,9 +215,9 @@ class StoredBlocks:
 class Choice:
     """The method that reads questions, and why.
 
-    recipe:       of the blocks, as asked for or as the method was checked; None: what the method wants
+    recipe:       of the blocks, as requested or as the method was checked; None: the method's own
     is_unchecked: whether neither training nor a check says how the answers compare with full prefill's
-    gives_way:    whether `full` takes over what the method cannot read
+    gives_way:    whether `full` takes over prompts that the method cannot read
     """
 
     method: FusionMethod
@@ -231,20 +232,20 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """What answers call the method."""
+        """Return the method's name in answers."""
         return method_label(self.method)
 
     @property
     def is_open(self) -> bool:
-        """Whether each question has to decide between the method and `full`."""
+        """Return whether each question has to decide between the method and `full`."""
         return self.gives_way and self.is_unchecked and self.method.reuses_blocks
 
     def exactly(self, why: str) -> Choice:
-        """The choice of `full`."""
+        """Return the choice of `full`."""
         return replace(self, method=get_method(FULL), why=why, gives_way=False)
 
     def settled(self, full: int, reuse: int) -> Choice:
-        """Choose between the method and `full` for one question, where the choice is open.
+        """Choose between the method and `full` for one question, if the choice is open.
 
         Args:
             full: tokens of the prompt that `full` would run.
@@ -256,13 +257,13 @@ class Choice:
 def choose_method(
     lm: ModelCard, method: str | FusionMethod | None, options: Mapping[str, Any], stored: StoredBlocks
 ) -> Choice:
-    """The method asked for, by name or by its options alone; else, for None and "auto", the first of
+    """Return the requested method, named or given by its options alone; for None and "auto", the first of
 
-    1. what the model was trained for; a verdict of `ragcache check` comes before it under "auto";
-    2. the cheapest method that passed the check of this model over such blocks, `full` where none did;
-    3. the model's default, unless `full` runs no more of a question's tokens than it does.
+    1. the method that the model was trained for; under "auto", a verdict of `ragcache check` precedes it;
+    2. the cheapest method that passed the check of this model over such blocks, `full` if none did;
+    3. the model's default, unless `full` runs no more of a question's tokens than the default.
 
-    A method that failed the check is warned of. Raises ConfigError.
+    Warns of a method that failed the check. Raises ConfigError.
     """
     verdict = _standing(stored, lm.fingerprint)
     if method == AUTO and options:
@@ -300,7 +301,7 @@ def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
 
 
 def _standing(stored: StoredBlocks, fingerprint: str) -> Verdict | None:
-    """The verdict on this model over such blocks, with a warning where it is about others."""
+    """Return the verdict on this model over such blocks; if it is about other blocks, log a warning and return None."""
     verdict = load_verdict(stored.root, fingerprint) if stored.is_whole else None
     if verdict is None:
         return None
@@ -318,7 +319,7 @@ def _standing(stored: StoredBlocks, fingerprint: str) -> Verdict | None:
 
 
 def _warn_if_unsafe(verdict: Verdict | None, method: FusionMethod) -> None:
-    """A warning when the check of this model failed this method."""
+    """Log a warning if the check of this model failed this method."""
     found = None if verdict is None else verdict.of(method)
     if found is not None and not found.safe:
         log.warning(
@@ -329,7 +330,7 @@ def _warn_if_unsafe(verdict: Verdict | None, method: FusionMethod) -> None:
 
 
 def warn_if_unchecked(model: str, root: Path, choice: Choice, method: str) -> bool:
-    """Whether it had to be said that the answers of a model that nobody checked rest on reused KV.
+    """Warn that answers of an unchecked model rest on reused KV; return whether a warning was needed.
 
     method: label of the method that reads a question with passages
     """
@@ -347,7 +348,7 @@ def warn_if_unchecked(model: str, root: Path, choice: Choice, method: str) -> bo
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Verdicts by fingerprint; none, with a warning, where the file is damaged or of a newer version."""
+    """Return verdicts by fingerprint, or {} with a warning if the file is damaged or of a newer version."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """A small store that is read whole (CAG, arXiv 2412.15605): exact KV of every passage, kept as one block.
 
-Behind the prompts' beginning stand all passages, in the order of their documents' ids. A block of all these tokens,
-read alone, is what a plain pass over the prompt leaves of them. It is kept on disk as prompts' prefixes are, bit for
-bit, until any document changes (law 10).
+All passages follow the prompts' beginning, in the order of their documents' ids. A block of all these tokens, read
+alone, equals the KV of a plain pass over the prompt. It is kept on disk like prompts' prefixes, bit for bit, until any
+document changes (law 10).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WholeStore:
 
 
 def check_whole(options: Mapping[str, Any], method: FusionMethod) -> None:
-    """Raises ConfigError for options and methods that do not go with reading everything."""
+    """Raise ConfigError for options and methods that cannot be combined with reading everything."""
     defaults = {"search": "vector", "order": "relevance"}
     chosen = {name: options.get(name) for name in ("hits", *names(RetrieveOptions), "order")}
     given = [name for name, value in chosen.items() if value is not None and value != defaults.get(name)]
@@ -77,9 +77,9 @@ def check_whole(options: Mapping[str, Any], method: FusionMethod) -> None:
 
 
 def whole_hits(documents: DocumentStore, prompts: Prompts, ends: PromptEnds) -> list[Hit]:
-    """Every passage, by document id and then in order.
+    """Return every passage, by document id and then in order.
 
-    Raises ContextTooLongError where they do not fit the model, before any is read.
+    Raises ContextTooLongError before reading any passage if they do not fit the model.
     """
     counts, most = documents.counts(), prompts.lm.max_positions
     total = counts.tokens + len(ends.prefix_ids) + len(ends.suffix_ids)
