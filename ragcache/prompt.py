@@ -24,16 +24,16 @@ from ragcache.errors import ConfigError, PromptError, check_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "\ue000ragcache-"  # private use: no template or question holds it
+MARK = "\ue000ragcache-"  # private use: no template or question contains it
 CONTEXT_MARK = f"{MARK}context\ue000"
-CUT = f"{MARK}cut\ue000"  # stands inside what spells a control token and is none
-END_MARK = f"{MARK}end\ue000"  # stands behind the last turn where the answer goes on with it
+CUT = f"{MARK}cut\ue000"  # inside text that spells a control token but is not one
+END_MARK = f"{MARK}end\ue000"  # after the last turn if the answer continues it
 TURN_MARK = MARK + "turn-{}\ue000"  # a place in a conversation, by its number
 _TURN_MARKS = re.compile(f"({TURN_MARK.format('[0-9]+')})")
 Message = Mapping[str, Any]  # JSON, as chat templates take it
 PART = 1 << 16  # characters of a long text that are counted at once
-CLOCK = "strftime_now"  # the function by which a chat template asks for the time
-DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with a newline of their own
+CLOCK = "strftime_now"  # the function that a chat template calls for the time
+DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with their own newline
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Passages:
 
 
 Part = Text | Passages
-"""A prompt is a sequence of parts that ends with a text. `Prompt` is the one with one group of passages."""
+"""Part of a prompt, which is a sequence of parts that ends with a text. A `Prompt` has a single group of passages."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Prompt:
     """A prompt: prefix ids, then each chunk's ids, then suffix ids.
 
     prefix_ids: BOS, template head, system prompt; may be empty
-    chunk_ids:  one list per chunk; there may be no chunks, but each chunk has tokens
-    suffix_ids: question and template tail; at least one token, because its last token yields the answer's first
-    label_ids:  text in front of each chunk ("[2] "), one list per chunk, some of which may be empty; (): no labels.
-                Labels run with the question; methods with `keeps_context` read them
+    chunk_ids:  a list for each chunk; there may be no chunks, but each chunk has tokens
+    suffix_ids: question and template tail; at least one token, because the answer begins from the last token's logits
+    label_ids:  text in front of each chunk ("[2] "), a list for each chunk, possibly empty; (): no labels. Labels run
+                with the question; methods with `keeps_context` read them
 
     Raises PromptError that names a part without tokens, or if the number of labels differs from the number of chunks.
     """
@@ -201,7 +201,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool = False) -> str:
     """Return the text with CUT inside everything that the tokenizer would read as a control token.
 
-    The cut comes after the first character, so that a template may still trim the text. A control token of one
+    The cut comes after the first character, so that a template may still trim the text. A control token of a single
     character cannot be spelled in pieces: the cut replaces it.
 
     special_only: leave out those that are control tokens only because the template writes them; see `control_tokens`
@@ -211,7 +211,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_only: bool
     check_text(text)
     controls = control_tokens(tokenizer, special_only=special_only)
     pieces, cut = text.split(CUT), True
-    while cut:  # what is left of a cut may spell another one
+    while cut:  # the rest after a cut may spell another control token
         parts = [list(_cut(tokenizer, piece, controls)) for piece in pieces]
         cut = any(len(part) > 1 for part in parts)
         pieces = [piece for part in parts for piece in part]
@@ -245,8 +245,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @lru_cache(maxsize=8)  # Gemma has 6,000 special tokens, which take 20 ms to list
 def list_controls(tokenizer: PreTrainedTokenizerBase, written: str) -> dict[int, str]:
-    """List the tokens that `control_tokens` returns. Code that adds tokens to a tokenizer in use must clear the
-    cache."""
+    """List the tokens of `control_tokens`. Code that adds tokens to a tokenizer in use must clear this cache."""
     added = {id: (token.content, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return {
@@ -265,7 +264,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, controls: Mapping[int, s
     """Yield the pieces of a text whose control tokens are cut after their first character."""
     done = 0
     for start, end in _control_spans(tokenizer, text, controls):
-        start += len(text[start:end]) - len(text[start:end].lstrip())  # tokens may take in the white space around them
+        start += len(text[start:end]) - len(text[start:end].lstrip())  # tokens may include the white space around them
         alone = len(text[start:end].rstrip()) <= 1
         yield text[done : start if alone else start + 1]
         done = start + 1
@@ -362,8 +361,8 @@ def conversation_pieces(
 ) -> list[str]:
     """Return the rendered conversation, cut at these marks (TURN_MARK), which its turns contain in this order.
 
-    There is one piece more than marks. The first piece begins with BOS if the tokenizer has one and no template writes
-    it. Raises PromptError if the chat template refuses the turns, or drops, repeats or moves a turn.
+    There is a piece before, between and after the marks. The first piece begins with BOS if the tokenizer has one and
+    no template writes it. Raises PromptError if the chat template refuses the turns, or drops, repeats or moves a turn.
     """
     try:
         text = _render(tokenizer, turns, shown)
@@ -378,7 +377,7 @@ def conversation_pieces(
 
 
 def text_ends(tokenizer: PreTrainedTokenizerBase, head: str, tail: str | None) -> PromptEnds:
-    """Return the ids of raw text around chunks, without a template; if `tail` is None, all of it is suffix.
+    """Return the ids of raw text around chunks, without a template; if `tail` is None, the whole text is suffix.
 
     BOS comes first if the tokenizer has one, and is not repeated if the text begins with it. There is no other control
     token.
@@ -432,7 +431,7 @@ def _with_answers_cut(
 def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown: Shown = NOTHING_SHOWN) -> str:
     last: str = turns[-1]["content"]
     continued = last.endswith(END_MARK)
-    if tokenizer.chat_template is None:  # a line a turn
+    if tokenizer.chat_template is None:  # one line per turn
         lines = [turn["content"] for turn in turns]
         return "\n".join([*lines[:-1], f"Answer: {last.removesuffix(END_MARK)}"] if continued else [*lines, "Answer:"])
     told = {"tools": list(shown.tools) or None, "add_generation_prompt": not continued, **shown.variables}

@@ -16,9 +16,9 @@ from ragcache.models.deadline import Limit
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine_memory import machine_bytes
 
-# Without a figure of the user's: the share of the device's memory that all answers may take together.
+# Divisor of the device's memory that all answers may take together by default.
 DEFAULT_SHARE = 2
-UNKNOWN_BYTES = 1 << 62  # where the system does not say how much it has
+UNKNOWN_BYTES = 1 << 62  # if the system does not report its memory
 
 
 class Size(NamedTuple):
@@ -100,8 +100,10 @@ class Admission:
         return self._can_end(size.num_bytes, [*self._claims, Claim(size.num_bytes, size.more_bytes)])
 
     def grow(self, claim: Claim, num_bytes: int, limit: Limit) -> None:
-        """Wait for `num_bytes` more memory, at most what the claim announced. Raises the errors of `limit` while it
-        waits."""
+        """Wait for `num_bytes` more memory, at most what the claim announced.
+
+        Raises the errors of `limit` while it waits.
+        """
         grown = Claim(0, claim.more_bytes - num_bytes, claim.grown_bytes + num_bytes)
         with self.changed:
             self._growing += 1
@@ -166,5 +168,5 @@ def tokens_within(lm: LanguageModel, num_bytes: int) -> int:
 def kv_bytes(lm: LanguageModel, num_tokens: int) -> int:
     """Return the bytes of a cache with room for `num_tokens` tokens."""
     position_bytes = lm.shape.num_layers * torch.int64.itemsize
-    states = 2 * lm.shape.state_bytes  # behind what was placed, and behind everything
+    states = 2 * lm.shape.state_bytes  # after the placed context, and at the end
     return capacity_for(num_tokens) * (lm.kv_bytes_per_token + position_bytes) + states

@@ -54,7 +54,7 @@ class Threads:
         def send(item: object, error: BaseException | None = None) -> None:
             try:
                 loop.call_soon_threadsafe(items.put_nowait, (item, error))
-            except RuntimeError:  # the loop is closed: nobody listens any more
+            except RuntimeError:  # the loop is closed, so the items have no reader
                 cancelled.set()
 
         def produce() -> None:
@@ -96,12 +96,12 @@ def threaded(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 
 
 def cancellable(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Do as `threaded` for a method that takes `cancelled`: cancelling the task stops the work."""
+    """Return an awaitable version of a method that takes `cancelled`: cancelling the task stops the work."""
     return _twin(call, Threads.call, cancels=True)
 
 
 def streamed(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncIterator[T]]:
-    """Do as `cancellable` for a method that returns an iterator: closing the async iterator stops the work."""
+    """Return an async version of a method that returns an iterator: closing the async iterator stops the work."""
     return _twin(call, Threads.iterate, cancels=True)
 
 

@@ -155,8 +155,7 @@ def source_to_json(source: Source) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sources:
-    """First event of a stream, before anything is read: the passages, and the method that will read them; see
-    `Answer`."""
+    """First event of a stream, before anything is read: the passages, and the method that will read; see `Answer`."""
 
     hits: list[Source]
     method: str = ""

@@ -65,9 +65,9 @@ DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
 COMPANY = Recipe(PRIMER, primer="64", neighbours=2)
 KEPT = "kv_kept"
-"""The store's property: share of their KV that blocks hold, and the task that it was chosen for."""
+"""Property of the store: the share of KV that blocks hold, and the task that it was chosen for."""
 DATE = "prompt_date"
-"""The store's property: the day that its own prefix states."""
+"""Property of the store: the date in its own prefix."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def assemble(
         store.documents.bind(NEIGHBOURS, neighbours.bound())
         near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours)
     own_blocks = used, first_ids, chosen.tenant
-    # Blocks behind a primer serve every prefix here; a request to another engine names them by the prompt's beginning.
+    # Blocks after a primer serve every prefix here; a request to another engine names them by the prompt's beginning.
     dated = used.needs_prefix or (engine is not None and used.sees_prefix)
     formats = text, chosen.system, shown, dated
     if engine is not None and near is not None:
@@ -282,7 +282,7 @@ def _here(
     documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
     rates = None
-    if config.load != ALWAYS:  # where nothing is chosen, nothing is measured
+    if config.load != ALWAYS:  # without a choice there is nothing to measure
         rates = open_rates(store.rates, kv.root, lm, kv.codec, config.measure_s, recipe)
     loader = BlockLoader(kv, rates, policy=config.load, ahead_bytes=config.speculative_bytes)
 
@@ -342,7 +342,7 @@ def open_retriever(
     if isinstance(reranker, str | Path):
         reranker = load_reranker(reranker, device)
     retriever = Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
-    refuse_other_embedder(store.documents, found)  # after the names: those say more
+    refuse_other_embedder(store.documents, found)  # after the check of names, whose errors say more
     return retriever
 
 
@@ -370,7 +370,7 @@ def open_model(
     else:
         name = model if model is not None else str(bound.get("model_name", DEFAULT_MODEL))
         own = bound.get("model_dtype")
-        if own is not None and dtype in (None, AUTO):  # the store's KV is in it
+        if own is not None and dtype in (None, AUTO):  # the dtype of the store's KV
             dtype = str(own)
             if (advice := advice_on(dtype)) is not None and find_device(device).type == "cpu":
                 log.warning("%s: %s", documents.database.where, advice)
@@ -379,10 +379,10 @@ def open_model(
     _refuse_other(bound, lm, kind)
     documents.bind("fingerprint", lm.fingerprint)
     for name, value in (("model_name", lm.name), ("model_dtype", kind)):
-        if name not in bound:  # how it was asked for; the fingerprint alone decides what fits: it may have moved
+        if name not in bound:  # for information: the model may have moved, so only the fingerprint is checked
             documents.bind(name, value)
     if "checkpoint" not in bound and (files := checkpoint_digest(resolve(lm.name))) is not None:
-        documents.bind("checkpoint", files)  # another engine checks what it loads by it: no weights are needed for that
+        documents.bind("checkpoint", files)  # lets another engine check its files without weights
     return lm
 
 
@@ -420,7 +420,7 @@ def open_engine(
         forms = " or ".join(f"{name}://host:port" for name in ENGINES)
         raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
     engine = ENGINES[scheme](url, card.fingerprint, key)
-    with closing(engine):  # questions open connections of their own
+    with closing(engine):  # questions open their own connections
         longest = engine.longest_prompt()
     if longest is not None:
         card.max_positions = min(card.max_positions, longest)

@@ -25,9 +25,9 @@ from ragcache.plugins import load
 
 log = logging.getLogger(__name__)
 Arguments = Mapping[str, Any]
-# Where a collection of somebody else's says what it is called.
+# Attributes in which other libraries' collections have their names.
 _NAMED = ("collection_name", "_collection_name", "index_name", "table_name")
-# Attachments whose methods are running: what these call in turn is part of them.
+# Attachments whose methods are running: methods that these call in turn are not followed again.
 _RUNNING: ContextVar[tuple[Attachment, ...]] = ContextVar("ragcache_attached", default=())
 
 
@@ -94,15 +94,17 @@ class Adapter(Protocol):
         """Return the store that names a collection, or None for a document."""
 
     def hooks(self, given: Any, attachment: Attachment) -> Mapping[str, Hook]:
-        """Return the methods of a store or retriever that are followed. Raises ConfigError for an object that cannot be
-        attached."""
+        """Return the methods of a store or retriever that are followed.
+
+        Raises ConfigError for an object that cannot be attached.
+        """
 
 
 ADAPTERS: dict[str, Adapter | str] = {
     "langchain_core": "langchain_ragcache.attachment:ADAPTER",
     "llama_index": "llama_index.ingestion.ragcache.attachment:ADAPTER",
 }
-"""By the name of the library's package."""
+"""Adapters by the name of the library's package."""
 
 
 def find_adapter(given: Any) -> Adapter | None:

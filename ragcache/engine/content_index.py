@@ -25,7 +25,7 @@ from ragcache.files import atomic_write, write_all
 
 WINDOW = 8
 EDGE = 2
-# Near-copies of one passage share anchors: pairs of a place and a passage that are compared for one prompt.
+# Most pairs of a place and a passage that are compared for a prompt, because near-copies of a passage share anchors.
 MOST_PAIRS = 1 << 17
 _BATCH = 4096
 _BITS = 22
@@ -115,7 +115,7 @@ class ContentIndex:
     def find(self, ids: Sequence[int] | Ids) -> list[Found]:
         """Return the places where a passage's inner tokens probably occur, left to right and without overlaps.
 
-        Of passages that begin at the same place the longest is returned, and of equally long ones that with the highest
+        Of passages that begin at the same place the longest is returned, and among equally long passages the highest
         name.
         """
         row = np.asarray(ids, np.int64)
@@ -142,8 +142,7 @@ class ContentIndex:
         return found
 
     def _add(self, batch: Sequence[tuple[int, Ids]]) -> None:
-        """Index a batch at once: join the passages' tokens in one row, and choose each passage's window with the least
-        hash."""
+        """Index a batch at once: join its tokens in a row, and choose each passage's window with the least hash."""
         sizes = np.array([len(ids) for _, ids in batch])
         edges = np.minimum(EDGE, (sizes - WINDOW) // 2)
         begin = np.concatenate([[0], np.cumsum(sizes)[:-1]])
@@ -215,7 +214,7 @@ class _Powers:
         self._down = np.ones(1, np.uint64)
 
     def sums(self, ids: Ids) -> Hashes:
-        """Return the prefix sums of a row, one more than its ids."""
+        """Return the prefix sums of a row: zero, then the sum up to each id."""
         self._reach(len(ids))
         values = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
         values ^= values >> np.uint64(32)

@@ -39,7 +39,7 @@ class Engine(Protocol):
         """Drop everything that is kept between questions."""
 
     def warm_up(self) -> None:
-        """Do the one-time work that would delay the first question."""
+        """Prepare for the first question, so that it does not wait for one-time work."""
 
     def prefix_stats(self) -> PrefixStats: ...
 
@@ -68,5 +68,5 @@ class Connection(Protocol):
 
 
 ENGINES: Registry[Callable[[str, str, str | None], Connection]] = Registry(plugins.ENGINES)
-"""Other engines by the scheme of their addresses; each takes an address, the model's fingerprint and a key, and raises
-ConfigError for an address that is none of its own."""
+"""Other engines by the scheme of their addresses. Each takes an address, the model's fingerprint and a key, and raises
+ConfigError for an address that it does not support."""

@@ -142,7 +142,7 @@ class Conversation:
     @property
     def asking(self) -> int:
         """Return the rank of the turn with the newest passages: the last user message, or a later tool message with
-        passages."""
+        any."""
         return max(rank for rank, turn in self.read if turn.has_slot)
 
     @property
@@ -254,7 +254,7 @@ class Conversation:
     ) -> str:
         turn, tokenizer = self.turns[rank], self._tokenizer
         goes_on = self.continues and rank == len(self.turns) - 1
-        if turn.is_answer and turn.text and not goes_on:  # beside calls some templates leave it out
+        if turn.is_answer and turn.text and not goes_on:  # some templates drop the text beside calls
             return mark(Said(rank))
         if not has_slot:
             return as_text(tokenizer, turn.text)
@@ -288,8 +288,10 @@ class Conversation:
 def completion_ends(
     tokenizer: PreTrainedTokenizerBase, parts: str | Sequence[Part | int]
 ) -> tuple[PromptEnds, list[Given]]:
-    """Return ends around the passages of a raw prompt, and these passages. Token ids stay unchanged. Raises
-    PromptError."""
+    """Return ends around the passages of a raw prompt, and these passages. Token ids stay unchanged.
+
+    Raises PromptError.
+    """
     if parts and not isinstance(parts, str) and (ids := [part for part in parts if type(part) is int]) == list(parts):
         return PromptEnds((), ids), []
     turn = _turn(0, {"role": "user", "content": parts})

@@ -57,7 +57,7 @@ class DoctorReport:
 
 
 def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30.0) -> DoctorReport:
-    """Verify every block and the index; drop damaged blocks, delete unreferenced ones, rebuild the index.
+    """Verify every block and the index; drop damaged and unreferenced blocks, and rebuild the index.
 
     Everything that is dropped can be computed again: chunks keep their text, and a dropped block is made on first use.
     Raises StoreBusyError, StoreReadOnlyError, StoreFullError.

@@ -1,7 +1,7 @@
 """Checks that an embedder is the same that filled the store, by its vectors and not by its name alone.
 
-An application's own embeddings have one name, whichever model computes them. Vectors of another model have the same
-length and silently rank wrongly. So a store keeps the vector of one text, and every opening embeds it again.
+An application's own embeddings share a name, whichever model computes them. Vectors of another model have the same
+length and silently rank wrongly. So a store keeps the vector of a fixed text, and every opening embeds that text again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ragcache.store.documents import DocumentStore
 PROBE = "The ferry to the island leaves the harbour at half past nine and takes an hour."
 PROPERTY = "embedder_probe"
 
-# Of a vector's length, which for vectors of length 1 is a cosine of 0.995. MiniLM in float16 is 0.001 away from its own
-# float32 and 0.01 in bfloat16; a copy that was quantised to int8 is 0.3 away, and another model 1.4.
+# Share of a vector's length; for vectors of length 1 this is a cosine of 0.995. MiniLM's float16 vectors are 0.001 away
+# from its float32 vectors, bfloat16 0.01, a copy quantised to int8 0.3, and another model's vectors 1.4.
 TOLERANCE = 0.1
 
 
 def refuse_other_embedder(documents: DocumentStore, embedder: Embedder) -> None:
-    """Compare the embedder with the store's vector of the probe, by one `embed_query`; a new store saves the vector.
+    """Compare the embedder with the store's vector of the probe, by a single `embed_query`; a new store saves the
+    vector.
 
     Raises EmbedderMismatchError, and the embedder's own errors.
     """

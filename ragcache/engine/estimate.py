@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-# A shorter pass is mostly what any pass costs: it says little of a long one.
+# A shorter pass takes mostly the fixed time of any pass, so it says little about a long pass.
 LEAST_TOKENS = 128
 
 
@@ -22,11 +22,11 @@ class PrefillEstimate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fastest: dict[int, tuple[int, float]] = {}  # by power of two: tokens, seconds a token
+        self._fastest: dict[int, tuple[int, float]] = {}  # by power of two: tokens, seconds per token
         self.samples = 0
 
     def add(self, num_tokens: int, seconds: float, sequences: int = 1) -> None:
-        """Learn from one pass over `sequences` sequences of `num_tokens` each. Short passes are ignored."""
+        """Learn from a pass over `sequences` sequences of `num_tokens` each. Short passes are ignored."""
         if num_tokens * sequences < LEAST_TOKENS:
             return
         rate = seconds / (num_tokens * sequences)

@@ -103,7 +103,7 @@ class ConversationCache:
         ]
 
     def keys(self, turns: Sequence[tuple[str, str]], where: Mapping[str, Any] | None, system: str | None) -> list[str]:
-        """Return one key per (role, text), for the conversation up to and including that turn."""
+        """Return a key for each (role, text), for the conversation up to and including that turn."""
         keys: list[str] = []
         for role, text in turns:
             before = keys[-1] if keys else [self._tenant, system, dict(where) if where else None]
@@ -124,7 +124,7 @@ class ConversationContext:
     def __post_init__(self) -> None:
         self._turns = [(turn.role, turn.said) for turn in self._conversation.turns]
         self._keys = self._memory.keys(self._turns, self._where, self._system)
-        self._answers, answer = dict[int, int | None](), None  # by turn, the next assistant's
+        self._answers, answer = dict[int, int | None](), None  # the next assistant's turn, by turn
         for rank in reversed(range(len(self._turns))):
             self._answers[rank] = answer
             answer = rank if self._turns[rank][0] == "assistant" else answer
@@ -140,7 +140,7 @@ class ConversationContext:
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
         once, seen = dict[int, list[Hit]](), set[tuple[int, ...]]()
-        for turn, hits in sorted(given.items()):  # every passage in the first turn that states it, where it was read
+        for turn, hits in sorted(given.items()):  # each passage once, in the first turn that has it, where it was read
             once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
             seen |= {tuple(hit.chunk.token_ids) for hit in hits}
         parts, stays, standing = list[tuple[int, ...] | tuple[Hit, ...]](), 0, set(self._conversation.standing)

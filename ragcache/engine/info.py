@@ -24,7 +24,7 @@ class Info:
     primer_tokens: of the primer that passages are encoded after; 0: no primer
     neighbours: most other passages that each passage is encoded after
     neighbours_from: source of these: nearest by "similarity", or earlier in the same "document"
-    foreign: passages that belong to no document; None: none are kept
+    foreign: passages that belong to no document; None: their KV is not kept
     """
 
     documents: int

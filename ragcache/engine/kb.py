@@ -81,10 +81,10 @@ Inputs = Iterable[Input] | Input
 
 
 class RagCache(Store):
-    """A knowledge base: one store, one language model, one embedder.
+    """A knowledge base: a store, a language model and an embedder.
 
-    Open one with `RagCache.open`. It is thread-safe: several threads may ask while another ingests. Several processes
-    may open the same store, but only one of them can ingest at a time.
+    Create it with `RagCache.open`. It is thread-safe: several threads may ask while another ingests. Several processes
+    may open the same store, but only one process can ingest at a time.
     """
 
     def __init__(self, parts: Components) -> None:
@@ -124,8 +124,8 @@ class RagCache(Store):
                   transformers model, which must be passed again at every opening); None: the store's own model, "mini"
                   for a new store
         method:   fusion method, with its options as further keyword arguments; None: the method that the model was
-                  trained for, else the cheapest that passed `ragcache check`, else `choose_method`'s; "auto": as None,
-                  after running a check
+                  trained for, else the cheapest that passed `ragcache check`, else `choose_method`'s; "auto": the
+                  same, but a verdict of `ragcache check` has priority over the training
         evict:    how many of the passages' tokens each layer and KV head keeps after the first token of an answer: a
                   budget or a SnapKV; None: all of them
         embedder: "minilm", "contriever", directory, hub id or an Embedder; None: the store's own, "minilm" for a new
@@ -149,11 +149,11 @@ class RagCache(Store):
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
         """
         elsewhere = [name for name in method_options if said(name, ()) is not None]
-        of_methods = {name for one in methods() for name in one.options} if elsewhere else set()  # loads all of them
+        of_methods = {name for one in methods() for name in one.options} if elsewhere else set()  # imports every method
         check_names([name for name in elsewhere if name not in of_methods], list(signature(cls.open).parameters))
         if "models" in method_options:
             raise ConfigError("models=False is no option; Store.open opens a store without its models")
-        if method is not None and method != AUTO:  # a wrong one is refused before a store is made
+        if method is not None and method != AUTO:  # refuse a wrong method before creating a store
             method, method_options = get_method(method, **method_options), {}
         keep, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
         settings, config = ingest or IngestConfig(), store or StoreConfig()
@@ -206,8 +206,7 @@ class RagCache(Store):
 
     @property
     def method(self) -> str:
-        """Return the name of the method that reads questions which do not name their own; "auto": decided for each
-        question."""
+        """Return the name of the method that reads questions by default; "auto": decided for each question."""
         return self._parts.choice.name
 
     @property
@@ -258,7 +257,7 @@ class RagCache(Store):
 
         kv: when KV is computed; None: as StoreConfig says, or "lazy" if the model runs in another engine
         replace:  False: a document whose id is stored with another text fails (DocumentExistsError)
-        split:    False stores every document unchanged as one passage, whose chunk has the document's id
+        split:    False stores every document unchanged as a single passage, whose chunk has the document's id
         sync:     delete documents whose files have vanished from the given files and folders, and follow renames
         dry_run:  change nothing; the report says what would change
         ray:      read, embed and encode on a Ray cluster: its address, a RayConfig, or True for a local Ray that is
@@ -449,7 +448,7 @@ class RagCache(Store):
         return self._questions.complete(parts, options)
 
     # The same for an event loop: arguments and errors are those of the call without the "a". Cancelling the task, or
-    # closing a stream, stops the work; what was stored stays.
+    # closing a stream, stops the work; stored data stays.
 
     aingest = cancellable(ingest)
     adelete = threaded(Store.delete)
@@ -464,7 +463,7 @@ class RagCache(Store):
     astream_chat = streamed(stream_chat)
     astream_completion = streamed(stream_completion)
 
-    # Care
+    # Maintenance
 
     def rates(self) -> RateFigures:
         """Return how fast this machine reads and computes blocks, with the rates measured so far."""

@@ -109,8 +109,10 @@ class KVLookup:
         return self.encoder.recipe.is_dense or not method.reuses_blocks
 
     def shares_context_of(self, method: FusionMethod) -> bool:
-        """Return whether questions over the same passages can share a context. Recurrent states are kept only where
-        blocks end."""
+        """Return whether questions over the same passages can share a context.
+
+        Recurrent states are kept only where blocks end.
+        """
         return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
 
     def is_of_store(self, request: Request) -> bool:
@@ -137,8 +139,7 @@ class KVLookup:
     def _prefix(
         self, request: Request, path: Path | None, base: SharedContext | None
     ) -> AbstractContextManager[PrefixKV]:
-        """Return the KV of the prompt's first tokens: of its prefix for a method that reads blocks, else of all known
-        tokens."""
+        """Return the KV of the prompt's prefix for a method that reads blocks, else of all known first tokens."""
         method = request.options.method
         if base is not None or not (method.reuses_blocks or method.takes_exact):
             return nullcontext(PrefixKV())
@@ -167,7 +168,7 @@ class KVLookup:
                 yield prefix._replace(load_s=prefix.load_s + load_s)
 
     def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """Return the store's encoder, or one for the prefix `ids` if blocks depend on their prefix."""
+        """Return the store's encoder, or an encoder for the prefix `ids` if blocks depend on their prefix."""
         own = self.encoder
         if not own.recipe.needs_prefix or ids == own.prefix_ids:
             return own

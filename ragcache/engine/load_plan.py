@@ -1,13 +1,13 @@
-"""Plans which blocks of one question are read and which are computed, so that both proceed at once.
+"""Plans which blocks of a question are read and which are computed, so that both proceed at once.
 
 Blocks are sorted by the cost of loading relative to the cost of computing, cheapest to load first. Readers take blocks
 from the front and the model from the end. Each takes only a block that it is expected to finish before the other side
 would have finished all that is left. So the two meet where both end at the same time; a side that proves slow takes
-fewer. A block goes one way only: once begun, it is waited for.
+fewer. A block goes only one way: once begun, it is waited for.
 
 With right estimates this takes no longer than reading all blocks, and no longer than computing all blocks: the other
-side alone would have done each block later. It is not always the best split, because blocks are taken one by one, and
-the last one begun may end up to its own length after the optimum.
+side alone would have done each block later. It is not always the best split, because blocks are taken singly, and the
+last block begun may end up to its own length after the optimum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ragcache.engine.rates import Rates
 
-# Smaller gains are not worth computing for: that costs cores and hides small errors of estimates.
+# Smaller gains do not justify computing, which costs cores; they are also within the estimates' errors.
 MIN_GAIN_S = 0.01
 
 Key = TypeVar("Key", bound=Hashable)
@@ -34,8 +34,8 @@ class BlockSize(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class LoadPlan(Generic[Key]):
-    """The state of one question's blocks. It starts no work itself: its user reports what was read and computed. Not
-    thread-safe.
+    """The state of a question's blocks. It starts no work itself: its user reports which blocks were read and computed.
+    Not thread-safe.
 
     parts:        by their keys
     batch_tokens: padded tokens that are best computed together
@@ -80,14 +80,14 @@ class LoadPlan(Generic[Key]):
 
     def _may_read(self, key: Key, ahead: Mapping[str, float]) -> bool:
         tier = self.parts[key].tier
-        # The first read of an unknown tier goes alone: it tells how many more to begin.
+        # The first read of an unknown tier goes alone: its speed decides how many more to begin.
         is_known = self.load_all or self.rates.tier(tier).is_measured
         if len(self._reading) >= (self.readers if is_known else 1):
             return False
         arrives_s = ahead[tier] + self._load_s(key)
-        # Beyond what any computation takes, the model may come first to what is only waiting to be read.
+        # If the read would arrive after some waiting block could be computed, the model may get to that block first.
         late = self._reading and arrives_s > min(self._compute_s([one]) for one in self._waiting)
-        # The gain stands on either side's own rule, so that one of the two always begins.
+        # MIN_GAIN_S is in the rules of both sides, so that one of them always begins.
         return self.load_all or (not late and arrives_s <= self._computing_all_s() + MIN_GAIN_S)
 
     def loaded(self, key: Key) -> None:
@@ -149,8 +149,10 @@ class LoadPlan(Generic[Key]):
         return {tier: self.rates.tier(tier).backlog_s() for tier in tiers}
 
     def _reading_s(self, keys: Sequence[Key]) -> float:
-        """Return the seconds until these parts would have been read, after the reads in progress. Tiers read in
-        parallel."""
+        """Return the seconds until these parts would have been read, after the reads in progress.
+
+        Tiers read in parallel.
+        """
         ahead = self._backlog_s()
         for key in keys:
             ahead[self.parts[key].tier] += self._load_s(key)

@@ -38,13 +38,13 @@ from ragcache.store.tiers.stack import Stored
 
 log = logging.getLogger(__name__)
 COMPUTED = "computed"
-# Reads on their way at once: a solid-state disk wants a deep queue, and threads that wait for it take no core.
+# Concurrent reads: a solid-state disk needs a deep queue, and threads that wait for the disk use no core.
 READERS = 8
-# How often a waiting question looks whether a read is late: it then computes what has not begun.
+# Interval at which a waiting question checks for late reads; it then computes blocks whose read has not begun.
 POLL_S = 0.02
-# What is read ahead has to be here by the time that retrieval has ranked.
+# A block that is read ahead must arrive before retrieval has ranked.
 AHEAD_S = 0.25
-# What keeping a block may fail with that the next question, or the next day, may find mended.
+# Errors of keeping a block that may not recur at the next question, or the next day.
 NOT_KEPT = (StoreReadOnlyError, StoreFullError, StoreBusyError, StoreUnreachableError, StoreNotFoundError)
 
 
@@ -119,7 +119,7 @@ class BlockLoader:
         passing: bool = False,
         ahead: Prefetch | None = None,
     ) -> LoadedBlocks:
-        """Load or compute one block per chunk. Blocks that no tier holds are computed from the chunk's ids and kept.
+        """Load or compute a block for each chunk. Blocks that no tier holds are computed from the chunk's ids and kept.
 
         passing: the encoder is not the store's own (another prefix): blocks that it computes are kept in memory only
         ahead:   reads that were begun while retrieval still ranked
@@ -135,13 +135,13 @@ class BlockLoader:
         question = _Question(self, encoder, documents, passing, dict(zip(handles, whole, strict=True)))
         request, begun = self.kv.ask(handles), {} if ahead is None else ahead.take(handles)
         try:
-            for handle in self.kv.lookup(question.chunks, "memory"):  # what is in memory is never computed
+            for handle in self.kv.lookup(question.chunks, "memory"):  # blocks in memory are never computed
                 if handle not in begun and (loaded := self.kv.fetch(handle)) is not None:
                     question.read[handle] = loaded
             question.load_and_compute(begun)
         finally:
             question.close()
-            for handle in handles:  # in their order: they came in any
+            for handle in handles:  # in the chunks' order, whatever order they arrived in
                 if handle in question.read or handle in question.made:
                     self.kv.serve(request, handle, question.read.get(handle))
         found = {handle: loaded.block for handle, loaded in question.read.items()} | question.made
@@ -173,7 +173,7 @@ class BlockLoader:
             gains = [self.rates.compute.seconds([n]) for n in accumulate(tokens for _, tokens in there)]
             gains = [0.0, *(computed - loaded for computed, loaded in zip(gains, load_s, strict=True))]
             there = there[: gains.index(max(gains))]
-        # The last one first: of a conversation its end is then the first to be evicted.
+        # The last block first, so that a conversation's end is evicted first.
         reads = self.begin_reads({key: stored[key] for key, _ in reversed(there)}, kv)
         blocks: list[KVBlock] = []
         for key, _ in there:
@@ -195,8 +195,7 @@ class BlockLoader:
     # For questions and Prefetch
 
     def begin_reads(self, keys: Mapping[str, Stored], kv: KVStore | None = None) -> dict[str, Future[Loaded | None]]:
-        """Begin to read these blocks, each from the tier that it was found in. kv: a store other than the loader's
-        own"""
+        """Begin to read these blocks, each from the tier that it was found in. kv: replaces the loader's own store"""
         kv = kv or self.kv
         begun = {}
         for key, (tier, num_bytes) in keys.items():
@@ -245,7 +244,7 @@ def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
 
 
 class Prefetch:
-    """Reads that one question begins while retrieval still ranks (RAGCache's speculative step). Close it when the
+    """Reads that a question begins while retrieval still ranks (RAGCache's speculative step). Close it when the
     question has its blocks, or was cancelled.
 
     The reads are few and short: at most `speculative_bytes` over all questions, and only blocks that are expected to
@@ -254,7 +253,7 @@ class Prefetch:
 
     def __init__(self, loader: BlockLoader) -> None:
         self._loader = loader
-        self._reads: dict[str, tuple[Future[Loaded | None], int]] = {}  # with the bytes that are held for it
+        self._reads: dict[str, tuple[Future[Loaded | None], int]] = {}  # with the bytes reserved for the read
 
     def begin(self, keys: Sequence[str]) -> None:
         """Begin to read blocks that the question will probably need; the likeliest come first."""
@@ -297,9 +296,9 @@ class Prefetch:
 
 @dataclass(eq=False, repr=False)
 class _Question:
-    """The blocks of one question: those that were read, and those that were computed.
+    """The blocks of a question: those that were read, and those that were computed.
 
-    The calling thread computes. The loader's threads read, and begin the next reads as earlier ones end.
+    The calling thread computes. The loader's threads read, and begin the next reads as earlier reads end.
     """
 
     _loader: BlockLoader
@@ -323,7 +322,7 @@ class _Question:
             return
         slow = {handle: chunk for handle, chunk in self.chunks.items() if handle not in self.read}
         self._stored = self._kv.lookup(slow)
-        # What no tier has, or had when it was asked.
+        # Blocks that no tier has, or had at the lookup.
         self._absent = slow.keys() - self._stored.keys() - begun.keys()
         sizes = {handle: BlockSize(len(chunk.token_ids)) for handle, chunk in slow.items()}
         for handle, (tier, num_bytes) in () if self._loader.policy == NEVER else self._stored.items():
@@ -397,14 +396,14 @@ class _Question:
         made = self._encoder.encode([one.token_ids for one in chunks], [one.neighbours for one in chunks])
         computed = made[0].layer_keys(0)
         if computed.is_cuda:
-            torch.cuda.synchronize(computed.device)  # a GPU has only been told so far
+            torch.cuda.synchronize(computed.device)  # on a GPU the work is only queued so far
         taken_s = time.perf_counter() - started
         for handle, chunk, block in zip(batch, chunks, made, strict=True):
             began = time.perf_counter()
             if handle in self._absent:
                 self.made[handle] = self._keep(chunk, handle, block)
                 continue
-            # Another question that is reading the block will hold it, and is not to be waited for.
+            # If another question is reading the block, that question will keep it; do not wait for it.
             where: Where = "nowhere" if self._loader.is_reading(handle) else "again"
             self.made[handle] = self._kv.put(handle, block, where)
             taken_s += time.perf_counter() - began
@@ -414,7 +413,7 @@ class _Question:
             self._plan.computed()
 
     def _keep(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
-        """Keep a block and return it as stored, so that with a lossy codec the first answer equals all later ones.
+        """Keep a block and return it as stored, so that with a lossy codec the first answer equals all later answers.
 
         The store's own chunks are kept with its documents' KV. Others are kept apart, within a separate budget, since
         no deletion would ever find them.
@@ -428,8 +427,8 @@ class _Question:
     def _store(self, chunk: Chunk, handle: str, block: KVBlock) -> KVBlock:
         """Write a block to the store and return it as stored.
 
-        If the store cannot take it, a warning is logged: the next question takes longer, but this one still gets its
-        answer.
+        If the store cannot take the block, a warning is logged: the next question takes longer, but this question still
+        gets its answer.
         """
         stored = block
         try:

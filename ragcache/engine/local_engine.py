@@ -65,7 +65,7 @@ class LocalEngine:
         use_graphs(self.lm, self.graph_bytes)
         prompt, options, clock, limit = request.prompt, request.options, request.clock, request.limit
         method, need = options.method, self._need(request)
-        # The prefix tree keeps what runs as text, passages included; a placed context of blocks stays where it is.
+        # The prefix tree keeps running text, passages included; a placed context of blocks stays in its buffers.
         keep = method.reuses_blocks and bool(prompt.chunk_ids)
         key = request.context_key if self.lookup.shares_context_of(method) else None
         waiting = time.perf_counter()
@@ -76,7 +76,7 @@ class LocalEngine:
                     resolved = leases.enter_context(self.lookup.resolve(request, shared.placed))
                 yield Sources(resolved.sources, options.choice.label, options.choice.why)
                 limit.check()
-                # Over the context of another question where there is one; else others may find this one's.
+                # Read over another question's context if there is one; else publish this question's context to others.
                 with limited(limit), shared.placing(limit) as publish:
                     started = time.perf_counter()
                     fused = prefill(
@@ -92,7 +92,7 @@ class LocalEngine:
                     if publish is not None:
                         publish(fused.share())
                 if not method.reuses_blocks and min(fused.computed_tokens) == fused.prompt_tokens:
-                    self.lm.finish()  # nothing of the prompt was known: the estimate of a full prefill learns from it
+                    self.lm.finish()  # no token was known, so the estimate of a full prefill can learn
                     self.estimate.add(fused.prompt_tokens, time.perf_counter() - started)
             times, loaded, output = fused.timings, resolved.loaded, OutputProcessor()
             encode_s = resolved.prefix.encode_s + loaded.encode_s + times.encode_s
@@ -113,7 +113,7 @@ class LocalEngine:
 
         A request with text other than the store's own, or with a passage that was deleted meanwhile, gets a new scope.
         """
-        scope = self._scope  # before the look at what is stored: with any later change a new scope begins
+        scope = self._scope  # taken before the check: any later change begins a new scope
         return scope if request.options.method.remembers and self.lookup.is_of_store(request) else Scope()
 
     def drop_deleted(self) -> None:
@@ -134,7 +134,7 @@ class LocalEngine:
     def warm_up(self) -> None:
         """Run the model once now, because its first pass takes longer and would delay the first question."""
         use_graphs(self.lm, self.graph_bytes)
-        place_kernel(self.lm, ())  # compiled and compared
+        place_kernel(self.lm, ())  # compile the kernel and compare its results
         cache = self.lm.new_cache(WARM_TOKENS)
         self.lm.run([rank % self.lm.vocab_size for rank in range(WARM_TOKENS)], 0, cache)
         cache.release()

@@ -1,4 +1,4 @@
-"""Collects whole answers from streams of events, for one question or many at once."""
+"""Collects whole answers from streams of events, for single questions or many at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def ask_many(
 ) -> list[Answer]:
     """Answer the questions in THREADS threads, so that they share passes; return answers in the questions' order.
 
-    cancelled: the caller sets it to stop all of them
+    cancelled: the caller sets it to stop every question
 
-    The first error is raised; questions that were not begun are then dropped, and running ones end.
+    The first error is raised; questions that were not begun are then dropped, and running questions end.
     """
     if isinstance(questions, str):
         raise ConfigError(f"questions is one text, {questions[:40]!r}; give a list of questions, or call `ask`")
@@ -35,6 +35,6 @@ def ask_many(
         try:
             return list(pool.map(lambda question: ask(question, cancelled=stop), questions))
         except BaseException:
-            if cancelled is None:  # another's event is not ours to set: what runs then runs to its end
+            if cancelled is None:  # the caller's event is not ours to set: running questions then finish
                 stop.set()
             raise

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from ragcache.retrieval.retriever import Hit
 
 log = logging.getLogger(__name__)
-# The bundled tokenizer knows the registry's words and few others. Over its passages it takes 0.19 to 0.24 tokens a
-# character, over encyclopedias, questions and program documentation 0.40 to 0.90.
+# The bundled tokenizer knows the registry's words and few others. Over its passages it takes 0.19 to 0.24 tokens
+# per character, over encyclopedias, questions and program documentation 0.40 to 0.90.
 MOST_TOKENS_PER_CHARACTER = 0.32
 MINI_NOTICE = (
     "the bundled model %r knows one made-up registry, that of examples/corpus, and these passages are other text: do "

@@ -17,7 +17,7 @@ from ragcache.errors import Config, ConfigError, UnknownOptionError, check_choic
 from ragcache.retrieval.search import Search
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 
-if TYPE_CHECKING:  # heavy ones: `ragcache --help` reads this file too
+if TYPE_CHECKING:  # heavy imports, and `ragcache --help` loads this file too
     from ragcache.engine.passages import Passage
     from ragcache.fusion.method import FusionMethod
     from ragcache.fusion.snapkv import SnapKV
@@ -140,7 +140,7 @@ class StoreConfig(Config):
             "URL of a remote for blocks that machines share, as s3://bucket/prefix or redis://host:6379/0; the store's "
             "own if not given.",
         ),
-    ] = field(default=None, repr=False)  # it may hold a password
+    ] = field(default=None, repr=False)  # may contain a password
     kv: str = "eager"
     foreign_cache: Annotated[
         int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")
@@ -165,7 +165,7 @@ class StoreConfig(Config):
         if self.neighbours is not None:
             from ragcache.kv.block_key import Recipe
 
-            Recipe(neighbours=self.neighbours)  # refuses what is no number of chunks
+            Recipe(neighbours=self.neighbours)  # raises ConfigError for an invalid number
         if self.neighbours_from is not None:
             check_choice("neighbours_from", self.neighbours_from, get_args(NeighboursFrom))
 
@@ -227,11 +227,11 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class AskOptions(RetrieveOptions, GenerationOptions, total=False):
-    """Options of one question.
+    """Options of a question.
 
     hits:   passages to read instead of retrieving, best first
-    whole:  read every passage of the store, by `full`, from exact KV of all of them that is kept on disk; refused if
-            they do not fit the model
+    whole:  read every passage of the store, by `full`, from their exact KV, which is kept on disk; refused if they do
+            not fit the model
     system: system prompt that replaces the store's; "": none
     """
 
@@ -379,7 +379,7 @@ class AnswerDefaults(AnswerOptions):
 
 
 def names(options: type) -> tuple[str, ...]:
-    """Return the option names of one of these classes, in their order."""
+    """Return the option names of an options class, in their order."""
     return tuple(options.__annotations__)
 
 
@@ -392,7 +392,7 @@ SAID = (
     (OPEN, "model=...", "model model_name model_id model_path llm"),
     (OPEN, "embedder=...", "embedder embedding_model embed_model embedding embeddings"),
 )
-"""A call, how something is said there, and what it is called elsewhere."""
+"""A call, how an option is written there, and its names in other libraries."""
 
 
 def said(name: str, known: Iterable[str]) -> str | None:
@@ -409,13 +409,12 @@ def said(name: str, known: Iterable[str]) -> str | None:
 
 
 def check_names(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UnknownOptionError if a given name is not in `known`; it suggests the right spelling, or lists the
-    options."""
+    """Raise UnknownOptionError if a given name is not in `known`, with the right spelling or a list of options."""
     if unknown := [name for name in given if name not in known]:
         places = (*known, "k") if "search" in known else known
         ways = list(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
         out = [f"the options are {', '.join(known)}"] if all(way.startswith("ask(") for way in ways) else []
-        for call in ("sampling=rc.Sampling(", "store=rc.StoreConfig("):  # said once of several fields
+        for call in ("sampling=rc.Sampling(", "store=rc.StoreConfig("):  # join several fields into a single call
             if len(own := [way for way in ways if way.startswith(call)]) > 1:
                 ways = [way for way in ways if way not in own]
                 ways.append(f"{call}{', '.join(way.removeprefix(call)[:-1] for way in own)})")

@@ -51,8 +51,10 @@ class OutputProcessor:
         return said(self.text, self.calls)
 
     def said(self, card: ModelCard) -> list[int]:
-        """Return the ids that the next turn reads as this answer: its tokens if they are exactly its text, else the
-        text's ids."""
+        """Return the ids that the next turn reads as this answer.
+
+        These are its tokens if they are exactly its text, else the text's ids.
+        """
         specials = control_tokens(card.tokenizer, special_only=True)
         if self.is_cut or self.calls or self.reasoning_tokens or not specials.keys().isdisjoint(self.ids):
             return encode_text(card.tokenizer, self.text)
@@ -136,7 +138,7 @@ def write(
         opened = thinking.open if thinking and is_open else ""
         calls = (tools.most, tools.shown) if tools else (None, ())
         written.parser = ToolParser(format, *calls, opened)
-    begun = request.prompt.suffix_ids[-1:] if request.options.continues else ()  # says how the answer's text begins
+    begun = request.prompt.suffix_ids[-1:] if request.options.continues else ()  # decides how the answer's text begins
     pieces = Detokenizer(card.tokenizer, request.options.sampling.stop, format.markers if format else (), begun)
     try:
         for token in steps:

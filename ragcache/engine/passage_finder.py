@@ -22,15 +22,15 @@ from ragcache.store.foreign import FoundPassage, PassageList
 from ragcache.store.records import NOT_STORED, Chunk
 
 log = logging.getLogger(__name__)
-# A question may well quote a line: of all that is found in a text.
+# Least characters of all passages found in a text, because a question may well quote a line.
 LEAST_CHARACTERS = 100
-# An index of fewer passages is made sooner than its file would be worth.
+# An index of fewer passages is rebuilt too fast to be worth a file.
 SAVED_FROM = 1000
 
 
 class Run(NamedTuple):
-    """A passage's tokens, possibly without the outermost, in a row of tokens from `start` on; chunk: those tokens as a
-    chunk."""
+    """A passage's tokens, possibly without the outermost, in a row of tokens from `start` on; chunk: of those
+    tokens."""
 
     start: int
     chunk: Chunk
@@ -84,7 +84,7 @@ class PassageFinder:
         """
         labels = ends.label_ids or [()] * len(hits)
         between = [list(ends.prefix_ids), *map(list, labels), list(ends.suffix_ids)]
-        texts = [between[0] + between[1], *between[2:]]  # before the first passage the prefix and its label are one
+        texts = [between[0] + between[1], *between[2:]]  # the first passage's label continues the prefix
         runs = [[run for run in self._runs(text, seen) if parts or run.chunk.cut_from is None] for text in texts]
         if _is_little([run for own in runs for run in own]):
             return ends, list(hits)
@@ -119,14 +119,16 @@ class PassageFinder:
         )
 
     def _runs(self, ids: Sequence[int], seen: DocumentStore) -> list[Run]:
-        """Return the passages found, in order; of overlapping ones the first and longest. The last token of a prompt
-        always runs."""
+        """Return the passages found, in order. Of overlapping passages the first and longest is returned.
+
+        The last token of a prompt is never part of a passage, because it has to run.
+        """
         self._refresh()
         own = self._index.find(ids)
         chunks = {chunk.vector_id: chunk for chunk in seen.chunks_by_vector_ids({one.name for one in own})}
         foreign = self._find_foreign(ids)
         found = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
-        known: list[tuple[Found, Chunk]] = []  # of those that overlap the first, the longest of these
+        known: list[tuple[Found, Chunk]] = []  # without overlaps: the first, and of these the longest
         for pair in sorted(found, key=lambda pair: (pair[0].start, -pair[0].end)):
             if not known or pair[0].start >= known[-1][0].end:
                 known.append(pair)
@@ -193,8 +195,7 @@ def _is_little(runs: Sequence[Run]) -> bool:
 
 
 def _run(ids: Sequence[int], found: Found, chunk: Chunk, least: int, most: int) -> Run | None:
-    """Return the passage's tokens that occur in [least, most) of the prompt around `found`, or None if they differ
-    there."""
+    """Return the passage's tokens around `found` that occur in [least, most) of the prompt; None if they differ."""
     own = chunk.token_ids
     edge = (len(own) - (found.end - found.start)) // 2
     shift = found.start - edge

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ragcache.engine.assemble import Components
 
 log = logging.getLogger(__name__)
-_GROUP = 64  # texts that are looked at together
+_GROUP = 64  # texts that are processed together
 
 
 @dataclass
@@ -180,8 +180,7 @@ class Precompute:
         return Chunk("", "", 0, text, ids, {}, NOT_STORED, None, 0.0, "", "")
 
     def _there(self, wanted: dict[str, Chunk], *, listed: bool) -> set[str]:
-        """Return the keys whose KV is kept, with the store's documents or here. listed: whether to add these to the
-        list"""
+        """Return the keys whose KV is kept, with the store's documents or here. listed: also add these to the list"""
         own = self._parts.store.documents.referenced(wanted)
         own = set(self._kv.lookup(own, "durable"))
         here = {key: one.num_bytes for key, one in self._blocks.lookup(wanted.keys() - own).items()}

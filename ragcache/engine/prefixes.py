@@ -27,15 +27,15 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.records import NOT_STORED
 
 log = logging.getLogger(__name__)
-PARTS = 1 << 28  # parts of passages that an element tells apart, above 34 bits for a token and how it was read
+PARTS = 1 << 28  # parts of passages that elements distinguish, above 34 bits for a token and its reading
 
 
 @dataclass(frozen=True)
 class Path:
     """A prompt as the prefix tree knows it.
 
-    parts: all of it; layout: the same, laid out
-    hits:  its passages, in their order, of which the last `asked` are this question's
+    parts: the whole prompt; layout: the same, laid out
+    hits:  its passages, in their order, the last `asked` of which belong to this question
     drops: `Prefixes.drops` when the question began
     """
 
@@ -70,7 +70,7 @@ class PrefixKV(NamedTuple):
     """KV of a prompt's first tokens.
 
     exact: None for no tokens
-    created_tokens, encode_s: tokens that were run for it now, and seconds
+    created_tokens, encode_s: tokens that were run now to create it, and seconds
     load_s: seconds of reading it from the KV store
     """
 
@@ -82,12 +82,12 @@ class PrefixKV(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Prefixes:
-    """The prefix tree of one store, which knows which passages its KV was computed over. Thread-safe.
+    """The prefix tree of a store, which knows which passages its KV was computed over. Thread-safe.
 
-    Running text has one namespace: a prefix that one method read serves every other method, `full` included. KV that a
-    method computed over blocks serves that method alone.
+    Running text has a single namespace: a prefix that any method read serves every other method, `full` included. KV
+    that a method computed over blocks serves that method alone.
 
-    A passage is named by its vector id, which is never reused. Passages from outside the store share one name and are
+    A passage is named by its vector id, which is never reused. Passages from outside the store share a name and are
     dropped, as their blocks are, when any document changes. The same goes for text in front of the passages, except the
     store's own prefix, because a conversation may quote any passage.
 
@@ -156,8 +156,8 @@ class Prefixes:
     def keep(self, method: FusionMethod, path: Path, answer_ids: Sequence[int], fused: FuseOutput) -> None:
         """Keep the KV that was computed for a prompt and its answer.
 
-        If memory is short, nothing is kept and a warning is logged: a later question takes longer, but this one still
-        gets its answer.
+        If memory is short, nothing is kept and a warning is logged: a later question takes longer, but this question
+        still gets its answer.
         """
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
@@ -202,7 +202,7 @@ class Prefixes:
         """Insert KV into the tree. drops: when the computation began; passages deleted since then are dropped"""
         try:
             self._tree.insert(namespace, elements, read, owned, states)
-        except (MemoryError, RuntimeError, LookupError) as error:  # torch raises RuntimeError when it finds no memory
+        except (MemoryError, RuntimeError, LookupError) as error:  # torch raises RuntimeError if it is out of memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
         owners, changed = {one.owner for one in owned}, drops != self.drops
         self._drop_gone(owners if changed else owners - {NOT_STORED}, changed=changed)

@@ -34,7 +34,7 @@ COPIED_BYTES = 8 << 20
 DECODED_TOKENS = 256
 LOOKED_AT = 8
 PROBED = ("disk", "memory")
-# Shares of the time that may be spent; the rest is for memory and codec.
+# Shares of the time budget; the rest is for memory and codec.
 MODEL_SHARE, DISK_SHARE = 0.6, 0.3
 
 
@@ -43,7 +43,7 @@ def probe(
 ) -> None:
     """Measure prefill, disk, memory and the codec's decoding, in about `budget_s` seconds.
 
-    Each step that was begun is finished: at least 16 tokens run, and one block of 256 KiB is read.
+    Each step that was begun is finished: at least 16 tokens run, and a block of 256 KiB is read.
 
     block_file: read past the page cache if the file system allows it; None leaves the disk out
     """
@@ -54,14 +54,16 @@ def probe(
 
 
 def _measure_disk(rates: Rates, block_file: Path | None, budget_s: float) -> None:
-    with suppress(OSError):  # deleted a moment ago, or not to be read: a question will find out
+    with suppress(OSError):  # deleted meanwhile or unreadable; a question will find out
         if block_file is not None:
             rates.tier("disk").set(*probe_disk(block_file, DISK_SHARE * budget_s))
 
 
 def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) -> PrefillRate:
-    """Measure prefill with a short warm-up pass, which decides the length of a second pass. recipe: of the store's
-    chunks"""
+    """Measure prefill with a short warm-up pass, which decides the length of a second pass.
+
+    recipe: of the store's chunks
+    """
     alone = Recipe(kept=recipe.kept, task=recipe.task, anchors=recipe.anchors)
     room = lm.max_positions - 1 - len(replay_ids(lm, alone, ()))
     longest = max(1, min(MOST_TOKENS, room if alone.is_dense else room // 2))
@@ -85,16 +87,17 @@ def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) ->
 def probe_disk(path: Path, budget_s: float) -> tuple[float, float]:
     """Return latency in seconds and bytes/s of reading a file, from the device itself if O_DIRECT is available.
 
-    It reads single pages, a first part, and then as much in one piece, as the store reads a block, as the time allows.
+    It reads single pages, then a first part, and then as much as the time allows in a single read, as the store reads
+    blocks.
     """
     with open(path, "rb", buffering=0) as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         room = -(-max(1, min(size, MOST_READ_BYTES)) // PAGE) * PAGE
-        # Aligned to a page, as O_DIRECT wants it, and there already, as page-locked memory is.
+        # Aligned to a page, as O_DIRECT requires, and already populated, as page-locked memory is.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
         buffer = memoryview(mmap.mmap(-1, room, flags))
         page = partial(read_at, descriptor, 0, 1, buffer[:PAGE])
-        try:  # some file systems refuse only a read; from now on all reads are such
+        try:  # some file systems refuse O_DIRECT only at a read; it stays on for all later reads
             latency_s, _ = timed(partial(page, direct=True))
         except OSError:
             if hasattr(os, "posix_fadvise"):  # the next best: drop it from the page cache

@@ -25,11 +25,11 @@ from ragcache.models.card import ModelCard
 from ragcache.prompt import NOTHING_SHOWN, Part, Prompt, PromptEnds, PromptFormat, Shown, encode_text, prompt_format
 from ragcache.retrieval.retriever import Hit
 
-# An answer that may be as long as the context has memory for so many tokens when it begins.
+# Tokens for which an answer without a length limit reserves memory when it begins.
 ANSWER_TOKENS = 256
 
-# Characters for each of the model's positions, more than a token has in any text on average. Old turns that come before
-# so many of later ones cannot fit.
+# Characters per position of the model, more than a token has on average in any text. Old turns that are followed by so
+# many characters of later turns cannot fit.
 STEP = 16
 
 Known = Callable[[FusionMethod, Sequence[int]], int]
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Prompts:
-    """Builds the prompts of one store's questions. Thread-safe.
+    """Builds the prompts of a store's questions. Thread-safe.
 
     block_keys: keys of the store's blocks
     format: the format with the store's own system prompt (`system`) and date; stored KV was computed after its prefix
@@ -140,7 +140,7 @@ class Prompts:
         drops: whether turns may be left out
 
         Turns are left out an eighth of the context at a time: until that is full again, every prompt begins like the
-        one before it. Raises ContextTooLongError for turns that do not fit and must not be left out.
+        previous prompt. Raises ContextTooLongError for turns that do not fit and must not be left out.
         """
         made, longest, old = make(conversation), self.lm.max_positions, conversation.old
         total, room = count(made), self.room_before_answer(options)
@@ -160,7 +160,8 @@ class Prompts:
             if count(made) + passages <= room:
                 break
         if passages and count(made) + passages > longest:
-            return self.shortened(conversation, make, count, options, drops=drops)  # `on_overflow` decides about them
+            # `on_overflow` decides about the passages.
+            return self.shortened(conversation, make, count, options, drops=drops)
         if count(made) > longest:
             raise ContextTooLongError(
                 f"{too_long}, and {count(made)} are its system messages and the last question; shorten these"
@@ -170,8 +171,10 @@ class Prompts:
         return made, turns
 
     def room_before_answer(self, options: RequestOptions) -> int:
-        """Return the tokens that a prompt may have: the context less the longest answer, or less a quarter if that is
-        smaller."""
+        """Return the most tokens that a prompt may have.
+
+        This is the context less the longest answer, or less a quarter of the context if that is smaller.
+        """
         longest = self.lm.max_positions
         return longest - min(options.sampling.max_tokens or ANSWER_TOKENS, longest // 4)
 
@@ -279,14 +282,14 @@ class Prompts:
         if choice.gives_way and hits and ends.label_ids and not method.keeps_context_with(self.lm):
             return options.exactly(cannot_read_between(method)), None
         prompt, _ = self.prompt(ends, hits, options)
-        if not prompt.chunk_ids:  # no method places, weighs or evicts anything
+        if not prompt.chunk_ids:  # no method has passages to place, weigh or evict
             return replace(options.exactly(NOTHING_TO_REUSE), evict=None), None
         if not choice.is_open:
             return options, None
         plan = self._plan(prompt, options)
         exact = options.exactly(choice.why)
         whole, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
-        # The prefix is counted for neither: its KV is computed once for the whole store.
+        # Neither count includes the prefix: its KV is computed once for the whole store.
         full = whole.num_tokens - max(len(whole.prefix_ids), self._known(exact.method, whole.ids))
         reuse = len(plan.layout.running(len(prompt.prefix_ids)).ids) + method.num_reruns(plan.layout)
         settled = replace(options, choice=choice.settled(full, reuse))
@@ -305,11 +308,11 @@ class Prompts:
     def ordered(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
     ) -> tuple[PromptEnds, Sequence[Hit]]:
-        """With order="shared", return each passage once, in the order that shares most with the prefix tree, and add
-        the hint.
+        """Return the passages in the order that shares most with the prefix tree, and add the hint, if order="shared".
 
-        Methods that read blocks ignore the order, since a block is reusable at any position; passages with labels keep
-        theirs. Counts the passages read, which order later questions.
+        Each passage is then returned once. Methods that read blocks ignore the order, since a block is reusable at any
+        position; passages with labels keep theirs. The passages read are counted, and later questions are ordered by
+        these counts.
         """
         ends, hits = self._in_order(ends, hits, options)
         if _takes_order(ends, options):

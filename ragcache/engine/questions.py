@@ -1,4 +1,4 @@
-"""Entry points of a store's questions: a question, a conversation, a raw prompt. Each finds its passages and reads
+"""Entry points of a store's questions: questions, conversations, raw prompts. Each finds its passages and reads
 them."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Written(NamedTuple):
 
 
 class Questions:
-    """Questions to one store. Options are checked at the call; the work begins with the first event. Thread-safe."""
+    """Questions to a store. Options are checked at the call; the work begins with the first event. Thread-safe."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
@@ -71,7 +71,7 @@ class Questions:
         self.finder = PassageFinder(
             documents, parts.card.tokenizer, layout.passages, kv.passages, parts.block_keys.owner
         )
-        self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # not yet, that is
+        self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # each warning is given once
 
     def of(self, parts: Components) -> Self:
         """Return a copy over other parts of the same store."""
@@ -107,7 +107,8 @@ class Questions:
         options, ends = self._question(question, chosen)
         check_whole(keywords, options.method)
         documents, prompts = self._parts.store.documents, self._parts.reader.prompts
-        options = replace(options, whole=documents.generation())  # before they are listed: a change is then noticed
+        # Taken before the documents are listed, so that a change is noticed.
+        options = replace(options, whole=documents.generation())
 
         def find() -> Sequence[Given]:
             self.drop_deleted()
@@ -198,8 +199,10 @@ class Questions:
         return self._parts.reader.prompts.showing(variables, stored=bool(keywords.get("whole")))
 
     def _request_options(self, keywords: GenerationOptions, *, templated: bool = False) -> RequestOptions:
-        """Build the options of a request. templated: whether a chat template makes the prompt, and may have the model
-        think"""
+        """Build the options of a request.
+
+        templated: whether a chat template makes the prompt, and may have the model think
+        """
         parts = self._parts
         sampling = keywords.get("sampling") or Sampling()
         check_type("sampling", sampling, Sampling, "give rc.Sampling(max_tokens=...)")
@@ -231,7 +234,7 @@ class Questions:
             return own
         chosen = choose_method(self._parts.card, name or own.method.name, method_options, self._parts.stored)
         same = chosen.method == own.method
-        return replace(chosen, method=own.method) if same else chosen  # with what it keeps of earlier prompts
+        return replace(chosen, method=own.method) if same else chosen  # the object that keeps KV of earlier prompts
 
     def _system(self, conversation: Conversation, keywords: ChatOptions, options: RequestOptions) -> str | None:
         """Return the system prompt of a conversation without a system message. Raises ConfigError."""
@@ -253,8 +256,9 @@ class Questions:
         """
         ends, found, prompts = written.ends, hits, self._parts.reader.prompts
         recipe = prompts.block_keys.recipe
-        parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None  # of a block that is as read
-        # Passages that may be left out, or change places, do so among those that came with the prompt alone.
+        # A part's KV can be cut from such blocks.
+        parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None
+        # Passages may only be left out or reordered among those that came with the prompt, not among found ones.
         is_settled = not hits or options.order == "relevance"
         if self._reuses_text(options) and is_settled and not prompts.prompt(ends, hits, options)[1]:
             ends, found = self.finder.cut(ends, hits, self._parts.store.documents, parts=parts)
@@ -316,7 +320,7 @@ class Questions:
 
         def prepare(clock: Clock) -> Request:
             written = write(0)
-            parts.reader.prompts.prompt(written.ends, [], options)  # what cannot be asked is not worth a search
+            parts.reader.prompts.prompt(written.ends, [], options)  # fail before the search if the prompt does not fit
             given = find() if options.method.takes_passages else ()
             hits = find_passages(given, parts.store.documents, parts.whole)
             passages = sum(hit.chunk.num_tokens for hit in hits)
@@ -371,7 +375,10 @@ class Questions:
         return self._answers(prepare, options.ahead)
 
     def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Event]:
-        """Yield the engine's events, and log each one-time warning. prepare: makes the prompt, once the clock runs"""
+        """Yield the engine's events, and log warnings that are shown once.
+
+        prepare: makes the prompt, once the clock runs
+        """
         model, root = self._parts.card.name, self._parts.store.layout.root
         try:
             request = prepare(Clock(time.perf_counter()))

@@ -33,15 +33,15 @@ LOADS = (AUTO, ALWAYS, NEVER)
 
 # Weight of a new measurement (in logarithms: rates differ by powers of ten).
 WEIGHT = 0.4
-# A measurement that differs by more than this factor is an outlier. A second in a row, on the same side, is believed.
+# A measurement that differs by more than this factor is an outlier. A second outlier on the same side is believed.
 OUTLIER = 3.0
 # Guesses until something is measured: a solid-state disk, and a small model on a few cores.
 ASSUMED_LATENCY_S = 0.0005
 ASSUMED_BYTES_S = 500e6
 ASSUMED_TOKENS_S = 500.0
-# A read that is late by less is not late: threads are put off for so long on a busy machine.
+# A smaller delay does not count as late: on a busy machine threads wait this long.
 GRACE_S = 0.25
-# Figures that differ by less than this factor are not worth flushing a file.
+# Figures that differ by less than this factor are not written to the file.
 CHANGED = 1.5
 
 
@@ -54,7 +54,7 @@ class Smoothed:
 
     value: float
     samples: int = 0
-    _outlier: int = 0  # the side on which the last measurement was one
+    _outlier: int = 0  # the side of the last measurement if it was an outlier, else 0
 
     def add(self, measured: float) -> None:
         """Add a measurement; the first replaces the guess."""
@@ -99,7 +99,7 @@ class _Burst:
 
 
 class TierRate:
-    """Time of reads from one tier, of all threads together: they share the device. Thread-safe."""
+    """Time of reads from a tier, of all threads together: they share the device. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -120,7 +120,7 @@ class TierRate:
         return TierFigures(self._latency_s.value, 1 / self._s_per_byte.value)
 
     def load_s(self, num_bytes: int) -> float:
-        """Return the seconds that one more read adds to those in progress."""
+        """Return the seconds that another read adds to those in progress."""
         return self._latency_s.value + num_bytes * self._s_per_byte.value
 
     def backlog_s(self) -> float:
@@ -167,7 +167,7 @@ class TierRate:
     def _learn(self, burst: _Burst, seconds: float) -> None:
         """Learn the latency from small reads, and the rate from large reads."""
         latency_s, transfer_s = burst.files * self._latency_s.value, burst.num_bytes * self._s_per_byte.value
-        # At least a tenth is put down to either: an estimate that was too high has to be able to fall.
+        # Attribute at least a tenth to each, so that an estimate that is too high can fall.
         if latency_s > transfer_s:
             self._latency_s.add(max(seconds - transfer_s, seconds / 10) / burst.files)
         elif burst.num_bytes:
@@ -189,7 +189,7 @@ class ComputeRate:
         self._correction = Smoothed(1.0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return the seconds for one batch of chunks of these lengths, in tokens, padded to the longest."""
+        """Return the seconds for a batch of chunks of these lengths, in tokens, padded to the longest."""
         rate = self.prefill or PrefillRate.of(ASSUMED_TOKENS_S)
         return len(lengths) * rate.seconds(max(lengths, default=0))
 
@@ -198,7 +198,7 @@ class ComputeRate:
             self._prefill, self._correction = prefill, Smoothed(1.0)
 
     def add(self, lengths: Sequence[int], seconds: float) -> None:
-        """Learn from one batch."""
+        """Learn from a batch."""
         with self._lock:
             if self._prefill is None:
                 self.set(PrefillRate(seconds / max(1, len(lengths) * max(lengths)), 0.0))
@@ -214,12 +214,12 @@ class ComputeRate:
 
 @dataclass(frozen=True)
 class RateFigures:
-    """The measured rates of one machine and one model, with the small JSON file beside a store that keeps them for the
-    next process. They are a statistic: figures that cannot be read or written are measured again.
+    """The measured rates of a machine and a model, with the small JSON file beside a store that keeps them for the next
+    process. They are a statistic: figures that cannot be read or written are measured again.
 
     tiers:            by name
     prefill:          seconds of encoding n tokens: linear * n + quadratic * n * n; None until measured
-    decode_bytes_s:   by codec, bytes of decoded KV put in place per second, on one thread
+    decode_bytes_s:   by codec, bytes of decoded KV put in place per second, on a single thread
     """
 
     tiers: Mapping[str, TierFigures] = field(default_factory=dict)
@@ -246,8 +246,8 @@ class RateFigures:
 
     @classmethod
     def read(cls, path: Path, machine: str | None = None) -> Self | None:
-        """Read figures from a file; return None if there are none, or none of this machine. machine: None: any
-        machine"""
+        """Read the figures of `machine` from a file, or of any machine for None. Returns None if there are no such
+        figures."""
         try:
             found = json.loads(path.read_bytes())
             if machine is not None and found["machine"] != machine:
@@ -289,8 +289,7 @@ class RateFigures:
 
 
 def machine_key(lm: LanguageModel) -> str:
-    """Return a key for everything that rates depend on: this machine, its number of threads, the model and its
-    device."""
+    """Return a key for everything that rates depend on: machine, number of threads, model and device."""
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads()]
     return digest([*machine, lm.fingerprint, str(lm.device)])
 
@@ -303,7 +302,7 @@ def _positive(value: Any) -> float:
 
 
 class Rates:
-    """Estimated rates for one store and one model. Thread-safe.
+    """Estimated rates for a store and a model. Thread-safe.
 
     compute: of the model's batches; decode_bytes_s: as in `RateFigures`
     """

@@ -30,9 +30,9 @@ from ragcache.retrieval.retriever import Hit
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How to read and answer one prompt; see `GenerationOptions`.
+    """How to read and answer a prompt; see `GenerationOptions`.
 
-    whole: generation of the documents, if all of them are read; None: only retrieved passages are read
+    whole: generation of the documents, if all documents are read; None: only retrieved passages are read
     tools: functions that the model may call; None: no functions
     thinking: how the model's template makes it think; None: the model does not think, or there is no template (raw
               prompt)
@@ -92,10 +92,10 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One question that is being answered.
+    """A question that is being answered.
 
     plan:    the prompt with everything that earlier turns keep, as the method reads it
-    prompt:  the same as one prefix, this question's passages and a suffix
+    prompt:  the same as a single prefix, this question's passages and a suffix
     hits:    this question's passages
     dropped: how many of the best passages were left out
     """
@@ -130,7 +130,7 @@ class Request:
 
 @dataclass
 class Clock:
-    """Collects the times of one question's phases."""
+    """Collects the times of a question's phases."""
 
     started: float
     retrieve_s: float = 0.0

@@ -1,6 +1,6 @@
-"""Shares one open store, and one set of weights, among all users in a process that name the same path and model.
+"""Shares an open store and a model's weights among all users in a process that name the same path and model.
 
-Components of frameworks (a retriever, a chat model, a vector store) are created one by one, each with the path of a
+Components of frameworks (a retriever, a chat model, a vector store) are created separately, each with the path of a
 store. Shared stores and weights are released with the last component.
 """
 
@@ -21,9 +21,9 @@ from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.machine import AUTO
 
-# What a store itself remembers, so that who leaves it out means the same as who names it.
+# Options that a store remembers: leaving them out means the same as naming the store's own.
 _OF_STORE = ("model", "embedder", "dtype")
-_THREADS = "ragcache-"  # how the names of a store's own threads begin
+_THREADS = "ragcache-"  # prefix of the names of a store's own threads
 
 
 class SharedRagCache(RagCache):
@@ -32,9 +32,9 @@ class SharedRagCache(RagCache):
     key: tuple[str, dict[str, Any]]
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True):  # or it could not be opened
+        if getattr(self, "_closed", True):  # also if opening failed
             return
-        if threading.current_thread().name.startswith(_THREADS):  # which closing waits for
+        if threading.current_thread().name.startswith(_THREADS):  # closing waits for these threads
             threading.Thread(target=self.close, name="close a store").start()
         else:
             self.close()
@@ -52,7 +52,7 @@ class SharedStores:
         """Return the store at `path` as this process has it open, or open it; return an open store unchanged.
 
         options: of `RagCache.open`; None is as if left out. Without model, embedder and dtype, those of the open store
-                 match. If the open store has other options, another one is opened with the same weights
+                 match. If the open store has other options, the path is opened again with the same weights
 
         The store is closed when its last user is garbage-collected; `close` closes it for all users. Raises ConfigError
         for options beside an open store, and the errors of `RagCache.open`.
@@ -142,7 +142,7 @@ def _name(model: Any) -> str:
     return os.path.realpath(name) if name and os.path.exists(name) else name
 
 
-# The one piece of state of this package that no object holds: components that know nothing of each other meet here.
+# The package's only global state: components that do not know each other share stores through it.
 SHARED = SharedStores()
 atexit.register(SHARED.close)
 open_shared = SHARED.open

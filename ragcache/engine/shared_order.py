@@ -36,8 +36,8 @@ def shared_order(
 ) -> list[int]:
     """Return the ranks of the passages in the order that shares most with the prefix tree.
 
-    The longest sequence that the tree has after the prefix comes first. The others follow, most often read first, so
-    that later prompts find them near the beginning; equally read ones keep their relevance.
+    The longest sequence that the tree has after the prefix comes first. The other passages follow, most often read
+    first, so that later prompts find them near the beginning. Equally read passages keep their relevance order.
 
     known: returns how many tokens of a sequence the tree has. At most 256 sequences are looked up
     """

@@ -16,7 +16,7 @@ from ragcache.models.deadline import Limit
 
 
 class MemoryNeed(NamedTuple):
-    """Memory of one question's KV: of all of it, and of the part after the context."""
+    """Memory of a question's KV: of all its KV, and of the part after the context."""
 
     whole: Size
     own: Size
@@ -28,10 +28,10 @@ class _Context:
 
     key:        identifies its contents; None: no other question can share it
     is_kept:    whether it stays for later questions
-    placed:     None until one question has placed it
+    placed:     None until a question has placed it
     users:      questions that read it or will
-    left_bytes: reserved for it by questions that have ended
-    lent_bytes: lent to it by the prefix tree
+    left_bytes: reserved by questions that have ended
+    lent_bytes: lent by the prefix tree
     """
 
     key: Hashable | None
@@ -61,8 +61,10 @@ class SharedPrefixRef:
         return self._admission.changed
 
     def grow(self, num_bytes: int, limit: Limit) -> None:
-        """Wait until the question's own buffers hold `num_bytes` in all. Raises the errors of `limit` while it
-        waits."""
+        """Wait until the question's own buffers hold `num_bytes` in all.
+
+        Raises the errors of `limit` while it waits.
+        """
         held = self.claim.grown_bytes + (0 if self.leaves_them else self.claim.num_bytes)
         self._admission.grow(self.claim, max(0, num_bytes - held), limit)
 
@@ -73,10 +75,10 @@ class SharedPrefixRef:
 
     @contextmanager
     def placing(self, limit: Limit) -> Iterator[Callable[[SharedContext], None] | None]:
-        """Yield a function that publishes a context to other questions, to one placing question at a time; others wait.
+        """Yield a function that publishes a context to other questions.
 
-        Yields None if the context is already `placed`, or if no other question can read it. Raises the errors of
-        `limit` while it waits.
+        Only one question places a context at a time; others that need it wait. Yields None if the context is already
+        `placed`, or if no other question can read it. Raises the errors of `limit` while it waits.
         """
         context = self._context
         with self._changed:
@@ -97,7 +99,7 @@ class SharedPrefixRef:
     def _tell(self, placed: SharedContext) -> None:
         with self._changed:
             self._context.placed = placed
-            self.leaves_them = True  # the context lies in buffers of this question
+            self.leaves_them = True  # the context is in this question's buffers
 
 
 @dataclass(eq=False, repr=False)
@@ -116,7 +118,7 @@ class SharedPrefixes:
     _tree: PrefixCache
 
     def __post_init__(self) -> None:
-        self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently left first
+        self._known: OrderedDict[Hashable, _Context] = OrderedDict()  # the least recently used first
         self._changed = self.admission.changed
 
     @contextmanager
@@ -129,7 +131,7 @@ class SharedPrefixes:
 
         Raises AnswerTooLargeError if there can never be enough memory, and the errors of `limit` while it waits.
         """
-        with self._changed:  # from the moment that there is room until it is taken nothing changes
+        with self._changed:  # nothing may change between finding room and taking it
             claim = self.admission.reserve(lambda: need.own if key in self._known else need.whole, limit)
             reference = self._join(key, keep, claim)
         try:
@@ -196,6 +198,6 @@ class SharedPrefixes:
 
     def _give_back(self, context: _Context) -> None:
         if context.lent_bytes:
-            context.placed = None  # its bytes go before another takes their place
+            context.placed = None  # free its bytes before others take their place
             self._tree.return_lent(context.lent_bytes)
             context.lent_bytes = 0

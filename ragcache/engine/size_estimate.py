@@ -21,7 +21,7 @@ from ragcache.models.hub import BUNDLED
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 
-# Of other kinds the text is compressed, or pictures lie beside it: the size of the file says nothing.
+# Files of other kinds compress their text or contain pictures, so their size says nothing about it.
 MEASURED = {*OWN, ".csv", ".json", ".eml", ".rtf"}
 SAMPLES, SAMPLE_BYTES = 16, 4096
 
@@ -71,7 +71,7 @@ def estimate_kv(
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
-    """Estimate the rate from the beginnings of some of the inputs, spread over all of them."""
+    """Estimate the rate from the beginnings of some inputs, spread evenly."""
     heads = [_head(one) for one in known[:: max(1, len(known) // SAMPLES)]]
     texts = [head.decode("utf-8", "ignore") for head in heads]
     sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)
@@ -84,7 +84,7 @@ def _size(one: Path | Document) -> int:
     try:
         return one.stat().st_size
     except OSError:
-        return 0  # the ingestion says what is wrong with it
+        return 0  # the ingestion reports the error
 
 
 def _head(one: Path | Document) -> bytes:

@@ -18,7 +18,7 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk, StoredDocument
 
-if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
+if TYPE_CHECKING:  # these import FAISS, which most calls do not need
     from ragcache.engine.doctor import DoctorReport
     from ragcache.ingest.encoder import ModelEncoder
     from ragcache.retrieval.embedder import Vectors
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # these import FAISS, which most calls have no use for
 
 
 class Store:
-    """The documents of one store and their KV, to read, delete and check. It does not answer questions, embed or
-    compute KV: `RagCache` does.
+    """The documents of a store and their KV, to read, delete and check. It does not answer questions, embed or compute
+    KV: `RagCache` does.
 
-    Open one with `Store.open`. Thread-safe; several processes may open one store.
+    Create it with `Store.open`. Thread-safe; several processes may open the same store.
     """
 
     def __init__(self, store: StoreParts, config: StoreConfig) -> None:
@@ -167,7 +167,7 @@ class Store:
             found += chunks
         return found
 
-    # Care
+    # Maintenance
 
     def rates(self) -> RateFigures:
         """Return how fast blocks are read and computed, as last measured with models."""
@@ -217,7 +217,7 @@ class Store:
 
 @dataclass(frozen=True)
 class AbsentEmbedder:
-    """Replaces the embedder of a store opened without one: the index can be changed, nothing is embedded."""
+    """Replaces the embedder of a store opened without models: the index can be changed, nothing is embedded."""
 
     name: str
     dimension: int

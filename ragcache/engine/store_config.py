@@ -18,7 +18,7 @@ from ragcache.store.remote import Connection, connect, open_blobs
 
 
 class StoreParts(NamedTuple):
-    """The parts of one directory, opened."""
+    """The opened parts of a store's directory."""
 
     layout: StoreLayout
     documents: DocumentStore
@@ -41,7 +41,7 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> StoreP
     StoreError if the remote refuses.
     """
     layout = StoreLayout(path)
-    if config.remote is not None:  # a wrong one is refused before a store is made
+    if config.remote is not None:  # refuse a wrong remote before creating a store
         open_blobs(config.remote).close()
     if create and not config.read_only:
         layout.create()
@@ -90,7 +90,7 @@ def open_kv(
 
 
 def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
-    """Open the KV store of blocks that belong to no document, or return None if none are kept.
+    """Open the KV store of blocks that belong to no document, or return None if its budget is 0.
 
     They are evicted like other blocks. It has no codec, because the store's codec has already processed its blocks.
     """
@@ -120,11 +120,10 @@ def open_kv_to_fill(
 
 
 def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:
-    """Connect the requested remote, or the one that the store was created with, whose blocks would otherwise outlive
-    their documents.
+    """Connect the requested remote, or the remote that the store was created with.
 
-    Only stores of one database may share a remote, which records the database's id. Raises StoreMismatchError if the
-    store's blocks are in another remote.
+    Otherwise that remote's blocks would outlive their documents. Only stores of the same database may share a remote,
+    which records the database's id. Raises StoreMismatchError if the store's blocks are in another remote.
     """
     bound = documents.properties().get("remote")
     if config.remote is None and bound is None:

@@ -33,11 +33,11 @@ from ragcache.store.warn_once import WarnOnce
 
 log = logging.getLogger(__name__)
 PIECE_TOKENS = 256
-# Fewer new tokens are written with the next ones, and not worth a read.
+# Fewer new tokens are written with the next tokens; they are not worth a read.
 LEAST_TOKENS = 16
-# The same while something is being written, which a reader of the list may have to wait for.
+# The same limit during a write, because a reader of the list may have to wait for it.
 _WORTH_WAITING = 64
-# Prompts that wait to be written. More are not kept: what is written at leisure must not outgrow the disk's rate.
+# Most prompts that wait to be written. Further prompts are not kept, so that the queue cannot outgrow the disk's rate.
 _MOST_WAITING = 16
 
 
@@ -59,8 +59,10 @@ class StoredKV(NamedTuple):
         return self.parts[-1][0].stop
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values; see `ragcache.kv.exact.Read`. Raises LookupError for tokens before these
-        blocks."""
+        """Return a layer's keys and values; see `ragcache.kv.exact.Read`.
+
+        Raises LookupError for tokens before these blocks.
+        """
         if start < self.parts[0][0].start:
             raise LookupError("what stands before the stored KV was dropped meanwhile")
         keys, values = [], []
@@ -148,7 +150,7 @@ class StoredPrefixes:
             with self._tree.match(namespace, ids, counted=False) as held:
                 self._write_rest(namespace, ids[: held.num_tokens], generation, held)
             self._complaints.worked()
-        except Exception as error:  # it costs a later question time
+        except Exception as error:  # a failure only slows a later question
             self._complaints.failed("the KV of a prompt is not kept on disk", error)
         finally:
             self._writing = False
@@ -174,7 +176,7 @@ def _array(ids: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _owner(chain: hashlib._Hash, first: np.int32, generation: int) -> str:
-    """Return the owner of the blocks that continue the chain's tokens with the token `first`; usually there is one
+    """Return the owner of the blocks that continue the chain's tokens with the token `first`, usually a single
     block."""
     hashed = chain.copy()
     hashed.update(first.tobytes())

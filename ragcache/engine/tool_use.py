@@ -1,4 +1,4 @@
-"""Tools of one call: how they are shown to the model, how its calls are read, and the form that an answer must have."""
+"""Tools of a call: how they are shown to the model, how its calls are read, and the form that an answer must have."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WHOLE = {"call": {"open_pattern": r"\A"}}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of one call.
+    """Tools of a call.
 
-    shown: the tools, in OpenAI's form. schema: of the JSON that the answer must be. most: calls of one answer
+    shown: the tools, in OpenAI's form. schema: of the JSON that the answer must be. most: calls of an answer
     """
 
     shown: tuple[Mapping[str, Any], ...]
@@ -33,8 +33,7 @@ class ToolUse:
     most: int | None = None
 
     def sampling(self, given: Sampling) -> Sampling:
-        """Return the sampling that produces calls. Raises ConfigError if the answer already has to have another
-        form."""
+        """Return the sampling that produces calls. Raises ConfigError if the answer must already have another form."""
         if given.grammar() is not None:
             raise ConfigError(
                 "tools and json_schema, regex or choices exclude each other: an answer of that form could be no call; "
@@ -72,7 +71,7 @@ def tool_use(options: ChatOptions, tokenizer: PreTrainedTokenizerBase) -> ToolUs
 
 def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
     try:
-        tools = json.loads(json.dumps(list(given)))  # JSON, and nobody else's
+        tools = json.loads(json.dumps(list(given)))  # checks that it is JSON, and copies it
         functions = [tool["function"] for tool in tools if tool["type"] == "function"]
         fine = len(functions) == len(tools) and all(isinstance(one["name"], str) for one in functions)
         fine = fine and all(isinstance(one.get("parameters") or {}, dict) for one in functions)
@@ -125,7 +124,7 @@ def _list_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> str:
     definitions: dict[str, Any] = {}
     for tool in tools:
         parameters = _closed(tool["function"]["parameters"])
-        for name, definition in parameters.pop("$defs", {}).items():  # references are to the top
+        for name, definition in parameters.pop("$defs", {}).items():  # references point to the top level
             if definitions.setdefault(name, definition) != definition:
                 raise ConfigError(
                     f"two tools define {name!r} in another way; tool_choice='required' needs one meaning", "tools"

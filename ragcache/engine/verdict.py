@@ -1,5 +1,4 @@
-"""Chooses the method that reads, with the reason, and keeps the results of `ragcache check` beside the store, keyed by
-fingerprint."""
+"""Chooses the method that reads, and keeps the results of `ragcache check` beside the store, keyed by fingerprint."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from ragcache.models.card import ModelCard
 log = logging.getLogger(__name__)
 AUTO, FULL = "auto", "full"
 KL = "kl_answer"
-"""The figure of a check: KL(full prefill || method) along full prefill's answer, nats a token."""
-# Why a prompt was read as it was, which answers say: what ran, why, and what to do next. Clients of a server see them,
-# so that the store is DIR in them.
+"""The figure of a check: KL(full prefill || method) along full prefill's answer, in nats per token."""
+# Reasons that answers give for the method: what ran, why, and what to do next. Clients of a server see them, so they
+# write DIR for the store's path.
 CHECK = "Run `ragcache check --store DIR`"
 ASKED = "The request or the store named this method. Nothing to do."
 ASKED_UNCHECKED = (
@@ -101,12 +100,12 @@ class MethodVerdict:
         try:
             return self.method() == method
         except RagCacheError:
-            return False  # written by another version, whose options are not these
+            return False  # written by another version with other options
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Findings of a check for one model.
+    """Findings of a check for a model.
 
     source, questions: where the questions came from, and how many there were
     thresholds: limits that a method had to stay inside
@@ -164,7 +163,7 @@ def _cost(found: MethodVerdict) -> tuple[float, float]:
 
 
 def save_verdict(root: Path, verdict: Verdict) -> Path:
-    """Save the verdict in a store's directory, replacing an older one about the same model.
+    """Save the verdict in a store's directory, replacing an older verdict on the same model.
 
     Raises StoreReadOnlyError, StoreFullError.
     """
@@ -245,7 +244,7 @@ class Choice:
         return replace(self, method=get_method(FULL), why=why, gives_way=False)
 
     def settled(self, full: int, reuse: int) -> Choice:
-        """Choose between the method and `full` for one question, if the choice is open.
+        """Choose between the method and `full` for a question, if the choice is open.
 
         Args:
             full: tokens of the prompt that `full` would run.
@@ -292,7 +291,8 @@ def _checked(verdict: Verdict, stored: StoredBlocks) -> Choice:
 
 def _unchecked(lm: ModelCard, stored: StoredBlocks) -> Choice:
     method = get_method(lm.default_method, **lm.default_options)
-    if stored.neighbours and not lm.is_recurrent:  # cheaper there, and nearer to full prefill (docs/methods.md)
+    # With neighbours, epic is cheaper and nearer to full prefill (docs/methods.md).
+    if stored.neighbours and not lm.is_recurrent:
         method = get_method("epic")
     choice = Choice(method, by_default(method), stored.recipe, is_unchecked=True, gives_way=True)
     if stored.reads(choice.method):

@@ -1,4 +1,4 @@
-"""A small store that is read whole (CAG, arXiv 2412.15605): exact KV of every passage, kept as one block.
+"""A small store that is read whole (CAG, arXiv 2412.15605): exact KV of every passage, kept as a single block.
 
 All passages follow the prompts' beginning, in the order of their documents' ids. A block of all these tokens, read
 alone, equals the KV of a plain pass over the prompt. It is kept on disk like prompts' prefixes, bit for bit, until any
@@ -36,7 +36,7 @@ class WholeStore:
     def __init__(
         self, lm: LanguageModel, kv: KVStore, documents: DocumentStore, tenant: str, on_encoded: OnEncoded | None = None
     ) -> None:
-        # A salt of its own: a passage of the same tokens may be kept as a codec changed it.
+        # Separate salt: a passage with the same tokens may be stored by a lossy codec.
         self._encoder = ModelEncoder(lm, tenant=digest({"whole": tenant}), on_encoded=on_encoded)
         self._kv = kv
         self._documents = documents
@@ -55,7 +55,7 @@ class WholeStore:
             return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)
         (block,) = self._encoder.encode([ids])
         encode_s = time.perf_counter() - started
-        try:  # what cannot be kept on disk costs a later question time
+        try:  # if this fails, only a later question takes longer
             rows = [Listed(handle, f"{PREFIX}{generation}:whole", ids)]
             self._kv.keep_prefixes(rows, [block], generation, self._documents.generation)
         except StoreError as error:
