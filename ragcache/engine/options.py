@@ -245,7 +245,8 @@ class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
 
     passages: passages to put in front of the last user message (of the first if the store's blocks are encoded after
               its prefix); excludes passages in the messages and k
-    k:        how many passages to retrieve for the last user message and put there; excludes the other two
+    k:        how many passages to retrieve for the last user message and put there; excludes `passages` and passages
+              in the messages
     context:  "last": the model reads the passages of one turn; "keep": each turn's passages stay at their position, so
               that every prompt extends the previous prompt. The passages are in the messages, or are retrieved by k.
               Passages that the conversation has read are not read again; while it does not fit the model, the oldest

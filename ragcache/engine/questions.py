@@ -1,5 +1,4 @@
-"""Entry points of a store's questions: questions, conversations, raw prompts. Each finds its passages and reads
-them."""
+"""Entry points of a store: answer a question, a conversation or a raw prompt over the passages found for it."""
 
 from __future__ import annotations
 

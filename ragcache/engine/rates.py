@@ -246,8 +246,7 @@ class RateFigures:
 
     @classmethod
     def read(cls, path: Path, machine: str | None = None) -> Self | None:
-        """Read the figures of `machine` from a file, or of any machine for None. Returns None if there are no such
-        figures."""
+        """Read the figures of `machine` (None: of any machine) from a file; return None if it has no such figures."""
         try:
             found = json.loads(path.read_bytes())
             if machine is not None and found["machine"] != machine:
