@@ -1,1 +1,1 @@
-"""Readers, chunker, pipeline."""
+"""Ingestion: readers, chunker, pipeline."""

@@ -1,7 +1,7 @@
-"""Which stored document an input is, and which files of the store have vanished.
+"""Which stored document an input corresponds to, and which of the store's files have vanished.
 
-A file's document is found by its id, or by its content at a path that has vanished (`sync`): then it takes the new id
-without being made again.
+A file's document is found by its id. With `sync` it is also found by its content under a path that has vanished: the
+stored document then takes the new id and need not be computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragcache.store.records import StoredVersion
 
 
 class Found(NamedTuple):
-    """A stored document: the id that it has, and whether its content is the input's, whatever the places in it."""
+    """The stored document of an input: its id, and whether it has the input's content (places are not compared)."""
 
     id: str
     same: bool
@@ -38,10 +38,10 @@ class DocumentChanges:
         return self._versions[id]
 
     def find(self, document: Document, content_hash: str, file: str) -> Found | None:
-        """The stored document that this one is; None where it is new.
+        """Return the stored document that `document` corresponds to, or None if it is new.
 
-        file: place of the file that it is from, or ""
-        Raises DuplicateDocumentError where its id belongs to a document of another file.
+        file: place of the document's file, or ""
+        Raises DuplicateDocumentError if its id belongs to a document of another file.
         """
         self._claimed.add(document.id)
         stored = self._versions.get(document.id)
@@ -63,14 +63,16 @@ class DocumentChanges:
         self._versions[new_id] = version
 
     def place(self, id: str, file: SourceFile) -> str:
-        """Return the place that a document of the file is stored with: one without links, else the one that it was
-        found at first, while that leads to the file."""
+        """Return the place to store with a document of the file.
+
+        If the file was found through a link, the stored document's place is kept while it leads to the same file.
+        """
         stored = self._versions.get(id)
         known = None if stored is None else stored.file
         return known if file.link and known and file_id(known) == file.id else file.place
 
     def content_hashes(self, source: SourceFile | Document) -> frozenset[str]:
-        """The content hashes of what is stored from a file, or under a document's id."""
+        """Return the content hashes of the documents stored from a file, or under a document's id."""
         if isinstance(source, Document):
             stored = self._versions.get(source.id)
             return frozenset() if stored is None else frozenset([stored.content_hash])
@@ -87,8 +89,9 @@ class DocumentChanges:
     # Files that have vanished
 
     def look_for_vanished(self, roots: Collection[str], found: Mapping[str, str]) -> None:
-        """Note the documents under the roots whose files are neither found nor there, or that a link leads past now:
-        `find` follows their content.
+        """Note the documents under the roots whose files have vanished, or whose place is now a link to another file.
+
+        `find` then recognises their content at other paths.
 
         found: ids of the files that were found, by their places
         """
@@ -105,9 +108,9 @@ class DocumentChanges:
                 self._vanished.setdefault(hash_parts(stored.content_hash).content, []).append(id)
 
     def vanished(self, roots: Collection[str], read: Mapping[str, bool], seen: Collection[str]) -> list[str]:
-        """Ids of documents from files under the roots that have gone, or from files that do not hold them any more.
+        """Return the ids of documents under the roots whose files have vanished or no longer contain them.
 
-        read: whether a file was read without a failure, by its place. seen: ids of the documents in all of them
+        read: whether a file was read without a failure, by its place. seen: ids of the documents in all files
         """
         return [
             id
@@ -119,7 +122,10 @@ class DocumentChanges:
         ]
 
     def _refuse_other_file(self, id: str, stored: StoredVersion, file: str) -> None:
-        """Records of two files that state the same id would replace each other at every run."""
+        """Raise DuplicateDocumentError if the stored document is from another file that still exists.
+
+        Otherwise records of two files with the same id would replace each other at every run.
+        """
         if not file or not stored.file or stored.file == file or _is_gone(stored.file):
             return
         if file_id(stored.file) != file_id(file):
@@ -130,11 +136,10 @@ class DocumentChanges:
 
 
 def sync_roots(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The places of folders and files that are to be compared with the store: as they are named, and where links in
-    these names lead.
+    """Return the places of the folders and files to compare with the store: each path as given and with links resolved.
 
-    Raises ConfigError where there are none, ReaderError for one that is not there or cannot be read: what is in it
-    would seem to have vanished.
+    Raises ConfigError if no paths are given, and ReaderError for a path that does not exist or cannot be read, because
+    its documents would seem to have vanished.
     """
     roots = list[str]()
     for path in map(Path, paths):
@@ -159,8 +164,8 @@ def _is_under(file: str, roots: Collection[str]) -> bool:
 
 
 def _is_gone(file: str) -> bool:
-    """Whether there is certainly no such file, or nothing where a link leads: one that the system does not let us see
-    may be there."""
+    """Return whether the file, or the target of a link, certainly does not exist. A file that the system does not let
+    us see may exist."""
     try:
         os.lstat(file)
         os.stat(file)

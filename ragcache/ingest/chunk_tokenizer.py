@@ -1,4 +1,4 @@
-"""A language model's tokenizer as ingestion uses it: text of a chunk, alone, to ids."""
+"""A language model's tokenizer as ingestion uses it: the text of a chunk, tokenised alone, to ids."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ChunkTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: a transformers tokenizer. Its own state stays untouched (a fast one is copied)."""
+        """Wrap a transformers tokenizer, whose own state stays untouched: a fast tokenizer is copied."""
         self._tokenizer = tokenizer
-        self._controls = control_tokens(tokenizer).keys() - {tokenizer.unk_token_id}  # unknown is what it is
+        self._controls = control_tokens(tokenizer).keys() - {tokenizer.unk_token_id}  # text may become unknown
         self._fast: Tokenizer | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if isinstance(backend, Tokenizer):
@@ -31,7 +31,7 @@ class ChunkTokenizer:
             self._fast.encode_special_tokens = True
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text. Raises PromptError for half of a surrogate pair."""
+        """Return the token ids of each text. Raises PromptError for half of a surrogate pair."""
         if not texts:
             return []
         for text in texts:
@@ -40,12 +40,12 @@ class ChunkTokenizer:
             rows = [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
         else:
             rows = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        # Some control tokens are left: those that are not special, and those that the vocabulary itself spells.
+        # Some control tokens may remain: those not marked special, and those that the vocabulary itself spells.
         return [
             list(row) if self._controls.isdisjoint(row) else encode_text(self._tokenizer, text)
             for text, row in zip(texts, rows, strict=True)
         ]
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Number of ids of each text."""
+        """Return the number of token ids of each text."""
         return [len(ids) for ids in self.encode(texts)]

@@ -2,9 +2,9 @@
 
 A chunk is a contiguous piece of the document of at most `max_tokens` tokens, tokenised alone. Cuts fall, in order of
 preference, before headings, between blocks (paragraphs, code blocks, list items), between sentences or lines, between
-words, and inside a word only where a single word is too long. A table is cut between its rows, and its header stands
-above each piece. Nothing else is added, lost or numbered: chunk texts joined are the document up to white space, and
-every chunk ends with exactly one newline.
+words, and inside a word only if the word alone is too long. A table is cut between its rows, and each piece begins with
+its header. Nothing else is added or lost: the joined chunk texts are the document up to white space, and every chunk
+ends with exactly one newline.
 """
 
 from __future__ import annotations
@@ -26,24 +26,29 @@ from ragcache.models.deadline import LIMIT
 from ragcache.store.places import Place, PlaceIndex, edited
 
 T = TypeVar("T")
-# A character can take four byte tokens, or more where the tokenizer rewrites it; and a newline follows.
+# A character can take four byte tokens, or more if the tokenizer rewrites it; and a newline follows.
 SMALLEST_MAX_TOKENS = 16
-# Texts that are tokenised together, in characters and in number.
+# Limits of a tokenised batch: characters and number of texts.
 BATCH_CHARS = 1 << 17
 BATCH_TEXTS = 4096
-# A longer text is divided without being tokenised first; LONG_TOKEN characters a token, no tokenizer makes on average.
+# A longer text is divided without being tokenised first. LONG_TOKEN: no tokenizer averages so many characters a token.
 LONG_RUN = 1 << 16
 LONG_TOKEN = 32
-# A longer paragraph is cut anyhow, before anything is made of its sentences or words: each takes 60 bytes and more.
+# A longer paragraph is cut into parts of this size before its sentences or words are listed: each takes 60 bytes or
+# more.
 MAX_BODY = 1 << 21
-# Pieces of a section that are packed together.
+# Most pieces of a section that are packed together.
 MAX_UNITS = 200_000
 
 
 @dataclass(frozen=True)
 class ChunkerConfig(Config, max_tokens="chunk_size", overlap="chunk_overlap"):
-    """max_tokens: of a chunk, its final newline included. min_tokens: a section with fewer is joined to the next one.
-    overlap: tokens of whole sentences that a piece repeats from the piece before it, inside one section."""
+    """Sizes of chunks, in tokens.
+
+    max_tokens: most tokens of a chunk, its final newline included
+    min_tokens: a section with fewer tokens is joined to the next section
+    overlap: most tokens of whole sentences that a piece repeats from the previous piece of the same section
+    """
 
     max_tokens: int = 256
     min_tokens: int = 32
@@ -58,9 +63,14 @@ class ChunkerConfig(Config, max_tokens="chunk_size", overlap="chunk_overlap"):
 
 
 class TextChunk(NamedTuple):
-    """text: ends with one newline. token_ids: of the text, alone. headings: those
-    above it that it does not contain. metadata: of the chunk itself: the headings of the section that it begins in, its
-    own among them, and its place in the file."""
+    """A piece of a document that the language model reads as a passage.
+
+    text: ends with one newline
+    token_ids: ids of the text, tokenised alone
+    headings: headings above the chunk that its text does not contain
+    metadata: the chunk's own metadata: its place in the file, and the headings of the section that it begins in,
+        including those in its text
+    """
 
     text: str
     token_ids: list[int]
@@ -68,8 +78,10 @@ class TextChunk(NamedTuple):
     metadata: Mapping[str, Any] = MappingProxyType({})
 
     def embedded_text(self, title: str) -> str:
-        """Text for the embedder: the chunk below its document's title and its headings, where it does not begin with
-        them; of each at most MAX_TITLE characters."""
+        """Return the text to embed: the chunk below its document's title and its headings.
+
+        A title or heading that the chunk begins with is left out; each is cut to MAX_TITLE characters.
+        """
         above = dict.fromkeys(name[:MAX_TITLE] for name in (title, *self.headings) if name)
         first_line = self.text.partition("\n")[0].strip("# ")
         context = " > ".join(name for name in above if name != first_line)
@@ -77,10 +89,10 @@ class TextChunk(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """The smallest piece that packing moves: text[start:end], its number of tokens, the level of a heading or 0.
+    """The smallest piece that packing moves: text[start:end], its number of tokens, and its level (0: no heading).
 
-    header: where that of a row's table stands, if it is to stand above the row that a chunk begins with
-    header_tokens: its number of tokens
+    header: for a table's row, start and end of the table's header, if a chunk that begins with the row repeats it
+    header_tokens: the header's number of tokens
     """
 
     start: int
@@ -92,7 +104,7 @@ class _Unit(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What a chunk is made of: text[start:end], below text[slice(*header)] if there is one."""
+    """The text of a chunk: text[start:end], below text[slice(*header)] if it has a header."""
 
     start: int
     end: int
@@ -104,23 +116,26 @@ class _Span(NamedTuple):
 
 
 class Chunker:
-    """Chunks for one tokenizer. Deterministic and thread-safe."""
+    """Cuts documents into chunks for a tokenizer. Deterministic and thread-safe."""
 
     def __init__(self, tokenizer: Any, config: ChunkerConfig | None = None) -> None:
-        """tokenizer: a transformers tokenizer. Raises ConfigError."""
+        """Create a chunker. tokenizer: a transformers tokenizer. Raises ConfigError."""
         self.config = config or ChunkerConfig()
         self._tokens = ChunkTokenizer(tokenizer)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that chunks depend on besides text and tokenizer; part of a document's content hash."""
+        """Return everything that chunks depend on besides text and tokenizer. A part of a document's content hash."""
         return {"chunker": 1, **asdict(self.config)}
 
     def chunk_id(self, document_id: str, ordinal: int) -> str:
         return f"{document_id}#{ordinal}"
 
     def split(self, text: str, places: Sequence[Place] = ()) -> list[TextChunk]:
-        """Return the chunks of a document, in order; none for white space. places: in its file, of the text"""
+        """Return the chunks of a document, in order; none for white space.
+
+        places: the pages, sheets or rows of its file that the text is from
+        """
         text, places = edited(text, places, lambda part: part.replace("\r\n", "\n").replace("\r", "\n"))
         blank = len(text) - len(text.lstrip())
         text, places = text.strip(), [place._replace(start=max(0, place.start - blank)) for place in places]
@@ -141,8 +156,10 @@ class Chunker:
         ]
 
     def _units(self, text: str, blocks: Iterable[Block]) -> Iterator[_Unit]:
-        """Blocks, those that are too long divided. A block below headings, or a table's header, leaves them room: they
-        go together."""
+        """Yield the blocks as units, and divide those that are too long.
+
+        A block below headings or a table's header leaves room for them, because they share its chunk.
+        """
         room = self.config.max_tokens - 1 - self.config.overlap
         headings, header, header_tokens = 0, None, 0
         counted = self._counted(blocks, lambda block: text[block.start : block.end])
@@ -159,12 +176,12 @@ class Chunker:
             headings = headings + tokens if block.level else 0
 
     def _divide(self, text: str, unit: _Unit, limit: int, cuts: list[Callable[[str], list[str]]]) -> Iterator[_Unit]:
-        """The unit, or pieces of it that have at most `limit` tokens, cut as coarsely as possible."""
+        """Yield the unit, or its pieces of at most `limit` tokens, cut as coarsely as possible."""
         if unit.tokens <= limit:
             yield unit
             return
         body = text[unit.start : unit.end]
-        own = body.rstrip()  # a table's row alone may fit: chunks end without the blank lines behind it
+        own = body.rstrip()  # a table's row may fit without the blank lines after it, which no chunk ends with
         if (unit.header or own.startswith("|")) and own != body and unit.tokens <= limit + len(body) - len(own):
             ((_, tokens),) = self._counted([own], str)
             if tokens <= limit:
@@ -188,8 +205,11 @@ class Chunker:
                 yield part
 
     def _counted(self, items: Iterable[T], text_of: Callable[[T], str]) -> Iterator[tuple[T, int]]:
-        """Items with the tokens of their text, or with more than a chunk has where the text is far too long for one:
-        tokenising takes a hundred times a text's size."""
+        """Yield each item with its text's number of tokens.
+
+        A text that is far too long for a chunk is not tokenised, since that takes a hundred times the text's size: its
+        number is one above `max_tokens`.
+        """
         far_too_long = max(LONG_RUN, LONG_TOKEN * self.config.max_tokens)
         for some in _batched(items, lambda item: len(text_of(item))):
             LIMIT.get().check()
@@ -199,7 +219,7 @@ class Chunker:
                 yield item, self.config.max_tokens + 1 if text is None else next(counts)
 
     def _cut_characters(self, body: str, limit: int) -> Iterator[str]:
-        """Pieces of at most `limit` tokens (one character at least), for a word that is too long by itself."""
+        """Yield pieces of at most `limit` tokens, but at least a character, of a word that is too long by itself."""
         start = 0
         while start < len(body):
             length = min(len(body) - start, 8 * limit)
@@ -209,8 +229,8 @@ class Chunker:
             start += length
 
     def _pack(self, units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
-        """Groups of units, one a chunk: a section each, tiny ones joined to the next, long ones cut evenly."""
-        held: list[_Unit] = []  # the last group: a tiny end joins it
+        """Yield a group of units for each chunk: a section, tiny sections joined to the next, long ones cut evenly."""
+        held: list[_Unit] = []  # the last group, which a tiny rest at the end joins
         current: list[_Unit] = []
         for section in _sections(units):
             full = []
@@ -227,12 +247,12 @@ class Chunker:
         yield from (group for group in (held, current) if group)
 
     def _cut_evenly(self, section: list[_Unit]) -> list[list[_Unit]]:
-        """The section in as few groups as fit, of like size rather than full ones and a scrap."""
+        """Cut the section into as few groups as fit, all of similar size, so that the last is not a scrap."""
         room = self.config.max_tokens - 1
         if _size(section) <= room:
             return [section]
         room -= self.config.overlap
-        above = max(unit.header_tokens for unit in section)  # each piece of a table has them again
+        above = max(unit.header_tokens for unit in section)  # each piece of a table repeats the header
         target = _size(section) / math.ceil(_size(section) / (room - above)) + above
         groups: list[list[_Unit]] = [[]]
         size = 0  # of the last group
@@ -247,15 +267,18 @@ class Chunker:
         return [self._tail(before) + group for before, group in zip([[], *groups], groups, strict=False)]
 
     def _tail(self, group: list[_Unit]) -> list[_Unit]:
-        """The last units of a group that the next one repeats."""
+        """Return the last units of a group, which the next group repeats."""
         first = len(group)
         while first > 1 and _size(group[first - 1 :]) <= self.config.overlap:
             first -= 1
         return group[first:]
 
     def _fitting(self, text: str, spans: list[_Span]) -> Iterator[tuple[_Span, list[int]]]:
-        """Spans with the ids of their text. Counts of parts need not add up to the count of the whole, so every
-        chunk is checked as it will be used, and halved in the rare case that it is too long."""
+        """Yield spans with the token ids of their texts.
+
+        The token counts of parts need not add up to the count of the whole. So each chunk is tokenised as a whole, and
+        halved in the rare case that it is too long.
+        """
         spans = [span for span in spans if text[span.start : span.end].strip()]
         for span, ids in zip(spans, self._tokens.encode([span.text(text) for span in spans]), strict=True):
             start, end = span.start, span.end
@@ -272,7 +295,7 @@ class Chunker:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Pieces of MAX_BODY characters at most, cut between words where there are any."""
+    """Yield pieces of at most MAX_BODY characters, cut between words if possible."""
     start = 0
     while start < len(text):
         end = min(len(text), start + MAX_BODY)
@@ -283,7 +306,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Words with the white space before them."""
+    """Return the words, each with the white space before it."""
     return re.findall(r"\s*\S+|\s+\Z", text)
 
 
@@ -292,7 +315,7 @@ _LINE_CUTS: list[Callable[[str], list[str]]] = [partial(str.splitlines, keepends
 
 
 def _sections(units: Iterable[_Unit]) -> Iterator[list[_Unit]]:
-    """Runs of units that begin with a heading (or the text); one without end is cut."""
+    """Yield sections: runs of units that begin at a heading or at the start of the text, MAX_UNITS units at most."""
     section: list[_Unit] = []
     for unit in units:
         if section and (unit.level or len(section) == MAX_UNITS):
@@ -308,26 +331,29 @@ def _size(units: list[_Unit]) -> int:
 
 
 def _take_headings(group: list[_Unit]) -> list[_Unit]:
-    """Remove trailing headings from a group and return them: a heading goes with what follows it."""
+    """Remove trailing headings from a group and return them: a heading goes with the text that follows it."""
     first = len(group)
     while first > 0 and group[first - 1].level:
         first -= 1
     if first == 0:
-        return []  # nothing but headings: they stay
+        return []  # the group has only headings: they stay
     taken = group[first:]
     del group[first:]
     return taken
 
 
 def _clean(text: str, start: int, end: int) -> str:
-    """The piece without blank lines around it, and one newline. Indentation stays where a line begins."""
+    """Return the piece without blank lines around it, ending with one newline.
+
+    Indentation is kept if the piece begins at the start of a line.
+    """
     piece = text[start:end].rstrip()
     at_line_start = start == 0 or text[start - 1] == "\n"
     return (re.sub(r"\A(?:[^\S\n]*\n)+", "", piece) if at_line_start else piece.lstrip()) + "\n"
 
 
 def _middle(text: str, start: int, end: int) -> int:
-    """A place near the middle of a span to cut: between words where there are any."""
+    """Return a position near the middle of a span to cut at, between words if possible."""
     middle = (start + end) // 2
     space = re.search(r"\s", text[middle : end - 1])
     return middle + space.end() if space else middle
@@ -338,7 +364,7 @@ def _with_headings(headings: tuple[str, ...], place: Mapping[str, Any]) -> dict[
 
 
 class _Outline:
-    """The headings above each chunk, while blocks and chunks go by in order."""
+    """Finds the headings above each chunk, while blocks and chunks are passed to it in order."""
 
     def __init__(self) -> None:
         self._coming: deque[Block] = deque()
@@ -350,7 +376,10 @@ class _Outline:
         return block
 
     def above(self, position: int) -> tuple[str, ...]:
-        """Titles of the sections that `position` lies in, outermost first, of headings that begin before it."""
+        """Return the titles of the sections that contain `position`, outermost first.
+
+        Only headings that begin before `position` count.
+        """
         while self._coming and self._coming[0].start < position:
             heading = self._coming.popleft()
             self._open = [*_below(self._open, heading), heading]
@@ -359,19 +388,19 @@ class _Outline:
         return tuple(block.title for block in (_below(self._open, self._coming[0]) if is_here else self._open))
 
     def path(self, position: int) -> tuple[str, ...]:
-        """Return what `above` returns and, behind it, the headings at `position` that are each below the one before:
-        the section of the first text there."""
+        """Return the titles of the sections that contain the first text at `position`: those from `above`, then the
+        headings at `position`, each a level deeper than the previous heading."""
         return (*self.above(position), *_first_headings(self._coming, position))
 
 
 def headings_above(path: Sequence[str], text: str) -> tuple[str, ...]:
-    """Return the headings above a chunk: its path without those that its own text begins with."""
+    """Return the headings above a chunk: its path without the headings that its own text begins with."""
     own = _first_headings(split_blocks(text), 0)
     return tuple(path[: -len(own)] if own and tuple(path[-len(own) :]) == own else path)
 
 
 def _first_headings(blocks: Iterable[Block], position: int) -> tuple[str, ...]:
-    """Return the titles of the headings that follow each other from `position` on, as far as their levels rise."""
+    """Return the titles of the adjacent headings from `position` on, each a deeper level than the previous heading."""
     found: list[Block] = []
     for block in blocks:
         level, end = (found[-1].level, found[-1].end) if found else (0, position)
@@ -382,12 +411,12 @@ def _first_headings(blocks: Iterable[Block], position: int) -> tuple[str, ...]:
 
 
 def _below(open_sections: list[Block], heading: Block) -> list[Block]:
-    """The sections that a heading does not end."""
+    """Return the open sections that a heading does not end."""
     return [above for above in open_sections if above.level < heading.level]
 
 
 def _batched(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items in lists of about BATCH_CHARS characters, BATCH_TEXTS items at most."""
+    """Yield the items in lists of about BATCH_CHARS characters, BATCH_TEXTS items at most."""
     some: list[T] = []
     size = 0
     for item in items:

@@ -1,14 +1,14 @@
-"""The chunks of a store that each of its chunks is read behind: those with the most similar embeddings, or those before
-it in its document.
+"""The neighbours of each chunk, which the model reads before it: the chunks with the most similar embeddings, or the
+chunks before it in its document.
 
-FusionRAG (arXiv 2601.12904) finds similar ones once, for a corpus that does not change. Here documents come and go:
+FusionRAG (arXiv 2601.12904) finds similar chunks once, for a corpus that does not change. Here documents come and go:
 
-    document added    -> its chunks' neighbours are found; so are those of older chunks to which one of them is nearer
-                         than a recorded neighbour. KV that was read behind others is discarded
-    document deleted  -> KV that was read behind its chunks is discarded with it; neighbours are found anew at the next
-                         ingestion or the chunk's next question, whichever comes first
+    document added    -> neighbours are found for its chunks, and found again for older chunks to which a new chunk is
+                         nearer than a recorded neighbour. KV that was encoded with other neighbours is discarded
+    document deleted  -> KV that was encoded with its chunks as neighbours is discarded too; neighbours are found again
+                         at the next ingestion or the chunk's next question, whichever comes first
 
-The chunks before one in its document come and go with it.
+The preceding chunks of a document are added and deleted together with it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ragcache.store.records import Chunk, VectorBatch
 
 log = logging.getLogger(__name__)
 
-# Chunks looked at for one neighbour: the chunk itself is found too, and a text that is there twice counts once.
+# Chunks fetched per neighbour wanted: the chunk itself is found too, and a text that is stored twice counts once.
 FETCH_FACTOR = 4
 # Embeddings compared at once: two such batches and their products take 80 MB.
 BATCH = 4096
 # Chunks whose neighbours, and whose KV, are committed together.
 WINDOW = 64
-# Sums of products in another order differ by as much; a chunk that is looked at in vain keeps its neighbours.
+# Sums of products in another order differ by this much. A chunk that is checked needlessly keeps its neighbours.
 ROUNDING = 1e-5
 
 
 class Neighbourhood(ABC):
-    """Finds and remembers the neighbours of a store's chunks. Thread-safe.
+    """Finds and records the neighbours of a store's chunks. Thread-safe.
 
-    choice: how many of one chunk, fewer where there are fewer; which ones, and in what order they are read
+    choice: the most neighbours of a chunk, how they are chosen, and the order in which they are read
     """
 
     def __init__(self, documents: DocumentStore, retriever: Retriever, choice: NeighbourChoice) -> None:
@@ -51,9 +51,9 @@ class Neighbourhood(ABC):
         self._table = NeighbourTable(documents.database)
 
     def of(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """The neighbours of each chunk, nearest first; none for a passage from outside the store.
+        """Return the neighbours of each chunk, nearest first; none for a passage from outside the store.
 
-        Those of a stored chunk that has none recorded are found and recorded.
+        If a stored chunk has no recorded neighbours, they are found and recorded.
         """
         ids = [chunk.vector_id for chunk in chunks if chunk.is_stored]
         recorded = self._table.of(ids)
@@ -63,9 +63,9 @@ class Neighbourhood(ABC):
         return [[by_id[id] for id in recorded.get(chunk.vector_id, ()) if id in by_id] for chunk in chunks]
 
     def update(self) -> None:
-        """Find the neighbours that are not recorded, and those that are others since documents were added.
+        """Find the neighbours that are not recorded, and those that have changed since documents were added.
 
-        The caller holds the writer lock. Raises what `NeighbourTable.record` raises.
+        The caller holds the writer lock. Raises the errors of `NeighbourTable.record`.
         """
         new = self._newer_than(self._table.compared())
         outdated = self._outdated(new)
@@ -76,19 +76,21 @@ class Neighbourhood(ABC):
             self._table.set_compared(int(new.ids[-1]))
 
     def without_kv(self) -> Iterator[list[Chunk]]:
-        """The chunks whose KV is to be computed, in batches."""
+        """Yield the chunks whose KV is still to be computed, in batches."""
         ids = self._table.without_kv()
         for start in range(0, len(ids), WINDOW):
             yield self._documents.chunks(ids[start : start + WINDOW])
 
     @abstractmethod
     def _outdated(self, new: VectorBatch) -> list[int]:
-        """Vector ids of the chunks whose neighbours may be others than recorded. new: searched vectors that were not
-        looked at before"""
+        """Return the vector ids of chunks whose neighbours may differ from those recorded.
+
+        new: searched vectors that were not compared before
+        """
 
     @abstractmethod
     def _find(self, vector_id: int) -> list[Near]:
-        """The neighbours of a chunk, nearest first."""
+        """Return the neighbours of a chunk, nearest first."""
 
     def _newer_than(self, vector_id: int) -> VectorBatch:
         batches = list(self._documents.all_vectors(after=vector_id))
@@ -97,7 +99,7 @@ class Neighbourhood(ABC):
         return VectorBatch(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
 
     def _found_now(self, vector_ids: Sequence[int]) -> dict[int, list[int]]:
-        """Neighbours that a question needs. What cannot be recorded is found again by the next one."""
+        """Find the neighbours that a question needs. If they cannot be recorded, the next question finds them again."""
         found = {id: near for id in vector_ids if (near := self._find(id))}
         try:
             if found:
@@ -108,24 +110,24 @@ class Neighbourhood(ABC):
 
 
 class Preceding(Neighbourhood):
-    """The chunks right before a chunk in its document, which it is read behind in their order: what it leans on."""
+    """Neighbours are the chunks right before a chunk in its document, read in their order: its text leans on theirs."""
 
     def _outdated(self, new: VectorBatch) -> list[int]:
-        # What stands before a chunk never changes.
+        # The chunks before a stored chunk never change, so only new chunks count.
         return [int(id) for id in np.unique(self._documents.chunks_of_vectors(new.ids))]
 
     def _find(self, vector_id: int) -> list[Near]:
-        """Vector ids of a document's chunks follow each other."""
+        """Return the preceding chunks, nearest first. A document's chunks have consecutive vector ids."""
         own = next(iter(self._documents.chunks_by_vector_ids([vector_id])), None)
         before = 0 if own is None else min(self.choice.number, own.ordinal)
         return [Near(vector_id - back) for back in range(1, before + 1)]
 
 
 class Similar(Neighbourhood):
-    """The chunks with the most similar embeddings. The same text twice counts once.
+    """Neighbours are the chunks with the most similar embeddings. A text that is stored twice counts once.
 
-    `update` compares the embeddings of every recorded chunk and every new one, and searches the index once for each
-    chunk that is new or found to have a nearer one.
+    `update` compares the embedding of every recorded chunk with that of every new chunk. It searches the index once for
+    each chunk that is new or has a nearer neighbour among the new chunks.
     """
 
     def _outdated(self, new: VectorBatch) -> list[int]:

@@ -12,19 +12,19 @@ from ragcache.store.json_values import check_metadata, text_problem
 from ragcache.store.places import Place, check_places
 
 HANDLE_KEY = "ragcache_handle"
-"""Where integrations name a passage's KV block in the metadata that they return; no document keeps it."""
+"""Metadata field in which integrations return the handle of a passage's KV block. Documents drop it."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and what is known about it.
+    """A text to ingest, with its id and metadata.
 
-    id:       names the document in the store; ingesting the same id again replaces it
-    text:     plain text or Markdown; Markdown's structure is used to find good places to cut
-    metadata: a JSON object, for filters; a handle in it, which a search put there, is dropped
-    title:    given to the embedder with every chunk
-    source:   where it came from, for people (a path, a URL); the id when empty
-    places:   where in its file the text was read, by offsets; each passage's own is in its metadata
+    id:       the document's id in the store; ingesting the same id again replaces the document
+    text:     plain text or Markdown; the chunker prefers to cut at Markdown's structure
+    metadata: a JSON object, for filters; a handle that a search added (HANDLE_KEY) is dropped
+    title:    shown to the embedder with every chunk
+    source:   origin of the document, for people (a path, a URL); if empty, the id is used
+    places:   pages, sheets or rows of the file, by offsets into the text; a passage's own place is in its metadata
     """
 
     id: str
@@ -41,12 +41,15 @@ class Document:
 
     @property
     def where(self) -> str:
-        """How messages name this document."""
+        """Return the name by which messages refer to this document."""
         return self.source or self.id
 
     def check(self) -> None:
-        """Raises IngestError (no id), MetadataError (metadata is not JSON) or ReaderError (no text, or text that no
-        store can hold)."""
+        """Check that a store can hold the document.
+
+        Raises IngestError (no id), MetadataError (metadata is not JSON) or ReaderError (no text, or text that no store
+        can hold).
+        """
         if not isinstance(self.id, str) or not self.id.strip():
             raise IngestError(f"a document of source {self.source!r} has no id; give it a non-empty string")
         if not isinstance(self.text, str) or not self.text.strip():
@@ -60,9 +63,12 @@ class Document:
         check_places(self.where, self.text, self.places)
 
     def content_hash(self, settings: Mapping[str, Any]) -> str:
-        """Return the SHA-256 of all that its stored chunks depend on; `settings` are those of the chunker. Its id and
-        source are not among them: a file that moves keeps it. If the document has places, their own SHA-256 follows: a
-        document whose places alone changed keeps its chunks (see `hash_parts`).
+        """Return the SHA-256 of everything that the stored chunks depend on.
+
+        The id and the source are not included, so that a file that moves keeps its hash. If the document has places,
+        their SHA-256 follows: a document that differs in its places alone keeps its chunks (see `hash_parts`).
+
+        settings: the chunker's settings
         """
         content = {
             "text": self.text, "metadata": dict(self.metadata), "title": self.title, "settings": dict(settings)
@@ -75,7 +81,10 @@ PLACED = "+"
 
 
 class HashParts(NamedTuple):
-    """The parts of a content hash: of text, title, metadata and settings, and of the places, "" without any."""
+    """The parts of a content hash.
+
+    content: hash of text, title, metadata and settings. places: hash of the places; "" without places
+    """
 
     content: str
     places: str
@@ -87,6 +96,6 @@ def hash_parts(content_hash: str) -> HashParts:
 
 
 def headed(title: str, text: str) -> str:
-    """The text below its title as a heading, unless it begins with it."""
+    """Return the text with its title above it as a heading, unless the text begins with the title."""
     title = " ".join(title.split())
     return f"# {title}\n\n{text}" if title and not text.lstrip("# \n").startswith(title) else text

@@ -1,4 +1,4 @@
-"""The language model as ingestion sees it: chunk ids in, KV blocks and their keys out."""
+"""The language model as ingestion uses it: chunk ids in, KV blocks and their keys out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:  # FAISS comes with it
     from ragcache.ingest.context_chunks import Neighbourhood
 
 ReadPrefix = Callable[[Sequence[int]], AbstractContextManager[Exact | None]]
-# A shorter beginning runs in the pass of the question, which takes no longer for it.
+# A shorter beginning is computed in the question's forward pass, which takes no longer for it.
 LEAST_FIRST_TOKENS = 64
 OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, seconds, chunks
 
 
 @dataclass(eq=False, repr=False)
 class BlockKeys:
-    """Names of the blocks of one model under one recipe, prefix and tenant.
+    """The keys of the blocks of one model under one recipe, prefix and tenant.
 
-    first_ids:  how the store's prompts begin
-    neighbourhood: knows the chunks that each chunk is read behind, where the recipe has neighbours
+    first_ids:  token ids that the store's prompts begin with
+    neighbourhood: finds the neighbours of each chunk; None if the recipe has no neighbours
     """
 
     card: ModelCard
@@ -49,36 +49,37 @@ class BlockKeys:
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """What every chunk is encoded behind: `first_ids`, or nothing where the recipe does not see them."""
+        """Return the prefix of every chunk: `first_ids`, or no ids if the recipe does not attend to them."""
         return list(self.first_ids) if self.recipe.sees_prefix else []
 
     @cached_property
     def context_ids(self) -> list[int]:
-        """All that every chunk is read behind and that is the same for all: `prefix_ids`, then the recipe's primer."""
+        """Return the ids that the model reads before every chunk: `prefix_ids`, then the recipe's primer."""
         return [*self.prefix_ids, *self.recipe.primer_ids]
 
     @property
     def first_key(self) -> str | None:
-        """The key of the prompts' beginning as a block of its own; None where it is too short for one."""
+        """Return the block key of the prompts' beginning, or None if it is too short to be stored as a block."""
         if len(self.first_ids) < LEAST_FIRST_TOKENS:
             return None
         return self.card.block_key(self.first_ids, Recipe(), (), self.tenant)
 
     @property
     def owner(self) -> str:
-        """Names all blocks of this model, recipe, prefix and tenant."""
+        """Return a key that stands for all blocks of this model, recipe, prefix and tenant."""
         return self.key(())
 
     @property
     def encoder(self) -> ModelEncoder:
-        """Computes these blocks. Raises ConfigError where the model runs in another engine, which computes none."""
+        """Return the encoder that computes these blocks. Raises ConfigError if the model runs in another engine, which
+        computes answers only."""
         raise ConfigError(
             "the model runs in another engine, which computes answers alone; add documents with "
             'kv="lazy" here, and run `ragcache ingest`, or open the store without engine=, for their KV'
         )
 
     def check(self, token_ids: Sequence[int], where: str) -> None:
-        """Raises PromptError or ContextTooLongError when the model cannot read this chunk; where: of which document."""
+        """Raise PromptError or ContextTooLongError if the model cannot read this chunk. where: names its document"""
         ids = [*self.context_ids, *self.recipe.marked(token_ids)]
         shared = "prefix and the primer" if self.recipe.primer_ids else "prefix"
         what = f"{where}: a chunk{f' (behind the shared {shared})' if self.context_ids else ''}"
@@ -86,17 +87,17 @@ class BlockKeys:
         check_replay(self.card, self.recipe, self.context_ids, token_ids, what)
 
     def key(self, token_ids: Sequence[int], neighbours: Neighbours = ()) -> str:
-        """The block key of a chunk."""
+        """Return the block key of a chunk."""
         return self.card.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant, neighbours)
 
     def keys(self, chunks: Sequence[Chunk]) -> list[str]:
-        """The block keys of chunks, their neighbours looked up."""
+        """Return the block keys of chunks, after looking up their neighbours."""
         whole = self.with_neighbours([chunk.whole for chunk in chunks])
         return [self.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with the ids that they are read behind, as many as the model has room for, in the order of
-        reading."""
+        """Return the chunks with the token ids of their neighbours, in reading order, as many as the model has room
+        for."""
         if self.neighbourhood is None:
             return list(chunks)
         found = zip(chunks, self.neighbourhood.of(chunks), strict=True)
@@ -104,7 +105,7 @@ class BlockKeys:
         return [replace(chunk, neighbours=tuple(in_order(self._fitting(chunk, near)))) for chunk, near in found]
 
     def _fitting(self, chunk: Chunk, near: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-        """Ids of what is near, nearest first, as many as the model has room for."""
+        """Return the token ids of neighbours, nearest first, as many as the model has room for."""
         marks = len(self.recipe.marked(()))
         left = self.card.max_positions - len(self.context_ids) - chunk.num_tokens - marks - self.recipe.bos
         taken: list[tuple[int, ...]] = []
@@ -118,11 +119,12 @@ class BlockKeys:
 
 @dataclass(eq=False, repr=False)
 class ModelEncoder(BlockKeys):
-    """Blocks of one language model under one recipe, prefix and tenant: all that ingestion knows of models.
+    """Computes the blocks of one language model under one recipe, prefix and tenant. Ingestion uses the language model
+    through this class only.
 
-    read_prefix: gives the KV of context_ids at every use; None: it is read at first use and kept
-    on_encoded:  is told of every batch that was encoded
-    codec:       says what is kept beside blocks
+    read_prefix: opens the KV of context_ids at every use; None: the KV is computed at first use and kept
+    on_encoded:  called after every batch with its longest chunk's tokens, its seconds and its number of chunks
+    codec:       adds to each block the data that it stores with it
     """
 
     card: LanguageModel
@@ -140,15 +142,15 @@ class ModelEncoder(BlockKeys):
 
     @property
     def batch_tokens(self) -> int:
-        """Padded tokens that are best encoded together."""
+        """Return the number of padded tokens that suits a batch on the model's device."""
         return self.lm.batch_tokens
 
     def encode(self, chunks: Sequence[Sequence[int]], neighbours: Sequence[Neighbours] | None = None) -> list[KVBlock]:
-        """One block a chunk, in order; the chunks run together as one batch.
+        """Compute a block for each chunk, in order, in a single batch.
 
-        neighbours: by chunk, the ids that it is read behind; None: nothing
+        neighbours: for each chunk, the token ids of its neighbours, which the model reads first; None: no neighbours
 
-        Raises what the caller's limit raises (`limits.limited`), amid the batch too.
+        Raises CancelledError and TimedOutError under `deadline.limited`, also within the batch.
         """
         limit = LIMIT.get()
         limit.check()

@@ -1,4 +1,4 @@
-"""One ingestion, from its inputs to its report."""
+"""A single ingestion, from its inputs to its report."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Input = str | os.PathLike[str] | SourceFile | Document
 
 @dataclass
 class PendingDocument:
-    """A document on its way: its chunks, the keys of their blocks, and whether it replaces one.
+    """A document that is being ingested: its chunks, their block keys, and whether it replaces a stored document.
 
-    file: place of the file that it is from, or ""
-    stored: the chunks are in the store already; only KV blocks are missing
-    ids: of the chunks; (): as the chunker names them
+    file: place of the document's file, or ""
+    stored: the chunks, if they are in the store already and only KV blocks are missing
+    ids: ids of the chunks; (): the chunker names them
     """
 
     document: Document
@@ -67,11 +67,12 @@ class PendingDocument:
 
 @dataclass
 class IngestRun:
-    """One call of `Ingestor.ingest`, or of `copy`: what is there already, under the same version, is then left alone.
+    """A call of `Ingestor.ingest` or `Ingestor.copy`. A copy skips documents that are stored in the same version.
 
-    worker: for what is needed of single documents
-    work:  reads and computes, given the report to fill and what to tell of progress
-    copied: another store's documents, in place of inputs, and what gives their passages ids of this model's tokenizer
+    worker: checks and cuts single documents
+    work:  makes the object that reads and computes, from the report to fill and a callback for progress
+    copied: for a copy, the store whose documents replace the inputs, and the splitter that tokenises their passages for
+        this model
     """
 
     to: StoreWriter
@@ -86,7 +87,7 @@ class IngestRun:
 
     def __post_init__(self) -> None:
         self.chunker = self.worker.chunker
-        # What chunks are read behind is known when all documents are stored: `_encode_behind_neighbours`.
+        # A chunk's neighbours are known only when all documents are stored: see `_encode_behind_neighbours`.
         self._eager_then = self.eager and self.to.block_keys.neighbourhood is not None
         self.eager = self.eager and not self._eager_then
         self.report = IngestReport(dry_run=self.dry_run)
@@ -95,8 +96,8 @@ class IngestRun:
         self._seen: set[str] = set()
         self._roots: list[str] = []
         self._files: dict[str, str] = {}  # ids of files, by the places where they were found
-        self._unread: set[str] = set()  # ids of files that were not read without a failure
-        self._told: set[str] = set()  # documents that the report names already
+        self._unread: set[str] = set()  # ids of files with failures
+        self._told: set[str] = set()  # ids of documents that the report names already
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
@@ -111,13 +112,13 @@ class IngestRun:
                 self._foretell(window)
             self._remove_vanished()
         else:
-            # What a killed run left: replaced blocks not yet deleted, commits that the index has not seen.
+            # A killed run may have left replaced blocks undeleted, and commits that the index has not seen.
             self.to.collect_garbage()
             self.to.retriever.refresh()
             jobs = ((window, self._job(window)) for window in self._windows(given))
             for window, vectors in self._work.compute(jobs):
                 self._commit_window(window, vectors)
-            self.to.collect_garbage()  # of documents that others have moved onto
+            self.to.collect_garbage()  # blocks of documents that moved ones have replaced
             self._save_index(force=True)
             self._remove_vanished()
             self._encode_behind_neighbours()
@@ -150,8 +151,10 @@ class IngestRun:
                 yield prepared
 
     def _records(self, inputs: Sequence[Input]) -> Iterator[tuple[Record, str]]:
-        """All records of the inputs, in order, with the places of their files. A file that is called something else
-        than its path is in no folder that could be followed: its documents have no file."""
+        """Yield all records of the inputs, in order, with the places of their files.
+
+        The place is "" for a file with a `source`: `sync` compares only files that go by their own paths.
+        """
         sources = self._sources(inputs)
         self._known.look_for_vanished(self._roots, self._files)
         read = self._work.read(sources, self._known.content_hashes)
@@ -165,7 +168,8 @@ class IngestRun:
         self._tell(ProgressEvent("read", len(sources), len(sources)))
 
     def _sources(self, inputs: Sequence[Input]) -> list[Source]:
-        """A file that is named twice, by its folder and by itself say, is read once, without links if it can be."""
+        """Return the files and documents to read, each file once, by a path without links if the inputs have such a
+        path."""
         sources: list[Source] = []
         rank: dict[str, int] = {}  # among the sources, by id
         for given in inputs:
@@ -185,7 +189,7 @@ class IngestRun:
         return sources
 
     def _prepare(self, document: Document, file: str, record: Record) -> PendingDocument | None:
-        """The document's chunks and keys; None when there is nothing to do or it cannot be ingested."""
+        """Return the document's chunks and keys, or None if there is nothing to do or it cannot be ingested."""
         try:
             LIMIT.get().check()
             self.worker.check(document)
@@ -217,7 +221,7 @@ class IngestRun:
         return PendingDocument(document, file, content_hash, cut.chunks, cut.keys, found is not None)
 
     def _cut(self, document: Document, record: Record) -> ChunkedDocument:
-        """Raises IngestError, PromptError."""
+        """Return the document's chunks and keys. Raises IngestError, PromptError."""
         cut = record.cut or self.worker.cut(document, self.report.seconds)
         if isinstance(cut, Exception):
             raise cut
@@ -226,8 +230,10 @@ class IngestRun:
     def _placed_anew(
         self, id: str, document: Document, content_hash: str, record: Record
     ) -> Sequence[Mapping[str, Any]] | None:
-        """Return the metadata that the chunks of a stored document are to have, whose places alone have changed: none
-        if these are the same too, None if its chunks would be cut otherwise today."""
+        """Return new metadata for the chunks of a stored document that differs from `document` in its places at most.
+
+        Return () if the places are the same too, and None if the document would be cut into other chunks today.
+        """
         if hash_parts(content_hash).places == hash_parts(self._known.version(id).content_hash).places:
             return ()
         chunks = self._cut(document, record).chunks
@@ -243,8 +249,10 @@ class IngestRun:
         file: str,
         metadata: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Let a stored document have the id, source and file that it has now, and its chunks this metadata, if it is
-        given. content_hash: None where its content is another; it is then still to be replaced."""
+        """Give a stored document its current id, source and file, and its chunks `metadata`, unless that is empty.
+
+        content_hash: the document's current hash; None if its content differs, so that it is still to be replaced
+        """
         old = self._known.version(id)
         version = StoredVersion(content_hash or old.content_hash, document.where, file)
         if id == document.id and (content_hash is None or version == old):
@@ -262,7 +270,7 @@ class IngestRun:
             self._told.add(id)
 
     def _prepare_unchanged(self, document: Document, content_hash: str) -> PendingDocument | None:
-        """None when its KV blocks are there too, or are not wanted now."""
+        """Return the stored document as pending, or None if its KV blocks exist too or are not wanted now."""
         eager = self.eager and not self.report.dry_run
         stored = tuple(self.to.documents.chunks_of(document.id)) if eager else ()
         keys = [self.to.block_keys.key(chunk.token_ids) for chunk in stored]
@@ -302,7 +310,7 @@ class IngestRun:
         ]  # fmt: skip
         if not self.eager:
             return EncodeJob(texts, {})
-        # The same text twice is one block.
+        # Chunks with the same text share a block.
         wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
         self._calibrate(wanted)
@@ -314,8 +322,10 @@ class IngestRun:
                 calibrate(self.to.documents, self.to.kv, self.to.block_keys.encoder, list(wanted.values()))
 
     def _encode_behind_neighbours(self) -> None:
-        """Discard KV that was read behind others than are nearest now. Where KV is computed at once, compute what is
-        missing in the whole store."""
+        """Update the neighbours of all chunks and discard KV that was encoded with other neighbours.
+
+        If the ingestion is eager, compute the KV that is missing in the whole store.
+        """
         near = self.to.block_keys.neighbourhood
         if near is None:
             return
@@ -327,7 +337,7 @@ class IngestRun:
                 self._encode_chunks(self.to.block_keys.with_neighbours(chunks))
 
     def _encode_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Compute and commit the KV of stored chunks, whose neighbours were looked up."""
+        """Compute and commit the KV of stored chunks, which come with their neighbours."""
         keys = [self.to.block_keys.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
         wanted = {key: chunk.token_ids for key, chunk in zip(keys, chunks, strict=True)}
         behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
@@ -341,7 +351,7 @@ class IngestRun:
     # Storing
 
     def _keep_beginning(self) -> None:
-        """Store the block of the prompts' beginning, once: an engine elsewhere loads it as it loads passages."""
+        """Store the block of the prompts' beginning if it is missing: other engines load it as they load passages."""
         key = self.to.block_keys.first_key
         if key is None:
             return
@@ -365,7 +375,10 @@ class IngestRun:
         self._save_index()
 
     def _commit(self, one: PendingDocument, vectors: list[Vectors]) -> None:
-        """vectors: of each chunk, as `embed_windows` returns them"""
+        """Commit a document and its chunks, and update the index. A document that the store refuses is reported failed.
+
+        vectors: the vectors of each chunk, as `embed_windows` returns them
+        """
         document = one.document
         ids = one.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(one.chunks))]
         chunks = [
@@ -387,7 +400,7 @@ class IngestRun:
             except IngestError as error:
                 self._fail(document.where, error, one.file)
                 return
-            searched = [own[len(own) > 1 :] for own in vectors]  # without the mean of a text's windows
+            searched = [own[len(own) > 1 :] for own in vectors]  # windows only, without their mean
             none = np.empty((0, self.to.retriever.index.dimension), np.float32)
             self.to.retriever.apply(added, np.concatenate([none, *searched]), before)
         self._tell_stored(one)
@@ -401,7 +414,7 @@ class IngestRun:
         self._say("commit", 1, one.document.id)
 
     def _remove_vanished(self) -> None:
-        # A folder that vanished since it was named is not one whose files were deleted.
+        # If a given folder itself has vanished since, its files are not taken for deleted.
         roots = [root for root in self._roots if os.path.exists(root)]
         read = {place: id not in self._unread for place, id in self._files.items()}
         gone = self._known.vanished(roots, read, self._seen)
@@ -419,7 +432,7 @@ class IngestRun:
     # Reporting
 
     def _foretell(self, window: list[PendingDocument]) -> None:
-        """Report a window as `_commit_window` would, without doing anything."""
+        """Report a window as `_commit_window` would, without changing anything."""
         for one in window:
             self._tell_stored(one)
         wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
@@ -437,7 +450,7 @@ class IngestRun:
             self.report.unchanged.append(id)
 
     def _fail(self, source: str, error: IngestError | PromptError, file: str) -> None:
-        """file: place of the file that it happened in; "" for none"""
+        """Report a failed input. file: the place of its file; "" if it has no file"""
         self.report.failed.append(Failure(source, error))
         if file:
             self._unread.add(self._files.get(file, file))
@@ -455,8 +468,10 @@ class IngestRun:
 
 
 def as_cut(chunk: Chunk, token_ids: list[int], metadata: Mapping[str, Any]) -> TextChunk:
-    """Return a stored chunk as the chunker made it. metadata: its document's; if these have "headings", a chunk's own
-    are not known from them."""
+    """Return a stored chunk as the chunker made it, with the ids of another tokenizer.
+
+    metadata: the document's. If it has "headings" itself, the chunk's own headings cannot be recovered and are left out
+    """
     own = {name: value for name, value in chunk.metadata.items() if metadata.get(name, ...) != value}
     headings = () if "headings" in metadata else headings_above(own.get("headings", ()), chunk.text)
     return TextChunk(chunk.text, token_ids, headings, own)

@@ -1,11 +1,11 @@
-"""Documents into a store: read, cut, embed and encode, commit.
+"""Ingestion pipeline: read documents, cut them into chunks, embed and encode the chunks, commit.
 
     files -> documents -> chunks -> window of documents -> embedding (a thread)            -> one SQL transaction
                                                         -> KV blocks -> disk (a thread)    a document -> index
 
-The order makes a kill at any instant harmless (law 9). Blocks come first: without a document that refers to them they
-are only content-addressed files, found again by the next run. A document becomes visible in one transaction, when
-all its blocks are flushed. The index follows SQL. Replaced blocks are deleted last, from a list that SQL keeps.
+The order makes a kill at any instant harmless (law 9). Blocks are written first: until a document refers to them they
+are only content-addressed files, which the next run finds again. A document becomes visible in one transaction, after
+all its blocks are flushed. The index is updated after SQL. Replaced blocks are deleted last, from a list in SQL.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ KV_MODES = ("eager", "lazy")
 
 @dataclass
 class Ingestor(StoreWriter):
-    """Changes the documents of one store. One ingestion at a time, in this process and all others: the store's writer
-    lock holds that."""
+    """Adds, replaces and removes the documents of a store. The store's writer lock allows a single ingestion at a time,
+    across all processes."""
 
     def __post_init__(self) -> None:
         self.reader = IsolatedReader(self.config.reading)
 
     def close(self) -> None:
-        """End the process that reads files; a later ingestion starts another one."""
+        """End the process that reads files; the next ingestion starts a new process."""
         self.reader.close()
 
     def ingest(
@@ -66,23 +66,26 @@ class Ingestor(StoreWriter):
     ) -> IngestReport:
         """Store documents: files, folders and Document objects.
 
-        A document whose id is there already is replaced if its content differs (or fails, unless `replace`), and left
-        alone otherwise. An input that cannot be ingested is in the report's `failed`, and the others go on. After an
-        interruption, running again finishes: it computes only what is not on disk.
+        If a document's id is already stored, the document is left alone when its content is the same. Otherwise it
+        replaces the stored document or, with replace=False, fails. An input that cannot be ingested is listed in the
+        report's `failed`, and the other inputs are still ingested. To finish an interrupted ingestion, run it again: it
+        computes only the blocks that are not on disk.
 
         kv: "eager" computes KV blocks now; "lazy" leaves them to the first use
-        chunker: cuts these inputs; None: the ingestor's own
-        sync: the given files and folders are all that there is of them: documents from files under them that have
-            vanished are deleted at the end, and one whose content is found at another path under them moves there, with
-            its KV and embeddings. What failed to be read has not vanished
-        dry_run: change nothing; the report says what would be
-        cluster: where files are read and the models run; None: here. This process stores the documents, in order
-        timeout_s: how long to wait for another writer
-        cancelled: set it to stop: looked at between and within batches, so within a second or two
+        chunker: cuts these inputs; None: the ingestor's own chunker
+        replace: whether a stored document with other content may be replaced
+        sync: make the store match the given files and folders. Documents whose files under them have vanished are
+            deleted at the end; a document whose content is found at another path under them moves there with its KV
+            and embeddings. A file that could not be read does not count as vanished
+        dry_run: change nothing; the report states the changes that would be made
+        cluster: the workers that read files and run the models; None: this process. In both cases this process stores
+            the documents, in order
+        timeout_s: seconds to wait for another writer
+        cancelled: set this event to stop; it is checked between and within batches, so within a second or two
 
         Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError, and
-        BasisError when the first passages are too few for the codec; what was committed stays. With sync, ReaderError
-        for a given path that is not there or cannot be read; then nothing was changed.
+        BasisError when the first passages have too few tokens for the codec; documents that were committed stay. With
+        sync, raises ReaderError for a given path that does not exist or cannot be read; then nothing was changed.
         """
         check_choice("kv", kv, KV_MODES)
         if kv == "eager":
@@ -114,11 +117,11 @@ class Ingestor(StoreWriter):
         progress: Progress | None = None,
         timeout_s: float = 30.0,
     ) -> IngestReport:
-        """Store the documents of another store, which may be of another model: the same passages under the same ids,
-        embedded and encoded by the models of this one. The other store is not changed.
+        """Copy the documents of `source`, a store that may belong to another model, into this store.
 
-        A document whose passage is too long for the model is in the report's `failed`. After an interruption, running
-        again finishes. Options and errors as for `ingest`.
+        Passages keep their texts and ids; this store's models embed and encode them. `source` is not changed. A
+        document with a passage that is too long for the model is listed in the report's `failed`. To finish an
+        interrupted copy, run it again. Options and errors are those of `ingest`.
         """
         check_choice("kv", kv, KV_MODES)
         if kv == "eager":

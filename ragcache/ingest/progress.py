@@ -1,4 +1,4 @@
-"""Ingestion on the terminal."""
+"""Progress of an ingestion on the terminal."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ LABELS = {
 
 
 def say_line(text: str) -> None:
-    """A line on standard error, where the bars are."""
+    """Print a line to standard error, where the bars are."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_bars(console: Console | None = None) -> Iterator[Progress]:
-    """A callback that draws one bar a stage, on standard error unless told otherwise."""
+    """Show a progress bar for each stage and yield the callback that updates them.
+
+    console: where to draw; None: standard error
+    """
     from rich import progress
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Limits of reading one document."""
+"""Limits on the reading of a document."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from ragcache.errors import Config, ConfigError, ReaderLimitError, check_least
 
 MIB = 1 << 20
-# A reading process needs as much before it reads anything.
+# Memory that a reading process needs before it reads anything.
 LEAST_MEMORY = 128 * MIB
 
 
 @dataclass(frozen=True)
 class ReadLimits(Config):
-    """Limits for one document; what exceeds one fails by name, and the others go on.
+    """Limits for each document. A document that exceeds a limit fails by name, and the others are still ingested.
 
-    seconds:      for one file, or one record of JSON lines
-    memory_bytes: of the process that reads. The kernel holds it on Linux (RLIMIT_DATA); elsewhere the process looks at
-                  its own size five times a second, so that it can be exceeded for that long
-    text_bytes:   of the text that comes out, as UTF-8; documents that are given as text too
-    chunks:       that it is cut into; only a text of hardly anything but headings has so many
-    encoding:     of text files that are not UTF-8 and do not say what they are; None refuses them
+    seconds:      time to read a file, or a record of JSON lines
+    memory_bytes: memory of the process that reads. On Linux the kernel enforces the limit (RLIMIT_DATA). Elsewhere the
+                  process checks its own size five times a second, so it can exceed the limit for that long
+    text_bytes:   size of the document's text as UTF-8, also for documents that are given as text
+    chunks:       number of chunks of the document; only a text made almost entirely of headings has so many
+    encoding:     encoding of text files that are not UTF-8 and do not state theirs; None: refuse them
 
     Raises ConfigError.
     """
@@ -46,8 +46,8 @@ class ReadLimits(Config):
             ) from error
 
     def check_text(self, text: str, where: str | os.PathLike[str]) -> None:
-        """Raises ReaderLimitError when the text is too long."""
-        # Every character takes at least one byte and at most four: most texts need not be encoded to know.
+        """Raise ReaderLimitError if the text is too long. where: names the document"""
+        # A character takes one to four bytes, so the size of most texts need not be computed.
         if 4 * len(text) <= self.text_bytes:
             return
         size = len(text) if len(text) > self.text_bytes else len(text.encode("utf-8", "surrogatepass"))
@@ -59,7 +59,7 @@ class ReadLimits(Config):
             )
 
     def check_chunks(self, count: int, where: str | os.PathLike[str]) -> None:
-        """Raises ReaderLimitError when the text is cut into too many."""
+        """Raise ReaderLimitError if the document has too many chunks. where: names the document"""
         if count > self.chunks:
             raise ReaderLimitError(
                 where,

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 class ProgressEvent(NamedTuple):
-    """stage: "read" (files or documents), "embed" (chunks), "encode" (tokens) or "commit" (documents).
+    """The progress of a stage of an ingestion.
 
-    total is what is known so far: it is final for "read", and grows for the others while documents are being read.
-    item names the input at hand.
+    stage: "read" (files or documents), "embed" (chunks), "encode" (tokens) or "commit" (documents)
+    done:  number of these done
+    total: number known so far; final for "read", and growing for the other stages while documents are being read
+    item:  name of the current input
     """
 
     stage: str
@@ -28,19 +30,19 @@ class ProgressEvent(NamedTuple):
     item: str = ""
 
 
-# Called in the thread that ingests. An exception ends the ingestion; what was committed stays.
+# Called in the thread that ingests. An exception ends the ingestion; documents that were committed stay.
 Progress = Callable[[ProgressEvent], None]
 
 
 class Failure(NamedTuple):
-    """An input that was not ingested, and why."""
+    """An input that was not ingested, and the error that prevented it."""
 
     source: str
     error: RagCacheError
 
 
 class Moved(NamedTuple):
-    """A document that was given another id because its file was renamed."""
+    """A document whose id changed because its file was renamed."""
 
     old: str
     new: str
@@ -48,8 +50,8 @@ class Moved(NamedTuple):
 
 @dataclass
 class IngestSeconds:
-    """Seconds by phase. Embedding and writing run in threads beside the others, so the phases add up to more than
-    the total."""
+    """Seconds by phase. Embedding and writing run in threads of their own, so the phases add up to more than the
+    total."""
 
     read_s: float = 0.0
     chunk_s: float = 0.0
@@ -61,7 +63,7 @@ class IngestSeconds:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time that the block takes to a phase."""
+        """Add the time that the `with` block takes to a phase."""
         started = time.perf_counter()
         try:
             yield
@@ -75,15 +77,18 @@ class IngestSeconds:
 
 @dataclass
 class IngestReport:
-    """added, updated, unchanged: document ids. skipped: files in folders that no reader reads, links to folders.
+    """The result of an ingestion.
 
-    moved:           documents that have another id now; those with changed content are in `updated`, too
+    added, updated, unchanged: document ids
+    failed:          inputs that were not ingested
+    skipped:         in folders, files of a kind that has no reader, and links to folders
+    moved:           documents whose ids changed; those whose content changed too are also in `updated`
     removed:         ids of documents whose files have vanished (sync=True)
-    dry_run:         whether nothing was changed: the others say what would have been
-    chunks, tokens:  of added and updated documents
-    computed_tokens: that the language model read
-    reused_blocks:   KV blocks that were on disk already
-    kv_bytes:        that KV blocks of this ingestion take on disk, files as they are
+    dry_run:         True: nothing was changed, and the other fields state the changes that would have been made
+    chunks, tokens:  numbers for added and updated documents
+    computed_tokens: tokens that the language model read
+    reused_blocks:   number of KV blocks that were on disk already
+    kv_bytes:        bytes that this ingestion's KV blocks take on disk, as stored
     """
 
     added: list[str] = field(default_factory=list)
@@ -103,12 +108,12 @@ class IngestReport:
 
     @property
     def kv_text(self) -> str:
-        """kv_bytes in words."""
+        """Return a sentence that states kv_bytes."""
         return f"the KV that was computed takes {bytes_text(self.kv_bytes)} on disk"
 
 
 def bytes_text(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Return a number of bytes in binary units: 1536 becomes "1.5 KiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

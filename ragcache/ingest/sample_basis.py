@@ -1,4 +1,4 @@
-"""The basis of a store's codec, made from a sample of the first passages that are ingested."""
+"""The basis of a store's codec, computed from a sample of the first passages ingested."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ SAMPLE_TOKENS = 8192
 
 
 def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> None:
-    """Give the store's codec its basis: one that another process has made meanwhile, or one of these chunks' KV.
+    """Give the store's codec its basis: the basis that another process has made meanwhile, or a fit to the chunks' KV.
 
-    Raises BasisError when they have too few tokens, and what `KVStore.add_basis` and `IngestRun` raise.
+    chunks: token ids of each chunk; about SAMPLE_TOKENS of them are used
+
+    Raises BasisError if the chunks have too few tokens, and the errors of `KVStore.add_basis` and
+    `ModelEncoder.encode`.
     """
     name = documents.basis
     if name is not None:

@@ -1,4 +1,4 @@
-"""Files read in a process of their own, under limits of time and memory: a hostile file costs itself alone."""
+"""Read files in a separate process with limits on time and memory, so that a hostile file fails without other harm."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ragcache.ingest.sandbox_child import OVER_MEMORY
 from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.store.places import Place
 
-# Starting an interpreter does not count as reading; on a busy machine it takes a while.
+# Time for starting the interpreter, which does not count as reading and takes a while on a busy machine.
 START_S = 60.0
-# Each thread of a library of linear algebra has buffers, which would count as what the reading takes.
+# The buffers of linear algebra libraries, a set for each thread, would count as memory that reading takes.
 _ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# The parent's own sys.path, and not the folder that it happens to stand in (-P): a document named json.py is no module.
+# The child uses the parent's sys.path and leaves out the working directory (-P): a document named json.py is no module.
 _CODE = """
 import json, sys
 settings = json.loads(sys.stdin.buffer.readline())
@@ -39,10 +39,10 @@ main(settings)
 
 
 class IsolatedReader:
-    """Reads one file after the other in a process that is started when it is first needed and, where a file was too
-    much for it, anew. Not for two threads at once.
+    """Reads files, one after the other, in a separate process. Not thread-safe.
 
-    The process ends with `close`, with this object and with this program, however that ends.
+    The process starts when it is first needed, and starts again after a file has ended it. It ends with `close`, with
+    this object and with this program, however the program ends.
     """
 
     def __init__(self, limits: ReadLimits | None = None) -> None:
@@ -50,9 +50,9 @@ class IsolatedReader:
         self._process: _Process | None = None
 
     def read(self, file: SourceFile) -> Iterator[Document | ReaderError]:
-        """The documents in a file; what cannot be read, or takes more than the limits allow, is yielded as its error.
+        """Yield the documents in a file. A record that cannot be read or exceeds the limits is yielded as its error.
 
-        Raises CancelledError and TimedOutError within `limits.limited`, within a moment.
+        Raises CancelledError and TimedOutError under `deadline.limited`, with little delay.
         """
         request: dict[str, Any] = {"file": {**file._asdict(), "path": str(file.path)}, "folder": None}
         if not file.path.is_absolute():
@@ -61,7 +61,7 @@ class IsolatedReader:
         while True:
             try:
                 answer = self._answer(request, name)
-            except ReaderError as error:  # the process is gone: nothing more comes of this file
+            except ReaderError as error:  # the process has ended, so the rest of the file is lost
                 yield error
                 return
             if "end" in answer:
@@ -81,19 +81,19 @@ class IsolatedReader:
                 self._process.answer(START_S, name)
             self._process.send(request)
             return self._process.answer(self.limits.seconds, name)
-        except BaseException:  # an answer may still come: it would be taken for that to the next question
+        except BaseException:  # a late answer would be taken for the answer to the next request
             self.close()
             raise
 
     def close(self) -> None:
-        """End the process; the next file starts another one."""
+        """End the process; the next file starts a new process."""
         if self._process is not None:
             self._process.end()
             self._process = None
 
 
 class _Process:
-    """One worker: a line to it, a line from it."""
+    """The reading process: each request and each answer is a line."""
 
     def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
@@ -110,12 +110,16 @@ class _Process:
 
     def send(self, message: Mapping[str, Any]) -> None:
         if self._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # it is gone: the missing answer says so
+            with contextlib.suppress(OSError):  # the process has ended: `answer` reports it
                 self._popen.stdin.write(json.dumps(message).encode() + b"\n")
                 self._popen.stdin.flush()
 
     def answer(self, seconds: float, name: str) -> dict[str, Any]:
-        """Raises ReaderError, by this name, where none comes; CancelledError and TimedOutError as LIMIT says."""
+        """Return the next answer of the process.
+
+        Raises ReaderError, under the file's `name`, if no answer comes within `seconds`, and CancelledError and
+        TimedOutError under `deadline.limited`.
+        """
         deadline = time.monotonic() + seconds
         while True:
             try:

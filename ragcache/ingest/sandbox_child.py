@@ -1,10 +1,10 @@
-"""The process that reads files for `sandbox.py`: it may be slow, grow or die, and only one file fails.
+"""The process that reads files for `sandbox.py`: if it hangs, takes too much memory or crashes, only that file fails.
 
-It imports readers and no model. A line of JSON on standard input asks for a file's first record or the next one, a line
-of JSON on standard output answers: a document, an error or the end. Nothing is pickled.
+It imports readers and no model. A line of JSON on standard input requests a file's first or next record, and a line of
+JSON on standard output answers with a document, an error or the end. Nothing is pickled.
 
-Several things end it: its input ends, its parent is gone (also while a reader computes), the alarm that is set for each
-record, or too much memory.
+The process ends when its input ends, when its parent has ended (also while a reader computes), when the alarm that is
+set for each record fires, or when it takes too much memory.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from ragcache.ingest.read_limits import ReadLimits
 from ragcache.ingest.readers import SourceFile, read_file
 from ragcache.ingest.readers.plain import ENCODING
 
-# Exit status that says why.
+# Exit status of a process that took too much memory.
 OVER_MEMORY = 77
-# The parent kills first; the alarm is for one that cannot.
+# The parent kills the process first; the alarm is for a parent that cannot.
 ALARM_GRACE_S = 1.0
 WATCH_S = 0.2
-# Metadata, title and source of a document, as JSON: they are kept for the document and shown with every answer.
+# Most bytes of a document's metadata, title and source, as JSON: they are stored, and shown with every answer.
 MAX_FIELDS = 1 << 20
-# Places, as JSON: so many bytes for each character of the text. Pages and rows take far fewer.
+# Most bytes of a document's places, as JSON, for each character of its text. Pages and rows take far fewer.
 MAX_PLACES = 8
 
 
 def main(settings: dict[str, Any]) -> None:
-    """settings: the fields of ReadLimits"""
+    """Answer requests until the parent closes the input. settings: the fields of ReadLimits"""
     limits = ReadLimits(**settings)
     ENCODING.set(limits.encoding)
     answers = _private_output()
-    # What a reader says of a file belongs into its error, not between the parent's own lines.
+    # A reader's remarks on a file belong in its error, not among the parent's log lines.
     logging.disable()
     warnings.simplefilter("ignore")
     with contextlib.suppress(ValueError):
@@ -57,7 +57,7 @@ def main(settings: dict[str, Any]) -> None:
     except MemoryError:
         os._exit(OVER_MEMORY)
     except BrokenPipeError:
-        os._exit(0)  # nobody listens any more
+        os._exit(0)  # the parent has closed its end
 
 
 def _answer(requests: BinaryIO, answers: BinaryIO, limits: ReadLimits) -> None:
@@ -114,7 +114,7 @@ def _document(record: Document) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    # Not escaped: text of other scripts would grow sixfold. Half a surrogate pair is for the parent to refuse.
+    # Not escaped, since text in other scripts would grow sixfold. The parent refuses halves of surrogate pairs.
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -124,7 +124,7 @@ def _write(answers: BinaryIO, line: bytes) -> None:
 
 
 def _private_output() -> BinaryIO:
-    """Standard output as it was given; what else is written there from now on goes to standard error."""
+    """Return the original standard output, and redirect to standard error whatever readers print to it."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
@@ -133,9 +133,9 @@ def _private_output() -> BinaryIO:
 def _bound_memory(most: int) -> None:
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # the system has no such module
         return
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is set from outside
+    with contextlib.suppress(ValueError, OSError):  # a lower limit may be set from outside
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -148,8 +148,8 @@ def _watch(parent: int, most: int) -> None:
 
 
 def _resident_bytes() -> int:
-    """Now; where that cannot be told, the most that it was."""
-    with contextlib.suppress(OSError):  # no such file outside of Linux, where the peak is the parent's too
+    """Return the current resident set size in bytes, or its peak if the current value is unavailable."""
+    with contextlib.suppress(OSError):  # only Linux has the file; the peak there would include the parent's
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     try:
         import resource
@@ -160,6 +160,6 @@ def _resident_bytes() -> int:
 
 
 def _alarm(seconds: float) -> None:
-    """The kernel ends this process so many seconds from now, whatever it is doing; 0: not any more."""
+    """Have the kernel end this process after `seconds`, whatever it is doing; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)

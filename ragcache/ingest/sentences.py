@@ -1,8 +1,8 @@
-"""Ends of sentences: a small set of rules, no model.
+"""Ends of sentences, found by a small set of rules and without a model.
 
-A sentence ends behind . ! ? … (and closing quotes or brackets) when white space follows and what comes next can start
-one: not a lower-case letter. A full stop behind an abbreviation, a single initial ("J. K. Rowling") or a numbered
-heading ("3. ") ends nothing. 。！？ end a sentence without white space.
+A sentence ends after . ! ? … (and closing quotes or brackets) if white space follows and the next character is not a
+lower-case letter. A full stop after an abbreviation, a single initial ("J. K. Rowling") or a heading's number ("3. ")
+does not end a sentence. 。！？ end a sentence without white space.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-# Words that end sentences as often ("no.", "sun.", "ed.") are left out: a cut too many there costs less.
+# Words that end sentences as often ("no.", "sun.", "ed.") are left out: a wrong cut costs less than a missed end.
 ABBREVIATIONS = frozenset(
     {"mr", "mrs", "ms", "dr", "prof", "rev", "hon", "sr", "jr", "st", "mt", "ft", "col", "capt", "lt", "sgt", "gov"}
     | {"vs", "etc", "cf", "al", "ca", "approx", "dept", "est", "fig", "figs", "eq", "eqs", "vol", "vols", "pp", "sec"}
@@ -18,7 +18,7 @@ ABBREVIATIONS = frozenset(
     | {"jan", "feb", "apr", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec", "mon", "tue", "wed", "thu", "fri"}
 )
 
-# Possessive, and only from the first mark of a run: linear on a million full stops.
+# Possessive, and matching only from the first mark of a run, to take linear time on a million full stops.
 _LATIN_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+(?=\s)")
 _CJK_END = re.compile(r"[。！？]++[」』”’）]*+")
 _SPACE = re.compile(r"\s*+")
@@ -26,7 +26,10 @@ _LAST_WORD = re.compile(r"[^\s(\[\"'“‘«]*\Z")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences in order, each with the white space behind it: joined they are `text`. Blank lines end a sentence."""
+    """Return the sentences in order, each with the white space after it, so that joined they are `text`.
+
+    Blank lines end a sentence.
+    """
     cuts = sorted({0, *_ends(text), len(text)})
     return [text[start:end] for start, end in pairwise(cuts)]
 
@@ -37,7 +40,7 @@ def _ends(text: str) -> list[int]:
     ends += [match.end() for match in _LATIN_END.finditer(text) if _is_end(text, match)]
     cuts = [0]
     for end in sorted(ends):
-        if end > cuts[-1]:  # else it lies in white space that was skipped: a million blank lines, once each
+        if end > cuts[-1]:  # else it lies in white space already skipped: a million blank lines take linear time
             cuts.append(_skip_space(text, end))
     return cuts
 
@@ -48,7 +51,7 @@ def _is_end(text: str, match: re.Match[str]) -> bool:
         return False
     if match.group()[0] != "." or len(match.group().rstrip("\"'”’»)]")) > 1:
         return True
-    # A window is enough: no abbreviation is longer, and a text without spaces must not be scanned again and again.
+    # No abbreviation is longer than this window, and without it a text without spaces would be scanned repeatedly.
     before = _LAST_WORD.search(text[max(0, match.start() - 24) : match.start()])
     word = before.group() if before else ""
     if len(word) == 1 and word.isupper():

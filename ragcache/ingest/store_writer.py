@@ -1,4 +1,4 @@
-"""The parts of a store that an ingestion writes to, and the deletions that keep them together."""
+"""The parts of a store that an ingestion writes to, and the deletions that keep them consistent."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from ragcache.store.kv_store import KVStore, collect_garbage
 
 @dataclass(frozen=True)
 class IngestConfig(Config):
-    """window_tokens: documents are committed when this many tokens of chunks have come together
-    batch_tokens:  padded tokens that the language model reads at once; what suits its device when None
-    save_every_s:  seconds between two savings of the index; it is saved at the end in any case
-    reading:       what reading one document may take
+    """Settings of an ingestion.
+
+    window_tokens: documents are committed whenever their chunks add up to this many tokens
+    batch_tokens:  padded tokens that the language model reads at once; None: a number that suits its device
+    save_every_s:  seconds between two saves of the index, which is saved at the end in any case
+    reading:       limits on the reading of a document
     """
 
     window_tokens: int = 8192
@@ -32,7 +34,7 @@ class IngestConfig(Config):
 
 @dataclass
 class StoreWriter:
-    """One store, as ingestion changes it."""
+    """The parts of a store that ingestion changes."""
 
     layout: StoreLayout
     documents: DocumentStore
@@ -43,10 +45,10 @@ class StoreWriter:
     config: IngestConfig = field(default_factory=IngestConfig)
 
     def delete(self, ids: Iterable[str], *, timeout_s: float = 30.0) -> list[str]:
-        """Delete documents; see `delete_documents`."""
+        """Delete documents and return the ids that were found; see `delete_documents`."""
         store = (self.layout, self.documents, self.kv, self.retriever)
         return delete_documents(*store, ids, timeout_s=timeout_s)
 
     def collect_garbage(self) -> int:
-        """Delete the blocks that no chunk refers to any more; returns how many. The caller holds the writer lock."""
+        """Delete the blocks that no chunk refers to, and return their number. The caller holds the writer lock."""
         return collect_garbage(self.documents, self.kv)

@@ -1,6 +1,6 @@
 """The blocks of a text: headings, paragraphs, code, list items, rows of tables.
 
-Plain text is read as Markdown too: the blocks only say where a cut is good, they never change a character.
+Plain text is parsed as Markdown too, because blocks only mark good places to cut and never change a character.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from markdown_it import MarkdownIt
 
 from ragcache.models.deadline import LIMIT
 
-# Characters that are parsed together, and where one block alone is longer than that.
+# Characters that are parsed at once, and the same for a block that is longer than that.
 WINDOW = 1 << 17
 MAX_WINDOW = 1 << 19
-# Longest title of a heading, or header of a table, in characters: every chunk below it carries it.
+# Most characters of a heading's title or a table's header, which every chunk below it repeats.
 MAX_TITLE = 1000
 
 
 class Block(NamedTuple):
-    """text[start:end] with the blank lines behind it. level: 1-6 of a heading, 0 otherwise; title: its words.
-    is_prose: cut between sentences rather than lines. header: where that of a row's table is; None for all others, and
-    for a table's first row, which is one block with it."""
+    """A block of a text: text[start:end], which includes the blank lines after the block.
+
+    level: 1-6 for a heading, 0 otherwise
+    title: a heading's words
+    is_prose: whether to cut between sentences rather than lines
+    header: for a table's row, start and end of the table's header; None for a table's first row, whose block includes
+        the header, and for other blocks
+    """
 
     start: int
     end: int
@@ -35,20 +40,20 @@ class Block(NamedTuple):
 
 
 def split_blocks(text: str) -> Iterator[Block]:
-    """Blocks in order; they tile `text`, which has no carriage returns.
+    """Yield the blocks of `text`, which has no carriage returns, in order. Together they cover all of it.
 
-    A long text is parsed a window at a time: what the parser makes of a line takes many times its size. The last block
-    of a window may go on, so the next window begins with it. Blocks are those of the whole text parsed at once, unless
-    a single one is longer than MAX_WINDOW.
+    A long text is parsed a window at a time, since the parser takes many times the memory of the text. The last block
+    of a window may continue, so the next window begins with it. The blocks are the same as if the whole text were
+    parsed at once, unless a single block is longer than MAX_WINDOW.
 
-    Raises CancelledError and TimedOutError within `limits.limited`.
+    Raises CancelledError and TimedOutError under `deadline.limited`.
     """
     parser = MarkdownIt("commonmark").enable("table")
     # Only block structure is needed, and inline rules are slow on one enormous line.
     parser.core.ruler.disable(["inline", "text_join"])
     parser.block.ruler.disable("reference")
     start, size = 0, WINDOW
-    header: tuple[int, int] | None = None  # of the table that goes on at `start`
+    header: tuple[int, int] | None = None  # of the table that continues at `start`
     while start < len(text):
         LIMIT.get().check()
         end = text.find("\n", start + size) + 1 or len(text)
@@ -58,7 +63,7 @@ def split_blocks(text: str) -> Iterator[Block]:
             last = found.pop()
             resume, header = last.start, last.header
             if header and header[1] - header[0] > MAX_TITLE:
-                header = None  # parsed again with each window, so what is left of such a table is prose
+                header = None  # too long to parse again with each window: the rest of the table becomes prose
         elif end < len(text) and size < MAX_WINDOW:
             size = MAX_WINDOW
             continue
@@ -67,16 +72,18 @@ def split_blocks(text: str) -> Iterator[Block]:
 
 
 def first_heading(text: str) -> str:
-    """The words of the first heading; "" where there is none."""
+    """Return the title of the first heading, or "" if the text has no heading."""
     return next((block.title for block in split_blocks(text) if block.level), "")
 
 
 def _parse(parser: MarkdownIt, text: str, begin: int, end: int, header: tuple[int, int] | None) -> list[Block]:
-    """Blocks that begin in text[begin:end], which goes on with a table's rows where there is a header; their ends are
-    left open."""
+    """Return the blocks that begin in text[begin:end], without their ends, which `_tile` sets.
+
+    header: if text[begin:end] begins with further rows of a table, start and end of the table's header
+    """
     part = text[begin:end]
     offsets = [begin, *(begin + match.end() for match in re.finditer("\n", part))]
-    if header:  # two lines: the names of the columns, and what separates them from the rows
+    if header:  # two lines: the names of the columns, and the line between them and the rows
         part, offsets = text[slice(*header)] + part, [header[0], header[0], *offsets]
     found: list[Block] = []
     top = 0  # line of the last table
@@ -100,7 +107,10 @@ def _parse(parser: MarkdownIt, text: str, begin: int, end: int, header: tuple[in
 
 
 def _tile(found: list[Block], begin: int, end: int) -> Iterator[Block]:
-    """Close the gaps: text that no token covers belongs to the block before it, or to the first one."""
+    """Yield the blocks with their ends set, so that they cover text[begin:end].
+
+    Text that no token covers belongs to the block before it, or at the beginning to the first block.
+    """
     found = found or [Block(begin, end, 0, "", True)]
     starts = [begin, *(block.start for block in found[1:]), end]
     for block, (start, stop) in zip(found, pairwise(starts), strict=True):

@@ -1,4 +1,4 @@
-"""Texts that are passages already: one chunk each, kept as they are."""
+"""Texts that are passages already: each becomes a single chunk, unchanged."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ NO_LIMIT = 1 << 20
 
 
 class PassthroughSplitter:
-    """Stands in for a Chunker where the caller's own documents are the passages (`ingest(..., split=False)`).
+    """Replaces the Chunker if the caller's documents are the passages (`ingest(..., split=False)`).
 
-    The text is stored as it was given. The model reads it with exactly one newline at its end, as it reads every chunk,
-    so that a passage has the same ids, and the same KV block, whoever hands it over.
+    The text is stored unchanged. The model reads it with exactly one newline at its end, as it reads every chunk, so
+    that a passage has the same ids, and the same KV block, wherever it comes from.
     """
 
     settings: dict[str, Any] = {"chunker": "whole 1"}  # noqa: RUF012
 
     def __init__(self, tokenizer: Any, max_tokens: int = NO_LIMIT) -> None:
-        """tokenizer: a transformers tokenizer. max_tokens: most that the model can read."""
+        """Create a splitter.
+
+        tokenizer: a transformers tokenizer
+        max_tokens: most tokens that the model can read
+        """
         self._tokens = ChunkTokenizer(tokenizer)
         self._max_tokens = max_tokens
 
@@ -37,7 +41,7 @@ class PassthroughSplitter:
         return document_id
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text as a passage. Raises ContextTooLongError for one that is far too long to be tokenised."""
+        """Return the token ids of each text as a passage. Raises ContextTooLongError for a text that is too long."""
         for text in texts:
             self._check(text)
         return self._tokens.encode([f"{text.rstrip()}\n" for text in texts])

@@ -1,6 +1,6 @@
 """The part of an ingestion that needs no stored documents: read, cut, embed, encode.
 
-It runs in the process that commits, or in the actors of a Ray cluster: the same code in both.
+The same code runs in the process that commits and in the actors of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from ragcache.retrieval.embedder import Vectors as Vectors
 from ragcache.runtime import work_alone
 from ragcache.store.kv_store import KVStore
 
-# Texts that the embedder is given together: cancelling takes effect behind them where it has no say of its own.
+# Texts passed to the embedder in a single call. If the embedder does not check for cancellation itself, cancelling
+# takes effect after the call.
 EMBED_TEXTS = 1024
 
 T = TypeVar("T")
 Source = SourceFile | Document
-# Told of progress in the thread that computes: "encode" (tokens), "embed" (chunks), or "skip" (tokens that need no
-# encoding: they are stored already).
+# Progress callback, called in the thread that computes: "encode" (tokens), "embed" (chunks), or "skip" (tokens that
+# need no encoding because their KV is stored already).
 Say = Callable[[str, int], None]
 
 
@@ -51,9 +52,9 @@ CutResult = ChunkedDocument | IngestError | PromptError | None
 
 
 class Record(NamedTuple):
-    """One document of a source, or why it could not be read.
+    """A document of a source, or the error that prevented reading it.
 
-    cut: its chunks, or why it has none, where that is known already
+    cut: the document's chunks, or the error that prevented cutting it; None: it was not cut yet
     """
 
     found: Document | ReaderError
@@ -61,11 +62,11 @@ class Record(NamedTuple):
 
 
 class EncodeJob(NamedTuple):
-    """What a window of documents needs computed.
+    """The embeddings and KV blocks to compute for a window of documents.
 
-    texts:  for the embedder
+    texts:  texts to embed
     wanted: token ids by block key
-    neighbours: by block key, what the chunk is read behind, where that is anything
+    neighbours: by block key, the neighbours that the model reads before the chunk; chunks without neighbours are absent
     """
 
     texts: list[str]
@@ -74,43 +75,52 @@ class EncodeJob(NamedTuple):
 
 
 class Work(Protocol):
-    """Where the workbench stands: in this process, or on a cluster."""
+    """The reading and computing of an ingestion, in this process or on a cluster."""
 
     def read(self, sources: Sequence[Source], known: Callable[[Source], frozenset[str]]) -> Iterator[Iterator[Record]]:
-        """The records of each source, in order. known: content hashes that the store has for a source; documents that
-        have one of them need not be cut."""
+        """Yield the records of each source, in order.
+
+        known: returns the content hashes that the store has for a source; documents with such a hash need not be cut
+        """
         ...
 
     def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
-        """The vectors of each job's texts (see `embed_windows`), in order, once its blocks are flushed; each with what
-        came with the job."""
+        """Yield the vectors of each job's texts (see `embed_windows`), in order, after its blocks are flushed.
+
+        Each job comes with an object of the caller's, which is yielded with the vectors.
+        """
         ...
 
     @property
     def is_ahead(self) -> bool:
-        """Whether jobs behind the one that was handed out last have begun: they may count on blocks that are stored."""
+        """Return whether jobs after the last one yielded have begun. These may rely on blocks that are stored now."""
         ...
 
 
 class Workers(Protocol):
-    """Processes of other machines that do the work of ingestions; each ingestion reaches and leaves them."""
+    """Processes on other machines that do the work of ingestions. Each ingestion connects to them and disconnects."""
 
     def work(self, worker: Worker) -> AbstractContextManager[Callable[[IngestReport, Say], Work]]:
-        """Workers that have loaded what the worker consists of. Raises ClusterError, ConfigError, and what loading
-        raises."""
+        """Start workers that have loaded the parts of `worker`, for the length of a `with` block.
+
+        Raises ClusterError, ConfigError, and the errors of loading.
+        """
         ...
 
 
 class WorkersConfig(Protocol):
-    """Says which workers an ingestion uses."""
+    """The choice of workers for an ingestion."""
 
     @classmethod
     def of(cls, given: Self | str | bool | None) -> Self | None:
-        """True: workers that are started for it; text: an address; None and False: none."""
+        """Return the configuration that a user's value stands for; None without workers.
+
+        given: True: workers started for the ingestion; text: an address; None or False: no workers
+        """
         ...
 
     def workers(self, open_kv: Callable[[], KVStore]) -> Workers:
-        """open_kv: opens the store's KV in a worker; it is pickled"""
+        """Return the workers. open_kv: opens the store's KV in a worker; it is pickled"""
         ...
 
 
@@ -119,9 +129,11 @@ WORKERS: dict[str, type[WorkersConfig] | str] = {"ray": "ragcache_ray.cluster:Ra
 
 @dataclass
 class Worker:
-    """Reader, chunker, embedder, encoder and KV store of an ingestion. One reading and one computing call at a time.
+    """Reader, chunker, embedder, encoder and KV store of an ingestion.
 
-    batch_tokens: padded tokens that the model reads at once; None: what suits its device
+    At most one thread may read and one thread compute at a time.
+
+    batch_tokens: padded tokens that the model reads at once; None: a number that suits its device
     """
 
     reader: IsolatedReader
@@ -154,12 +166,12 @@ class Worker:
             yield found
 
     def check(self, document: Document) -> None:
-        """Raises IngestError for a document that no store takes."""
+        """Raise IngestError for a document that no store can hold."""
         self.reader.limits.check_text(document.text, document.where)
         document.check()
 
     def cut(self, document: Document, seconds: IngestSeconds) -> ChunkedDocument:
-        """Raises IngestError, PromptError."""
+        """Cut a document into chunks and compute their block keys. Raises IngestError, PromptError."""
         with seconds.timed("chunk_s"):
             chunks = self.chunker.split(document.text, document.places)
         self.reader.limits.check_chunks(len(chunks), document.where)
@@ -168,7 +180,10 @@ class Worker:
         return ChunkedDocument(chunks, [self.block_keys.key(chunk.token_ids) for chunk in chunks])
 
     def compute(self, job: EncodeJob, report: IngestReport, say: Say) -> list[Vectors]:
-        """Embed the texts, and encode the blocks that are not stored; these are flushed on return."""
+        """Embed the job's texts and encode its missing blocks, which are flushed on return.
+
+        Return the vectors of each text; see `embed_windows`.
+        """
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
         wanted, stored = job.wanted, self.kv.lookup(job.wanted, "durable")
         missing = [key for key in wanted if key not in stored]
@@ -181,7 +196,7 @@ class Worker:
             keys = [missing[rank] for rank in batch]
             with report.seconds.timed("encode_s"):
                 blocks = self.block_keys.encoder.encode([wanted[key] for key in keys], [behind[key] for key in keys])
-            _wait(writes)  # of the batch before: at most two batches are in memory
+            _wait(writes)  # writes of the previous batch: at most two batches are in memory
             writes = [
                 self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
             ]
@@ -195,7 +210,7 @@ class Worker:
         return vectors
 
     def _embed(self, texts: Sequence[str], seconds: IngestSeconds) -> list[Vectors]:
-        """Vectors of the texts, in order. Runs in a thread of its own."""
+        """Return the vectors of each text, in order. Runs in the embedding thread."""
         vectors = list[Vectors]()
         with seconds.timed("embed_s"), limited(Limit(self._over)):
             for start in range(0, len(texts), EMBED_TEXTS):
@@ -205,12 +220,12 @@ class Worker:
 
     def _write(self, key: str, block: KVBlock, report: IngestReport) -> None:
         with report.seconds.timed("write_s"):
-            self.kv.put(key, block)  # a document is committed when its blocks outlive a kill
+            self.kv.put(key, block)  # a document is committed only once its blocks would survive a kill
         report.kv_bytes += sum(stored.num_bytes for stored in self.kv.lookup([key], "durable").values())
 
 
 class LocalWorkers:
-    """Work in this process: one window after the other."""
+    """Work in this process, one window after the other."""
 
     is_ahead = False
 

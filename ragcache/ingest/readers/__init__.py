@@ -1,8 +1,8 @@
-"""Files and folders to documents.
+"""Read files and folders into documents.
 
-A file's id is its absolute path, symbolic links resolved, with forward slashes: no two files share it, and it is the
-same however the file was named. It is the id of the file's document too, unless the file holds several. Folders are
-walked in sorted order; names that begin with a dot and stores are left out.
+A file's id is its absolute path with symbolic links resolved and forward slashes: no two files share it, and it does
+not depend on the path by which the file was named. It is also the id of the file's document, unless the file contains
+several. Folders are walked in sorted order; names that begin with a dot and stores are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ragcache.ingest.readers.plain import Reader, printable, readable, unreadabl
 from ragcache.plugins import load
 from ragcache.store.places import edited
 
-# Source code. XML and YAML are data, of which a folder may hold much that nobody asks for.
+# Source code. XML and YAML are left out: they are data, and a folder may hold much of it that no question needs.
 CODE = (
     ".c .cc .cpp .cs .cu .go .h .hpp .java .js .jsx .kt .lua .php .pl .proto .py .r .rb .rs .scala .sh .sql .swift .ts "
     ".tsx"
@@ -38,9 +38,9 @@ OWN = {
 
 @cache
 def readers() -> dict[str, str]:
-    """Which function reads a kind of file, by its suffix: this package's, then those of plug-ins.
+    """Return the name of the reader function for each suffix. This package's readers have priority over plug-ins'.
 
-    Imported at first use: the parsers take most of a second, and whoever only lists files needs none.
+    Readers are imported at first use: the parsers take most of a second, and listing files needs none of them.
     """
     return {**{f".{name}": target for name, target in plugins.targets(plugins.READERS).items()}, **OWN}
 
@@ -48,8 +48,8 @@ def readers() -> dict[str, str]:
 class SourceFile(NamedTuple):
     """A file to read, and its id.
 
-    source: what documents and errors call it, where that is not its path
-    link:   the absolute path that it was found at, where a symbolic link in it leads to the file; else ""
+    source: the file's name in documents and errors; "": its path
+    link:   the absolute path where the file was found, if it includes a symbolic link; else ""
     """
 
     path: Path
@@ -59,13 +59,18 @@ class SourceFile(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the file was found: when a link in this path goes or moves, the file is not there any more."""
+        """Return the path where the file was found. It may include links; if these change, the file has vanished."""
         return self.link or self.id
 
 
 class FileList(NamedTuple):
-    """files: to be read. failed: given paths that cannot be. skipped: in folders, files of a kind that has no reader,
-    and links to folders, which are not followed (they may lead anywhere), or to nothing."""
+    """The files found at given paths.
+
+    files:   files to read
+    failed:  errors of given paths that cannot be read
+    skipped: in folders, files of a kind that has no reader, dangling links, and links to folders, which are not
+        followed because they may lead anywhere
+    """
 
     files: list[SourceFile]
     failed: list[ReaderError]
@@ -73,7 +78,7 @@ class FileList(NamedTuple):
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> FileList:
-    """The files at these paths, folders walked. Nothing is opened."""
+    """Return the files at these paths, and those in folders among them. No file is opened."""
     found = FileList([], [], [])
     for path in map(Path, paths):
         try:
@@ -84,13 +89,13 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> FileList:
 
 
 def file_id(path: str | os.PathLike[str]) -> str:
-    """The id of the file or folder at this path, whether it is there or not."""
+    """Return the id of the file or folder at this path, which need not exist."""
     return printable(Path(os.path.realpath(path)))
 
 
 def _source_file(path: Path) -> SourceFile:
     id, place = file_id(path), printable(Path(os.path.abspath(path)))
-    # abspath takes "link/.." for the folder that the link is in.
+    # abspath takes "link/.." for the folder that contains the link, so its result is checked.
     return SourceFile(path, id, link=place if place != id and file_id(place) == id else "")
 
 
@@ -111,7 +116,7 @@ def _find(path: Path, found: FileList) -> None:
 
 
 def read_file(file: SourceFile) -> Iterator[Document | ReaderError]:
-    """The documents in a file; what cannot be read is yielded as its error."""
+    """Yield the documents in a file. A record that cannot be read is yielded as its error."""
     try:
         for record in reader_of(file.path)(file.path, file.id):
             if isinstance(record, Document):
@@ -131,7 +136,7 @@ def reader_of(path: Path) -> Reader:
 
 
 def _renamed(record: Document | ReaderError, file: SourceFile) -> Document | ReaderError:
-    """The record with the file's `source` in place of its path."""
+    """Return the record with the file's path replaced by its `source`, if it has a source."""
     if not file.source:
         return record
     if isinstance(record, Document):
@@ -145,7 +150,7 @@ def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
         failed.append(ReaderError(error.filename or root, f"the folder cannot be read ({error.strerror})"))
 
     for folder, folders, names in os.walk(root, onerror=report):
-        if STORE_MARK in names:  # a store's own files are no documents
+        if STORE_MARK in names:  # a store's own files are not documents
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))

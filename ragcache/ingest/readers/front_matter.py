@@ -1,7 +1,7 @@
-"""Front matter: YAML, as JSON's types.
+"""YAML front matter, as JSON types.
 
-Scalars are those of YAML 1.2: `no` and `on` are words, and 12:30 is no number. Dates stay strings, as they are written.
-What is no YAML is read line by line, "name: value", since authors write `title: C#: a guide`.
+Scalars are those of YAML 1.2: `no` and `on` are words, and 12:30 is not a number. Dates stay strings, as written. Front
+matter that is not YAML is read line by line as "name: value", since authors write `title: C#: a guide`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 32
-MAX_CHARACTERS = 16 << 10  # of a longer block nothing is read: it is text
+MAX_CHARACTERS = 16 << 10  # a longer block is taken for text
 _FIELD = re.compile(r"(?P<name>[A-Za-z_][\w-]*):[ \t]+(?P<value>\S.*)")
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -42,7 +42,7 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 
 def parse_front_matter(lines: str) -> dict[str, Any]:
-    """The fields; none where nothing is one."""
+    """Return the fields of the front matter; an empty dict if the lines contain no fields."""
     if len(lines) > MAX_CHARACTERS:
         return {}
     try:
@@ -54,7 +54,7 @@ def parse_front_matter(lines: str) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Raises ValueError."""
+    """Parse YAML into JSON types. Raises ValueError."""
     try:
         return _json(yaml.load(text, _Loader))
     except (yaml.YAMLError, RecursionError) as error:
@@ -72,7 +72,7 @@ def _scalar(value: str) -> Any:
 def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, set):  # its order is another in each process
+    if isinstance(value, set):  # a set's order differs between processes
         return sorted(map(str, value))
     if isinstance(value, list | tuple):
         return [_json(item) for item in value]

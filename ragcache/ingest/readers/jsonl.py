@@ -1,8 +1,8 @@
-"""JSON lines: one document a line.
+"""JSON lines: each line is a document.
 
-Fields: `text` or `content` (wanted), `id`, `title`, `metadata` (an object), `source`. All others are metadata too, as
-they are; where `metadata` has the same key, its value counts. A title that the text does not begin with is put above it
-as a heading: passages are often cut from a page that named its subject only there.
+Fields: `text` or `content` (required), `id`, `title`, `metadata` (an object), `source`. All other fields become
+metadata unchanged; if `metadata` has the same key, its value is used. A title that the text does not begin with is put
+above the text as a heading: passages are often cut from a page that named its subject only in the title.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIELDS = ("text", "content", "id", "title", "metadata", "source")
 
 
 def read_jsonl(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
-    """One document a line; a line that is none is yielded as its error, and the others go on."""
+    """Yield a document for each line. A line that is not a document is yielded as its error."""
     records = 0
     try:
         with open(path, "rb") as file:
@@ -44,7 +44,7 @@ def _record(line: bytes, where: str, file_id: str, number: int) -> Document | Re
 
 
 def _words(value: Any) -> str:
-    """Return a text or number as text; an object, list or truth value is no name, and gives ""."""
+    """Return a string or number as text, and "" for an object, a list, a boolean or null."""
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 

@@ -1,4 +1,4 @@
-"""Markdown: the text as it stands; its first heading is the title, and YAML front matter becomes metadata."""
+"""Markdown: the text is kept unchanged, its first heading is the title, and YAML front matter becomes metadata."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def read_markdown(path: Path, document_id: str) -> Iterator[Document | ReaderErr
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
-    """Fields and the text below. A block in which nothing is a field is a thematic break, and stays."""
+    """Return the fields of the front matter and the text below it.
+
+    A block without any field is not front matter: its dashes are thematic breaks, so it stays in the text.
+    """
     match = _FRONT_MATTER.match(text)
     metadata = {} if match is None else parse_front_matter(match["lines"])
     return ({}, text) if match is None or not metadata else (metadata, text[match.end() :])

@@ -11,15 +11,15 @@ from pathlib import Path
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 
-# Reads one file into documents. The string is the id of the file, and the source of its documents; a record that cannot
-# be read is yielded as its error, a file that cannot be read at all raises it.
+# Reads a file into documents. The string is the file's id and the source of its documents. A record that cannot be read
+# is yielded as its error; if the whole file cannot be read, the error is raised.
 Reader = Callable[[Path, str], Iterator[Document | ReaderError]]
 
 ENCODING: ContextVar[str | None] = ContextVar("ragcache_encoding", default=None)
 """Encoding of text that is not UTF-8, as `ReadLimits.encoding` states it."""
 STATE = "--encoding, ReadLimits.encoding"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-# Characters without a width, which split words for tokenizers and searches, and ligatures of print.
+# Characters without width, which split words for tokenizers and searches, and typographic ligatures.
 _UNSEEN: dict[int, str | None] = {
     **dict.fromkeys((0xAD, 0x200B, 0x2060, 0xFEFF)),
     **{0xFB00 + rank: letters for rank, letters in enumerate(("ff", "fi", "fl", "ffi", "ffl"))},
@@ -27,7 +27,7 @@ _UNSEEN: dict[int, str | None] = {
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's bytes. Raises ReaderError when it cannot be opened or is empty."""
+    """Return the file's bytes. Raises ReaderError if it cannot be opened or is empty."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -38,10 +38,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(data: bytes, path: str | os.PathLike[str]) -> str:
-    """UTF-8, UTF-16 with a byte order mark, or else the encoding that is stated, as text with "\\n" line ends.
+    """Decode UTF-8, UTF-16 with a byte order mark, or else the stated encoding, into text with "\\n" line ends.
 
-    Raises ReaderError. Nothing is guessed: charset-normalizer reads one short text in fifteen as letters of another
-    script, and more of those in Latin letters as names that are none.
+    Encodings are not guessed: charset-normalizer decodes a fifteenth of short texts into letters of another script, and
+    more of those in Latin letters into names that do not exist. Raises ReaderError.
     """
     stated = ENCODING.get()
     tried = ["utf-16"] if data.startswith(_UTF16) else ["utf-8-sig"] * (b"\0" not in data) + [stated] * bool(stated)
@@ -72,22 +72,23 @@ def unreadable(error: OSError) -> str:
 
 
 def printable(path: Path) -> str:
-    """The path with forward slashes, and bytes of a name that are not UTF-8 written out: no store holds them."""
+    """Return the path with forward slashes, and with bytes that are not UTF-8 escaped, since no store can hold them."""
     return path.as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def storable(text: str) -> str:
-    """The text without NULs and halves of surrogate pairs, which broken files give and no store can hold."""
+    """Return the text without NULs and halves of surrogate pairs: broken files contain them, and no store can hold
+    them."""
     return text.replace("\0", "").encode("utf-8", "ignore").decode()
 
 
 def readable(text: str) -> str:
-    """The text as it is seen: without soft hyphens and other characters of no width, ligatures as letters."""
+    """Return the text as it appears: without soft hyphens and other zero-width characters, ligatures as letters."""
     return text if text.isascii() else text.translate(_UNSEEN)
 
 
 def fenced(code: str, language: str = "") -> str:
-    """The code as a Markdown block, its fence longer than any in it."""
+    """Return the code as a Markdown block whose fence is longer than any backtick run in the code."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
     return f"{fence}{language}\n{code}\n{fence}"
 

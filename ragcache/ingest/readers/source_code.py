@@ -1,4 +1,4 @@
-"""Source code: the text as one block of code, named by its file."""
+"""Source code: the text becomes a code block, and the file's name its title."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from ragcache.ingest.readers.plain import decode, fenced, read_bytes
 
 
 def read_code(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
-    # Fenced, since a comment that begins with # would be a heading otherwise.
+    # Fenced, since otherwise a comment that begins with # would be a heading.
     text = fenced(decode(read_bytes(path), path).strip("\n"), path.suffix[1:].lower())
     yield Document(document_id, text + "\n", title=document_id.rpartition("/")[2], source=document_id)
