@@ -207,8 +207,8 @@ class Chunker:
     def _counted(self, items: Iterable[T], text_of: Callable[[T], str]) -> Iterator[tuple[T, int]]:
         """Yield each item with its text's number of tokens.
 
-        A text that is far too long for a chunk is not tokenised, since that takes a hundred times the text's size: its
-        number is one above `max_tokens`.
+        A text that is far too long for a chunk is given `max_tokens` + 1, because tokenising takes a hundred times the
+        text's size in memory.
         """
         far_too_long = max(LONG_RUN, LONG_TOKEN * self.config.max_tokens)
         for some in _batched(items, lambda item: len(text_of(item))):

@@ -32,7 +32,7 @@ OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, se
 
 @dataclass(eq=False, repr=False)
 class BlockKeys:
-    """The keys of the blocks of one model under one recipe, prefix and tenant.
+    """The keys of a model's blocks under a given recipe, prefix and tenant.
 
     first_ids:  token ids that the store's prompts begin with
     neighbourhood: finds the neighbours of each chunk; None if the recipe has no neighbours
@@ -66,7 +66,7 @@ class BlockKeys:
 
     @property
     def owner(self) -> str:
-        """Return a key that stands for all blocks of this model, recipe, prefix and tenant."""
+        """Return a key that identifies all blocks of this model, recipe, prefix and tenant together."""
         return self.key(())
 
     @property
@@ -119,8 +119,9 @@ class BlockKeys:
 
 @dataclass(eq=False, repr=False)
 class ModelEncoder(BlockKeys):
-    """Computes the blocks of one language model under one recipe, prefix and tenant. Ingestion uses the language model
-    through this class only.
+    """Computes a language model's blocks under a given recipe, prefix and tenant.
+
+    Ingestion uses the language model only through this class.
 
     read_prefix: opens the KV of context_ids at every use; None: the KV is computed at first use and kept
     on_encoded:  called after every batch with its longest chunk's tokens, its seconds and its number of chunks

@@ -17,7 +17,7 @@ SAMPLE_TOKENS = 8192
 def calibrate(documents: DocumentStore, kv: KVStore, encoder: ModelEncoder, chunks: Sequence[Sequence[int]]) -> None:
     """Give the store's codec its basis: the basis that another process has made meanwhile, or a fit to the chunks' KV.
 
-    chunks: token ids of each chunk; about SAMPLE_TOKENS of them are used
+    chunks: token ids of each chunk; about SAMPLE_TOKENS tokens are sampled
 
     Raises BasisError if the chunks have too few tokens, and the errors of `KVStore.add_basis` and
     `ModelEncoder.encode`.

@@ -39,7 +39,7 @@ main(settings)
 
 
 class IsolatedReader:
-    """Reads files, one after the other, in a separate process. Not thread-safe.
+    """Reads files in a separate process, a file at a time. Not thread-safe.
 
     The process starts when it is first needed, and starts again after a file has ended it. It ends with `close`, with
     this object and with this program, however the program ends.

@@ -93,7 +93,7 @@ class Work(Protocol):
 
     @property
     def is_ahead(self) -> bool:
-        """Return whether jobs after the last one yielded have begun. These may rely on blocks that are stored now."""
+        """Return whether later jobs than the last yielded have begun. They may rely on blocks that are stored now."""
         ...
 
 
@@ -113,7 +113,7 @@ class WorkersConfig(Protocol):
 
     @classmethod
     def of(cls, given: Self | str | bool | None) -> Self | None:
-        """Return the configuration that a user's value stands for; None without workers.
+        """Return the configuration that a user's value means; None without workers.
 
         given: True: workers started for the ingestion; text: an address; None or False: no workers
         """
@@ -131,7 +131,7 @@ WORKERS: dict[str, type[WorkersConfig] | str] = {"ray": "ragcache_ray.cluster:Ra
 class Worker:
     """Reader, chunker, embedder, encoder and KV store of an ingestion.
 
-    At most one thread may read and one thread compute at a time.
+    One thread may read while another computes, but never two of a kind.
 
     batch_tokens: padded tokens that the model reads at once; None: a number that suits its device
     """
@@ -225,7 +225,7 @@ class Worker:
 
 
 class LocalWorkers:
-    """Work in this process, one window after the other."""
+    """Work in this process, window by window."""
 
     is_ahead = False
 

@@ -1,1 +1,1 @@
-"""Embedder, FAISS index, retriever."""
+"""Retrieval: embedder, vector index, retriever, reranker."""

@@ -1,4 +1,4 @@
-"""Delete documents with all that was made of them."""
+"""Delete documents and everything derived from them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def delete_documents(
     *,
     timeout_s: float = 30.0,
 ) -> list[str]:
-    """Delete documents: text, embeddings, index entries, KV bytes in every tier. Returns the ids found.
+    """Delete documents: text, embeddings, index entries, and KV bytes in every tier. Return the ids that were found.
 
-    retriever: keeps the index; None where nothing was embedded yet
+    retriever: holds the index; None if nothing was embedded yet
 
     Raises StoreBusyError, StoreReadOnlyError.
     """
@@ -35,7 +35,7 @@ def delete_documents(
         deleted = documents.delete_documents(wanted)
         if retriever is not None:
             retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)
-            # HNSW keeps removed vectors in its graph: not after a deletion that was asked for.
+            # HNSW keeps removed vectors in its graph, but a deletion that a user requests must erase them.
             retriever.index.compact()
         collect_garbage(documents, kv)
         if deleted and retriever is not None:

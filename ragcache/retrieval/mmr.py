@@ -8,11 +8,13 @@ from ragcache.retrieval.faiss_kinds import Vectors
 
 
 def maximal_marginal_relevance(scores: Vectors, vectors: Vectors, k: int, mmr_lambda: float) -> list[int]:
-    """Positions of at most k candidates, in the order chosen (Carbonell and Goldstein, 1998, equation 1).
+    """Return the positions of at most k candidates, in the order chosen (Carbonell and Goldstein, 1998, equation 1).
 
-    scores: [n], inner products with the question. vectors: [n, dimension]. The next candidate maximises
-    mmr_lambda * score - (1 - mmr_lambda) * max(inner product with a chosen one): 1 is the plain ranking. Ties go to the
-    earlier candidate.
+    The next candidate maximises mmr_lambda * score - (1 - mmr_lambda) * max(inner product with a chosen candidate), so
+    mmr_lambda=1 is the plain ranking. Ties go to the earlier candidate.
+
+    scores: [n], inner products with the question
+    vectors: [n, dimension]
     """
     chosen: list[int] = []
     if len(scores) == 0:
@@ -20,7 +22,7 @@ def maximal_marginal_relevance(scores: Vectors, vectors: Vectors, k: int, mmr_la
     similar = np.full(len(scores), -np.inf, dtype=np.float32)
     left = np.ones(len(scores), dtype=bool)
     while left.any() and len(chosen) < k:
-        # With nothing chosen yet there is no redundancy: the first is the most relevant, whatever the weight.
+        # Before the first choice there is no redundancy, so the most relevant candidate wins whatever the weight.
         value = mmr_lambda * scores - (1 - mmr_lambda) * similar if chosen else scores
         best = int(np.argmax(np.where(left, value, -np.inf)))
         chosen.append(best)

@@ -1,4 +1,4 @@
-"""Open the index of a store, of whatever kind."""
+"""Open the index of a store, whatever its kind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from ragcache.store.documents import DocumentStore
 
 log = logging.getLogger(__name__)
 INDEXES: dict[str, Callable[..., TableIndex] | str] = {"pgvector": "ragcache_postgres.pgvector:PgVectorIndex"}
-"""Kinds of index that the documents' database holds. Called with the `Database`, the dimension, `embedder=` and
-`stored=`, as a `VectorIndex` is."""
+"""Kinds of index in the documents' database. A class is called with the `Database`, the dimension, `embedder=` and
+`stored=`, which mean the same as for `VectorIndex`."""
 
 
 def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
-    """The index saved at `path`, or an empty one where the file is absent, damaged, of another kind or embedder; kind
-    "pgvector" is a table of the database. Not yet brought up to date. Raises ConfigError, StoreNotFoundError."""
+    """Return the index saved at `path`, not yet brought up to date.
+
+    The index is empty if the file is absent, damaged, or of another kind or embedder. Kind "pgvector" is a table of the
+    documents' database instead. Raises ConfigError, StoreNotFoundError.
+    """
     if kind not in KINDS:
         return open_table(documents, kind, embedder, dimension)
     stored = partial(documents.vectors_by_ids, dimension=dimension)
@@ -35,7 +38,7 @@ def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, d
 
 
 def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:
-    """An index that the database holds. Raises ConfigError, StoreNotFoundError."""
+    """Open an index in the documents' database. Raises ConfigError, StoreNotFoundError."""
     check_choice("index kind", kind, (*KINDS, *INDEXES))
     stored = partial(documents.vectors_by_ids, dimension=dimension)
     return load("index kind", kind, INDEXES)(documents.database, dimension, embedder=embedder, stored=stored)

@@ -1,4 +1,4 @@
-"""A lock that questions get before everything else."""
+"""A lock that gives questions priority."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ QUESTION, PASSAGES = 0, 1
 
 
 class PriorityLock:
-    """Goes to the lowest rank that waits, and among equals to whoever came first. A plain lock goes to whoever happens
-    to wake up, which is most often the one that has just released it."""
+    """A lock that goes to the waiting thread with the lowest rank, and among equal ranks to the first to arrive.
+
+    A plain lock goes to the first thread to wake up, which is most often the thread that has just released it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,7 +33,10 @@ class PriorityLock:
 
     @contextmanager
     def hold(self, rank: int) -> Iterator[None]:
-        """Raises CancelledError and TimedOutError within `limits.limited`, while it waits, and ForkedError."""
+        """Hold the lock for the length of a `with` block. rank: QUESTION or PASSAGES
+
+        Raises CancelledError and TimedOutError under `deadline.limited`, while it waits, and ForkedError.
+        """
         self._home.check()
         limit = LIMIT.get()
         with self._changed:

@@ -1,7 +1,7 @@
-"""Rerankers: models that read a question together with a passage, and say how well it answers.
+"""Rerankers: models that read a question together with a passage and score how well the passage answers it.
 
-A name is a directory or hub id of a cross-encoder with one score, such as cross-encoder/ms-marco-MiniLM-L6-v2, loaded
-by sentence-transformers as its own configuration says.
+A reranker's name is the directory or hub id of a cross-encoder with a single score, such as
+cross-encoder/ms-marco-MiniLM-L6-v2. sentence-transformers loads it according to the model's configuration.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# Pairs in one forward pass; between passes a caller that gave up is noticed.
+# Pairs in one forward pass. Cancellation is checked between passes.
 PAIRS = 8
 
 
@@ -48,17 +48,17 @@ class Reranker(Protocol):
 
     @property
     def name(self) -> str:
-        """What requests call it."""
+        """Return the name by which requests refer to the reranker."""
         ...
 
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Scores of the texts, higher for a better answer: float32 [len(texts)]."""
+        """Return the scores of the texts, higher for a better answer: float32 [len(texts)]."""
         ...
 
 
 @dataclass(eq=False, repr=False)
 class CrossEncoderReranker:
-    """A Reranker over sentence-transformers' CrossEncoder. Scores are logits: a sigmoid would make ties of them."""
+    """A Reranker over sentence-transformers' CrossEncoder. Scores are logits, as a sigmoid would round them to ties."""
 
     name: str
     _model: CrossEncoder
@@ -70,10 +70,12 @@ class CrossEncoderReranker:
         self._has_cut = False
 
     def scores(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the texts' scores. A text that does not fit beside the question gets its best window's score, and a
-        question is cut where less than a quarter of the model's window would be left for texts.
+        """Return the texts' scores.
 
-        Raises CancelledError and TimedOutError within `limits.limited`, between batches.
+        A text that does not fit beside the question gets the score of its best window. A question is cut if it would
+        leave texts less than a quarter of the model's window.
+
+        Raises CancelledError and TimedOutError under `deadline.limited`, between batches.
         """
         question = self._beginning(question)
         cut = self._cut(question, texts)
@@ -91,7 +93,7 @@ class CrossEncoderReranker:
         return [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
 
     def _beginning(self, question: str) -> str:
-        """Return as much of the question as leaves texts a quarter of the model's window."""
+        """Return the question, cut if needed so that texts have a quarter of the model's window."""
         most = self._limit - self._limit // 4 - 2
         if not is_longer(question, most, partial(text_lengths, self._tokenizer)):
             return question
@@ -124,9 +126,9 @@ class CrossEncoderReranker:
 
 
 def load_reranker(name: str | Path, device: str = AUTO) -> Reranker:
-    """The cross-encoder of this directory or hub id.
+    """Load the cross-encoder of this directory or hub id.
 
-    Raises RerankerError when the model is absent, damaged or no cross-encoder with one score.
+    Raises RerankerError if the model is absent, damaged or not a cross-encoder with a single score.
     """
     from sentence_transformers import CrossEncoder
 
@@ -136,13 +138,13 @@ def load_reranker(name: str | Path, device: str = AUTO) -> Reranker:
             device=str(find_device(device)),
             trust_remote_code=False,
         )
-    except Exception as error:  # sentence-transformers and the hub raise any kind
+    except Exception as error:  # sentence-transformers and the hub raise errors of any kind
         raise RerankerError(
             f"the reranker {str(name)!r} cannot be loaded ({type(error).__name__}: {error}); give the directory of a "
             "cross-encoder, or a hub id that this machine can reach"
         ) from error
     kinds = getattr(model.config, "architectures", None) or [""]
-    if kinds[0].endswith("Model"):  # transformers would give it a last layer of random numbers
+    if kinds[0].endswith("Model"):  # transformers would add a last layer with random weights
         raise RerankerError(f"{name}: this is a {kinds[0]}, which has no score for a pair; give a cross-encoder")
     if model.num_labels != 1:
         raise RerankerError(f"{name}: this model gives {model.num_labels} labels to a pair; give one with one score")

@@ -1,4 +1,4 @@
-"""Question in, chunks out; and documents out of the store, with all that was made of them."""
+"""Find the chunks of a store that answer a question."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
 
-# Candidates per result wanted: for MMR and the reranker, and of each ranking that is fused.
+# Candidates for each result wanted, for MMR and the reranker, and in each ranking that is fused.
 FETCH_FACTOR = 5
-# Times as many vectors are searched for again, where those found belong to fewer chunks than wanted.
+# If the vectors found belong to fewer chunks than wanted, the search is repeated for this many times as many vectors.
 WIDEN = 4
 RRF = 60  # k of reciprocal rank fusion
-# A search races with deletions in other processes at most this often before it takes what it has.
+# A search that loses chunks to deletions in other processes is repeated at most this often.
 MAX_RETRIES = 5
-# Blocks that are worth foreseeing: more are not read before the ranking is done.
+# Most blocks announced as candidates: reading more blocks before the ranking is final does not pay.
 FORESEEN = 16
 
 
-# Told handles of KV blocks that are likely to be read, the likeliest first.
+# Receives the handles of KV blocks that are likely to be read, the likeliest first.
 OnCandidates = Callable[[Sequence[str]], None]
 
 
 class Hit(NamedTuple):
-    """score: inner product with the question. handle: names the chunk's KV block; None when it is not computed yet."""
+    """A chunk found by a search.
+
+    score:  inner product of the question's vector and the chunk's
+    handle: key of the chunk's KV block; None if the block is not computed yet
+    """
 
     chunk: Chunk
     score: float
@@ -47,8 +51,12 @@ class Hit(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Chunks, best first, by int64 [n] of vector ids. ids: the chunks' own. scores: their best vectors' inner products
-    with the question. best: those vectors' ids."""
+    """Chunks in the order of a search, best first.
+
+    ids:    the chunks' vector ids, int64 [n]
+    scores: inner products of the question and each chunk's best vector, float32 [n]
+    best:   ids of these best vectors, int64 [n]
+    """
 
     ids: Ids
     scores: Vectors
@@ -59,8 +67,9 @@ class Ranking(NamedTuple):
 class Retriever:
     """Searches the chunks of a document store. Thread-safe.
 
-    The index is derived from SQL: before every search it takes in what other processes committed since, told by the
-    store's generation. The embedding model's name and dimension are recorded in the store at first use.
+    The index is derived from SQL. Before every search the store's generation shows whether other processes have
+    committed; if so, the index is brought up to date. The embedding model's name and dimension are recorded in the
+    store at first use.
     """
 
     documents: DocumentStore
@@ -69,8 +78,10 @@ class Retriever:
     reranker: Reranker | None = None
 
     def __post_init__(self) -> None:
-        """Raises EmbedderMismatchError when the store was made with another embedder, ConfigError when the index
-        was."""
+        """Check that the embedder fits the store and the index.
+
+        Raises EmbedderMismatchError if the store was made with another embedder, ConfigError if the index was.
+        """
         index, embedder = self.index, self.embedder
         if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
             raise ConfigError(
@@ -91,8 +102,10 @@ class Retriever:
         kind: str = "flat",
         reranker: Reranker | None = None,
     ) -> Retriever:
-        """A retriever over the index saved at `path`, brought up to date; rebuilt from SQL when the file is absent,
-        damaged, of another kind or embedder. Nothing is written, but the table of kind "pgvector".
+        """Return a retriever over the index saved at `path`, brought up to date.
+
+        The index is rebuilt from SQL if the file is absent, damaged, or of another kind or embedder. Nothing is
+        written, except to the table of kind "pgvector".
 
         Raises EmbedderMismatchError, ConfigError (kind), StoreNotFoundError.
         """
@@ -115,26 +128,27 @@ class Retriever:
         on_candidates: OnCandidates | None = None,
         documents: DocumentStore | None = None,
     ) -> list[Hit]:
-        """The k chunks that answer best, best first; all of them when there are fewer.
+        """Return the k chunks that answer the question best, best first, or all chunks if the store has fewer.
 
-        query:           text, or a question that is embedded already ([dimension]), and so has no words to search for
-        search:          "vector": by embedding; "text": by the question's words (`DocumentStore.search_text`), which
-                         leaves out chunks that have none of them; "hybrid": by both rankings, fused by reciprocal
-                         ranks (Cormack et al., SIGIR 2009). A hit's score is the inner product in every case
-        filter:          metadata filter; only chunks that pass it count
+        query:           text, or the question's vector ([dimension]), for which only vector search is possible
+        search:          "vector": by embedding; "text": by the question's words (`DocumentStore.search_text`), leaving
+                         out chunks with none of these words; "hybrid": by both rankings, fused by reciprocal ranks
+                         (Cormack et al., SIGIR 2009). A hit's score is the inner product in every case
+        filter:          metadata filter; only chunks that pass it are found
         score_threshold: leave out chunks with a lower inner product
-        mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone;
-                         hits are then in the order chosen
-        fetch_k:         candidates that MMR, or the reranker, chooses from; 5 * k when None
-        rerank:          have the reranker choose and order the k by reading each candidate with the question; None:
-                         where there is one, the query is text and mmr_lambda is None. A hit's score stays the inner
-                         product
-        on_candidates:   told the handles of the k nearest as soon as they are found, before their texts are read and
-                         before threshold and MMR have their say; once more where the search has to be repeated
-        documents:       another view of the same documents: what is not seen through it is not found
+        mmr_lambda:      choose for variety too (maximal marginal relevance): 1 is the plain ranking, 0 variety alone.
+                         Hits are then in the order chosen
+        fetch_k:         number of candidates for MMR or the reranker; 5 * k when None
+        rerank:          have the reranker choose and order the k hits by reading each candidate with the question.
+                         None: rerank if the retriever has a reranker, the query is text and mmr_lambda is None. A
+                         hit's score stays the inner product
+        on_candidates:   called with the handles of the k nearest chunks (FORESEEN at most) as soon as they are found,
+                         before their texts are read and before score_threshold and MMR are applied; called again if
+                         the search has to be repeated
+        documents:       another view of the same documents; chunks that the view does not show are not found
 
-        Raises PromptError (empty question), ConfigError (numbers out of range, a vector where words are needed),
-        FilterError (also where nothing passes the filter because no chunk has a field that it names).
+        Raises PromptError (empty question), ConfigError (numbers out of range, or a vector if words are needed), and
+        FilterError (also if nothing passes the filter because no chunk has a field that it names).
         """
         _check_options(query, k, search, mmr_lambda, fetch_k, rerank)
         reranker = self._reranker(rerank, mmr_lambda) if isinstance(query, str) else None
@@ -157,13 +171,13 @@ class Retriever:
         if reranker is None or not hits:
             return hits
         scores = reranker.scores(question, [hit.chunk.text for hit in hits])
-        return [hits[row] for row in np.argsort(-scores, kind="stable")[:k]]  # of equals, what was found first
+        return [hits[row] for row in np.argsort(-scores, kind="stable")[:k]]  # equal scores keep the search's order
 
     def nearest(self, seen: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> Ranking:
-        """Return the k chunks with the nearest vectors, all of them if there are fewer.
+        """Return the k chunks with the nearest vectors, or all chunks if the store has fewer.
 
-        A chunk longer than the embedder reads has a vector for each of its windows, and the nearest one counts. Where
-        windows of one chunk crowd out others, more vectors are searched for, at most all.
+        A chunk that is too long for the embedder has a vector for each of its windows, and the nearest window counts.
+        If the windows of a chunk crowd out other chunks, more vectors are searched for, at most all.
         """
         width = k
         while True:
@@ -175,11 +189,11 @@ class Retriever:
             width *= WIDEN
 
     def refresh(self) -> bool:
-        """Take in what was committed since the index was last brought up to date; whether there was anything."""
+        """Bring the index up to date with commits since the last refresh. Return whether there were any."""
         if self.documents.generation() == self.index.generation:
             return False
         with self._refreshing:
-            # Read before the vectors: the index is then at worst newer than it says, and looks again.
+            # Read before the vectors: at worst the index is newer than its generation says, and is refreshed again.
             generation = self.documents.generation()
             if generation == self.index.generation:
                 return False
@@ -188,11 +202,17 @@ class Retriever:
         return True
 
     def apply(self, added: Sequence[int], vectors: Vectors, removed: Collection[int]) -> None:
-        """Take in the vectors of a commit that the caller has just made, while it holds the writer lock; cheaper than
-        `refresh`."""
+        """Update the index with a commit that the caller has just made, at less cost than `refresh`.
+
+        The caller still holds the writer lock.
+
+        added:   ids of the new vectors
+        vectors: the new vectors, [len(added), dimension]
+        removed: ids of removed vectors
+        """
         with self._refreshing:
             self.index.take(self.documents, added, vectors, removed)
-            # One commit is one step. After more than one, `refresh` looks at what the others were.
+            # Each commit raises the generation by 1. If there were other commits too, `refresh` takes them in.
             generation = self.documents.generation()
             if generation == self.index.generation + 1:
                 self.index.generation = generation
@@ -205,8 +225,10 @@ class Retriever:
     def _search(
         self, seen: DocumentStore, rank: Callable[[], Ranking], nearest: int, on_candidates: OnCandidates | None
     ) -> tuple[Ranking, list[Chunk]]:
-        """Results and their chunks. A chunk deleted between the search and the look-up is searched for again, so
-        that as many come back as there are."""
+        """Return the ranking and its chunks.
+
+        If a chunk is deleted between the search and its look-up, the search is repeated, so that no result is missing.
+        """
         for _ in range(MAX_RETRIES):
             self.refresh()
             found = rank()
@@ -230,12 +252,12 @@ class Retriever:
         wanted = fused_ranks(rankings)[:k]
         (ids, vectors), chunks = seen.vectors_of(wanted, self.index.dimension)
         scores = vectors @ np.asarray(vector, np.float32)
-        best = {int(chunks[row]): row for row in np.argsort(scores, kind="stable")}  # the last of a chunk is the best
+        best = {int(chunks[row]): row for row in np.argsort(scores, kind="stable")}  # a chunk's last row is its best
         rows = [best[id] for id in wanted if id in best]
         return Ranking(chunks[rows], scores[rows], ids[rows])
 
     def _reranker(self, asked: bool | None, mmr_lambda: float | None) -> Reranker | None:
-        """What has the last word on a question in words."""
+        """Return the reranker that orders the hits of a text question, or None."""
         if not asked:
             return self.reranker if asked is None and mmr_lambda is None else None
         if self.reranker is None:
@@ -248,7 +270,7 @@ class Retriever:
 
 
 def fused_ranks(rankings: Sequence[Sequence[int]]) -> list[int]:
-    """All ids, the highest sum of 1 / (60 + rank) first (reciprocal rank fusion); of equals, the lower id."""
+    """Return all ids by falling sum of 1 / (60 + rank) (reciprocal rank fusion), equal sums by rising id."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, id in enumerate(ranking, start=1):

@@ -1,4 +1,4 @@
-"""The ways in which chunks are searched."""
+"""The ways to search for chunks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Nearest neighbours by inner product, over FAISS.
 
-The index holds nothing that SQL does not: ids are SQL's vector ids, and a lost or damaged index is rebuilt from there.
+The index holds only data that SQL has too: ids are SQL's vector ids, and a lost or damaged index is rebuilt from SQL.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ KINDS: dict[str, type[IndexKind] | str] = {"flat": Flat, "hnsw": Hnsw, "ivfpq": 
 
 
 class SearchResult(NamedTuple):
-    """ids [n], scores [n]: best first, equal scores by ascending id."""
+    """Vectors found by a search: ids int64 [n] and scores float32 [n], best first, equal scores by ascending id."""
 
     ids: Ids
     scores: Vectors
 
 
 class SearchIndex(Protocol):
-    """What a retriever searches: `VectorIndex`, or a table of the documents' own database.
+    """An index that a retriever searches: a `VectorIndex`, or a table of the documents' database.
 
-    generation: the commit of the SQL store that it reflects; saved_generation: the same of what `save` wrote last
+    generation: generation of the SQL store that the index reflects
+    saved_generation: generation of the index as last saved
     """
 
     @property
@@ -62,19 +63,22 @@ class SearchIndex(Protocol):
 
 
 class TableIndex(SearchIndex, Protocol):
-    """One that the documents' database holds."""
+    """An index in a table of the documents' database."""
 
     def clear(self) -> None: ...
 
 
 class VectorIndex:
-    """Vectors under ids of 0 or more. Thread-safe: one lock guards the FAISS structure, which forbids search beside a
-    change.
+    """A FAISS index of vectors under ids of 0 or more.
 
-    kind "flat" is exact. Kinds "hnsw" and "ivfpq" are approximate; they still return as many results as there are to
-    return, with their exact scores. stored: reads vectors of the SQL store; "ivfpq" needs it, and adds only what is
-    there. embedder and generation travel with the file: they say which model made the vectors and which commit of the
-    SQL store the index reflects (-1: none). saved_generation: of the file last written or read, None without one.
+    Thread-safe: a lock guards the FAISS structure, which must not be searched while it changes.
+
+    kind:       "flat" is exact; "hnsw" and "ivfpq" are approximate, but still return k results if the index has them,
+                with exact scores
+    stored:     reads vectors of the SQL store; "ivfpq" needs it, and only adds vectors that are in that store
+    embedder:   name of the model that made the vectors; saved in the file
+    generation: generation of the SQL store that the index reflects, -1 for none; saved in the file
+    saved_generation: generation of the file last written or read; None without a file
     """
 
     def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "", stored: Stored | None = None) -> None:
@@ -101,12 +105,15 @@ class VectorIndex:
             return frozenset(self._live.array().tolist())
 
     def make_ready(self, coming: Collection[int]) -> None:
-        """Prepare for many ids that will be added, batch by batch, and are in the SQL store already."""
+        """Prepare for adding many ids, batch by batch. The SQL store has their vectors already."""
         with self._lock:
             self._index.make_ready(np.fromiter(coming, dtype=np.int64, count=len(coming)))
 
     def follow(self, documents: DocumentStore) -> None:
-        """Hold the ids of SQL's searched vectors. A vector never changes under its id, so ids tell all."""
+        """Add and remove vectors until the index has those that SQL searches.
+
+        Comparing ids is enough, because the vector of an id never changes.
+        """
         current = documents.vector_ids()
         known = self.ids
         self.remove(known - current)
@@ -119,14 +126,17 @@ class VectorIndex:
             self.add(batch.ids[rows], batch.vectors[rows])
 
     def take(self, _documents: DocumentStore, added: Sequence[int], vectors: Vectors, removed: Collection[int]) -> None:
-        """Add and remove what a commit did; ids that are there already are left as they are."""
+        """Add and remove the vectors that a commit added and removed. Ids already present are not added again."""
         self.remove(removed)
         fresh = [row for row, id in enumerate(added) if id not in self]
         self.add([added[row] for row in fresh], vectors[fresh])
 
     def add(self, ids: Sequence[int] | Ids, vectors: Vectors) -> None:
-        """vectors: [len(ids), dimension]. Raises ConfigError for an id already present or below 0, or vectors that are
-        not finite or of another shape; then nothing was added."""
+        """Add vectors under the given ids. vectors: [len(ids), dimension]
+
+        Raises ConfigError for an id that is already present or below 0, and for vectors that are not finite or have
+        another shape; then nothing was added.
+        """
         keys = np.asarray(ids, dtype=np.int64).reshape(-1)
         rows = self._checked(vectors, len(keys))
         if len(keys) and keys.min() < 0:
@@ -139,7 +149,7 @@ class VectorIndex:
             self._live.add(keys)
 
     def remove(self, ids: Collection[int]) -> int:
-        """Forget these ids; absent ones are fine. Returns how many were present."""
+        """Remove these ids, ignoring absent ids, and return how many were present."""
         with self._lock:
             gone = self._live.discard(np.fromiter(set(ids), dtype=np.int64))
             if len(gone):
@@ -147,18 +157,19 @@ class VectorIndex:
             return len(gone)
 
     def compact(self) -> None:
-        """Leave nothing of removed vectors behind: HNSW keeps them in its graph for a while."""
+        """Erase removed vectors completely: HNSW keeps them in its graph for a while."""
         with self._lock:
             self._index.compact()
 
     def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
-        """`search` among the chunks that pass a filter. Raises FilterError."""
+        """Search among the chunks that pass a filter; see `search`. Raises FilterError."""
         return self.search(vector, k, documents.vector_ids(where) if where else None)
 
     def search(self, vector: Vectors, k: int, allowed: Collection[int] | None = None) -> SearchResult:
-        """The k ids of largest inner product with `vector` ([dimension]), all of them when there are fewer.
+        """Return the k ids with the largest inner product with `vector` ([dimension]), or all ids if there are fewer.
 
-        allowed: only these ids count. Raises ConfigError when k < 1 or the vector does not fit.
+        allowed: search only these ids; None: all
+        Raises ConfigError if k < 1 or the vector has another shape or is not finite.
         """
         check_least("k", k, 1)
         query = self._checked(np.asarray(vector, dtype=np.float32).reshape(1, -1), 1)[0]
@@ -172,17 +183,17 @@ class VectorIndex:
                 return SearchResult(np.empty(0, np.int64), np.empty(0, np.float32))
             every = len(eligible) == self._index.ntotal
             ids, scores = self._index.search(query, k, None if every else eligible)
-            if len(ids) < k:  # the search ended early: a narrow filter, or islands in a graph left by removals
+            if len(ids) < k:  # the search ended early: a narrow filter, or a graph that removals have split
                 ids, scores = self._index.scan(query, k, eligible)
             return ranked(ids, scores)
 
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
-        """Rows of `ids` that are in the index, and their vectors: for ids that may have been removed meanwhile."""
+        """Return the positions in `ids` of the ids that are still in the index, and their vectors."""
         with self._lock:
             return rows_among(ids, self._index.vectors(self._live.among(ids)))
 
     def agrees(self, batch: VectorBatch) -> bool:
-        """Whether the index was made of these vectors, as far as it has them."""
+        """Return whether the index was built from these vectors. Ids that it does not have are ignored."""
         with self._lock:
             known = np.isin(batch.ids, self._live.among(batch.ids))
             return self._index.agrees(batch.ids[known], batch.vectors[known])
@@ -198,7 +209,7 @@ class VectorIndex:
 
     @classmethod
     def load(cls, path: Path, stored: Stored | None = None) -> VectorIndex:
-        """The index saved at `path`. Raises DamagedIndexError when it is absent or any byte differs."""
+        """Load the index saved at `path`. Raises DamagedIndexError if the file is absent or any byte differs."""
         header, payload = read_index(path)
         try:
             index = cls(header.dimension, kind=header.kind, embedder=header.embedder, stored=stored)
@@ -220,13 +231,13 @@ class VectorIndex:
 
 
 def rows_among(ids: Ids, found: VectorBatch) -> tuple[Ids, Vectors]:
-    """Rows of `ids` that were found, and their vectors."""
+    """Return the positions in `ids` of the ids in `found`, and their vectors."""
     at = {id: row for row, id in enumerate(found.ids.tolist())}
     rows = np.array([row for row, id in enumerate(ids.tolist()) if id in at], np.int64)
     return rows, found.vectors[[at[id] for id in ids[rows].tolist()]]
 
 
 def ranked(ids: Ids, scores: Vectors) -> SearchResult:
-    """Best first, equal scores by ascending id."""
+    """Return the result sorted best first, equal scores by ascending id."""
     order = np.lexsort((ids, -scores))
     return SearchResult(ids[order], scores[order])
