@@ -65,7 +65,8 @@ class DocumentChanges:
     def place(self, id: str, file: SourceFile) -> str:
         """Return the place to store with a document of the file.
 
-        If the file was found through a link, the stored document's place is kept while it leads to the same file.
+        If the file was found through a link, the stored document's place is kept while it leads to the same file. A
+        place without links replaces it.
         """
         stored = self._versions.get(id)
         known = None if stored is None else stored.file

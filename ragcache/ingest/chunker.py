@@ -389,7 +389,7 @@ class _Outline:
 
     def path(self, position: int) -> tuple[str, ...]:
         """Return the titles of the sections that contain the first text at `position`: those from `above`, then the
-        headings at `position`, each a level deeper than the previous heading."""
+        headings at `position`, each deeper than the previous heading."""
         return (*self.above(position), *_first_headings(self._coming, position))
 
 
@@ -400,7 +400,7 @@ def headings_above(path: Sequence[str], text: str) -> tuple[str, ...]:
 
 
 def _first_headings(blocks: Iterable[Block], position: int) -> tuple[str, ...]:
-    """Return the titles of the adjacent headings from `position` on, each a deeper level than the previous heading."""
+    """Return the titles of the adjacent headings from `position` on, each deeper than the previous heading."""
     found: list[Block] = []
     for block in blocks:
         level, end = (found[-1].level, found[-1].end) if found else (0, position)

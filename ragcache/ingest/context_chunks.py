@@ -110,7 +110,8 @@ class Neighbourhood(ABC):
 
 
 class Preceding(Neighbourhood):
-    """Neighbours are the chunks right before a chunk in its document, read in their order: its text leans on theirs."""
+    """A neighbourhood of the chunks right before a chunk in its document, on which its text leans. They are read in the
+    document's order."""
 
     def _outdated(self, new: VectorBatch) -> list[int]:
         # The chunks before a stored chunk never change, so only new chunks count.
@@ -124,7 +125,7 @@ class Preceding(Neighbourhood):
 
 
 class Similar(Neighbourhood):
-    """Neighbours are the chunks with the most similar embeddings. A text that is stored twice counts once.
+    """A neighbourhood of the chunks with the most similar embeddings. A text that is stored twice counts once.
 
     `update` compares the embedding of every recorded chunk with that of every new chunk. It searches the index once for
     each chunk that is new or has a nearer neighbour among the new chunks.
