@@ -1,4 +1,4 @@
-"""Fusion methods by name: ragcache's own, and those of plug-ins."""
+"""Fusion methods by name: those of ragcache and those of plug-ins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MethodInfo(NamedTuple):
 
 
 def methods() -> list[MethodInfo]:
-    """Every fusion method, with its paper and whether it needs training."""
+    """Return every fusion method, with its paper and whether it needs training."""
     return [
         MethodInfo(m.name, m.summary, m.paper, m.needs_training, m.recipes, tuple(f.name for f in fields(m)))
         for m in METHODS.values()
@@ -49,7 +49,9 @@ def methods() -> list[MethodInfo]:
 
 
 def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
-    """A method by name, with its options. Raises ConfigError naming the known methods, or the method's options."""
+    """Return a method by name, with its options. Raises ConfigError that lists the known methods or the method's
+    options.
+    """
     if isinstance(method, FusionMethod):
         if options:
             raise ConfigError(f"options {', '.join(options)} go with a method's name, not with a method object")
@@ -64,7 +66,7 @@ def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
 
 
 def method_label(method: FusionMethod) -> str:
-    """Return the method's name with the options that differ from its own defaults: "cacheblend(ratio=0.3)"."""
+    """Return the method's name with the options that differ from their defaults: "cacheblend(ratio=0.3)"."""
     given = []
     for one in fields(method):
         value = getattr(method, one.name)

@@ -1,4 +1,4 @@
-"""CacheBlend: the tokens whose keys and values are most wrong run again."""
+"""CacheBlend: the tokens whose keys and values are furthest from exact run again."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ WIDER = 0.25  # gradual filtering begins this much above the ratio and ends this
 
 @dataclass(frozen=True)
 class CacheBlend(RecomputeMethod):
-    """High-KV-deviation tokens run again (CacheBlend, section 4.3).
+    """Runs high-KV-deviation tokens again (CacheBlend, section 4.3).
 
-    Layer 0 runs in full: its keys and values depend on nothing but the token, so the first that a neighbour can change
-    are those of layer 1. There every chunk token is projected, and those that deviate most from their block's keys and
-    values go on; all others keep what they have.
+    Layer 0 runs in full: its keys and values depend only on the token, so layer 1 is the first in which they depend on
+    other tokens. There every chunk token is projected, and those that deviate most from their block's keys and values
+    continue; all others keep their block's.
 
-    Gradual filtering (figure 9): a little more than `ratio` of them go on from layer 1, and every layer above drops the
-    ones that deviate least in it. The paper gives no figures; here the share falls in a straight line from 1.25 to 0.75
-    of `ratio`, flatter where that would pass 1, so that `ratio` is the mean over the layers above the first.
+    Gradual filtering (figure 9): slightly more than `ratio` of the tokens continue from layer 1, and every later layer
+    drops those that deviate least in it. The paper gives no figures; here the share falls linearly from 1.25 to 0.75 of
+    `ratio`, with a flatter slope if it would exceed 1, so that `ratio` is the mean over the layers above the first.
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
     gradual:         filter layer by layer; each layer's projections are then computed twice
-    boundary_tokens: first tokens of each chunk that run whatever their deviation; they count in `ratio`, and run all
-                     the same where they are more. A first chunk whose KV is exact has none (`Layout.exact`)
-    tail_tokens:     last tokens of each chunk, likewise
+    boundary_tokens: first tokens of each chunk that run whatever their deviation. They count towards `ratio`, and all
+                     run even if they exceed it. A first chunk whose KV is exact has none (`Layout.exact`)
+    tail_tokens:     last tokens of each chunk, treated like `boundary_tokens`
     """
 
     ratio: float = 0.16
@@ -84,7 +84,7 @@ class CacheBlend(RecomputeMethod):
         return context.edges(self.boundary_tokens, self.tail_tokens)
 
     def _counts(self, context: RecomputeContext) -> list[int]:
-        """Chunk tokens that run, by layer."""
+        """Return how many chunk tokens run in each layer."""
         num_tokens, layers = sum(context.chunk_tokens), context.lm.shape.num_layers
         above = layers - CHECK_LAYER
         shares = [self.ratio] * above
@@ -95,10 +95,10 @@ class CacheBlend(RecomputeMethod):
 
 
 def _deviation(running: Running) -> Tensor:
-    """KV deviation (CacheBlend, section 4.1) of the running context tokens: float32 [num_slots].
+    """Return the KV deviation (CacheBlend, section 4.1) of the running context tokens: float32 [num_slots].
 
-    Squared L2 distance of a token's new keys and values from the placed ones, over all heads. Both keys are rotated to
-    the same position, which leaves their distance as it is.
+    It is the squared L2 distance between a token's new keys and values and the placed ones, over all heads. Both keys
+    are rotated to the same position, which does not change their distance.
     """
     projected, count = running.probe(), running.slots.shape[0]
     pairs = zip((projected.key, projected.value), running.placed(), strict=True)

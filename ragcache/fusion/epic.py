@@ -14,19 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Epic(RecomputeMethod):
-    """LegoLink (EPIC, section 4): a chunk that was read alone takes its first tokens for attention sinks, and all that
-    stands behind them looks there. Running these few again behind what really precedes them takes the sinks away; all
-    other tokens keep what they have. A first chunk is left out where its block was read behind just what stands before
-    it, the prefix (recipe `prefix`) or nothing: its KV is exact.
+    """Runs the first tokens of each chunk again: LegoLink (EPIC, section 4).
 
-    EPIC's own text speaks of a document's beginning. Later papers (A3, SamKV) describe LegoLink as running a chunk's
-    last tokens again too: `last_tokens`. Nothing but the chunks' lengths decides, so the cost grows with the number of
-    chunks alone.
+    A chunk that was read alone uses its first tokens as attention sinks, and all later tokens attend to them. Running
+    these few tokens again with their true context removes the sinks; all other tokens keep their block's KV. A first
+    chunk is skipped if its block was read after exactly the text that comes before it, the prefix (recipe `prefix`) or
+    nothing: its KV is exact.
 
-    first_tokens: of each chunk but an exact first one, so many run again, in every layer
-    last_tokens:  the same at each chunk's end
+    EPIC's own text describes a document's beginning. Later papers (A3, SamKV) describe LegoLink as also running a
+    chunk's last tokens again: `last_tokens`. The choice depends only on the chunks' lengths, so the cost grows only
+    with the number of chunks.
 
-    Both 0 is `reposition`.
+    first_tokens: tokens at the start of each chunk, except an exact first one, that run again in every layer
+    last_tokens:  the same for the end of each chunk
+
+    With both 0 it is `reposition`.
     """
 
     first_tokens: int = 16

@@ -1,4 +1,4 @@
-"""Full prefill: the baseline that every other method is measured against."""
+"""Full prefill: the baseline for every other method."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ragcache.fusion.method import FusionMethod
 
 @dataclass(frozen=True)
 class Full(FusionMethod):
-    """One causal forward pass over all ids, or over those behind a prefix whose KV such a pass has left before.
+    """One causal forward pass over all ids, or over those after a prefix whose KV such a pass has computed before.
 
-    The passages' blocks are not read. Logits are the same with such a prefix and without, to rounding.
+    The passages' blocks are not read. With and without such a prefix, logits are the same to rounding.
 
-    reuse: False runs every token, as a measurement of full prefill wants it
+    reuse: False runs every token, for measurements of full prefill
     """
 
     reuse: bool = True

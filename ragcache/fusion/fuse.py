@@ -1,4 +1,4 @@
-"""`rc.encode` and `rc.fuse`: the whole of fused prefill in two functions."""
+"""Fused prefill: `rc.encode` makes the passages' blocks, and `rc.fuse` places them and runs the question."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from ragcache.prompt import Part, Passages, Prompt, Text
 
 
 class TokenCounts(NamedTuple):
-    """The tokens of a prompt by what they cost: whole numbers that add up to all of them.
+    """The tokens of a prompt by their cost. The three whole numbers add up to the prompt's length.
 
-    computed: tokens that the model ran for this question, mean over its layers: one that ran in half of the layers
-              counts half
-    created:  tokens whose KV was in no tier and was encoded for this question, whether they ran once more or not
-    cached:   all others: their KV was loaded and placed, as far as they did not run
+    computed: tokens that the model ran for this question, as a mean over its layers: a token that ran in half of the
+              layers counts half
+    created:  tokens whose KV was in no tier and was encoded for this question, whether or not they also ran again
+    cached:   all other tokens: their KV was loaded and placed. A token that ran in some layers counts for the others
+              only
     """
 
     computed: int
@@ -41,7 +42,7 @@ class TokenCounts(NamedTuple):
 
     @classmethod
     def of(cls, num_tokens: int, ran: Sequence[int], created: int) -> Self:
-        """Count a prompt of so many tokens. ran: tokens that ran, by layer"""
+        """Count a prompt of `num_tokens` tokens. ran: tokens that ran, by layer"""
         created = min(created, num_tokens)
         computed = min(round(fmean(ran)), num_tokens - created)
         return cls(computed, created, num_tokens - computed - created)
@@ -49,14 +50,15 @@ class TokenCounts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FuseOutput(PrefillOutput):
-    """A prompt that has been read.
+    """The result of reading a prompt.
 
-    prompt:  as it was given; layout: where all its tokens stand, those that the method added among them
-    timings: seconds by phase
-    computed_tokens: as `PrefillOutput` has them, encoding of missing blocks left out
-    kept_tokens:     likewise, of each KV head where some were evicted
+    prompt:          the prompt as it was given
+    layout:          the position of every token, including those that the method added
+    timings:         seconds by phase
+    computed_tokens: see `PrefillOutput`; tokens run to encode missing blocks are not counted
+    kept_tokens:     see `PrefillOutput`; after an eviction, tokens that each KV head holds
     encoded_tokens:  tokens of blocks that had to be made for this call
-    reserved_ids:    ids of tokens that the method added, which no answer may hold
+    reserved_ids:    ids of tokens that the method added, which no answer may contain
     """
 
     prompt: Prompt | Sequence[Part]
@@ -67,32 +69,32 @@ class FuseOutput(PrefillOutput):
 
     @property
     def next_logits(self) -> Tensor:
-        """float32 [vocab_size], for the first token of the answer"""
+        """Return the logits of the answer's first token: float32 [vocab_size]."""
         return self.logits
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that the model read, those that the method added among them."""
+        """Return how many tokens the model read, including those that the method added."""
         return self.layout.num_tokens
 
     @property
     def added_tokens(self) -> int:
-        """Tokens that the method put between the prompt's own (link tokens, markers)."""
+        """Return how many tokens the method put between the prompt's own (link tokens, markers)."""
         parts = self.prompt.parts if isinstance(self.prompt, Prompt) else self.prompt
         return self.layout.num_tokens - sum(part.num_tokens for part in parts)
 
     def share(self) -> SharedContext:
-        """All that stands before the suffix, for other questions over the same passages; see `fuse`'s `base`.
+        """Return the context before the suffix, for other questions over the same passages; see `base` of `fuse`.
 
-        Raises ConfigError where heads or layers hold unlike tokens (after eviction, or by a method that drops some), or
-        where a recurrent layer's state would have to be cut.
+        Raises ConfigError if heads or layers hold different tokens (after eviction, or with a method that drops some),
+        or if a recurrent layer's state would have to be cut.
         """
         last = self.prompt.parts[-1] if isinstance(self.prompt, Prompt) else self.prompt[-1]
         return self.cache.share(self.layout.num_tokens - last.num_tokens)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was given, in proportion to the layers in which they did not run."""
+        """Return how many prompt tokens had their KV given, in proportion to the layers in which they did not run."""
         return self.counts().cached
 
     def counts(self, created: int = 0) -> TokenCounts:
@@ -102,9 +104,9 @@ class FuseOutput(PrefillOutput):
 
 @dataclass(frozen=True, eq=False)
 class PromptPlan:
-    """A prompt as a method reads it: where every token stands, and how the passages' blocks are encoded.
+    """How a method reads a prompt: the position of every token, and the recipe of the passages' blocks.
 
-    prompt: as it was given
+    prompt: the prompt as it was given
     parts:  texts and groups of passages, in order
     added:  tokens that the method puts between them
     """
@@ -129,7 +131,7 @@ class PromptPlan:
     ) -> Self:
         """Plan how `method` reads `prompt`.
 
-        Raises ConfigError, PromptError or StaleBlockError for what the method cannot read.
+        Raises ConfigError, PromptError or StaleBlockError if the method cannot read it.
         """
         check_method(lm, method)
         parts = _parts(lm, method, prompt, evict)
@@ -140,12 +142,12 @@ class PromptPlan:
 
     @property
     def chunks(self) -> list[Sequence[int]]:
-        """The token ids of every passage."""
+        """Return the token ids of every passage."""
         return [chunk for part in self.parts if isinstance(part, Passages) for chunk in part.chunk_ids]
 
     @property
     def prefix_ids(self) -> list[int]:
-        """Ids before the first passage of a Prompt; none for a list of parts."""
+        """Return the ids before the first passage of a Prompt; an empty list if the prompt is a list of parts."""
         return [*self.prompt.prefix_ids, *self.added.behind_prefix] if isinstance(self.prompt, Prompt) else []
 
 
@@ -156,12 +158,13 @@ def encode(
     *,
     neighbours: Sequence[Neighbours] | None = None,
 ) -> list[KVBlock]:
-    """One KV block a chunk of the prompt.
+    """Encode each chunk of the prompt as a KV block.
 
-    recipe: "isolated", "prefix", "primer", or a Recipe; what a method needs, markers included, says `block_recipe`
-    neighbours: by chunk, the ids of the chunks that it is read behind, for a recipe with neighbours
+    recipe:     "isolated", "prefix", "primer", or a Recipe; `block_recipe` returns the one that a method needs, markers
+                included
+    neighbours: for each chunk, the ids of the chunks read before it, for a recipe with neighbours
 
-    Raises ConfigError for an unknown recipe, and what `LanguageModel.encode` raises.
+    Raises ConfigError for an unknown recipe, and the errors of `LanguageModel.encode`.
     """
     return lm.encode(prompt.chunk_ids, recipe, prompt.prefix_ids, neighbours=neighbours)
 
@@ -181,26 +184,29 @@ def fuse(
     scope: Scope | None = None,
     **options: Any,
 ) -> FuseOutput:
-    """Fused prefill: put the blocks in place and run the question.
+    """Place the passages' blocks and run the question over them: fused prefill.
 
-    prompt: a Prompt; or, for a method that `keeps_context`, several groups of passages with text between them: equals
-            one forward pass over all ids in which every passage's tokens see that passage alone
-    method: a name, with the method's options as further keyword arguments, or a method object
-    blocks: one a chunk (that `exact` does not hold), as `encode` returns them under `recipe`; encoded here when None
-    recipe: how the blocks were (or are to be) encoded; None: what the blocks say, else the method's first choice
-    prefix_block: the prefix's KV as an isolated block, in place of `exact`
-    reserve_tokens: room to leave in the cache for decoding; it grows beyond that
-    evict:  keep few of the passages' tokens for decoding, after any method: how to choose them, or simply how many in
-            each layer and KV head; `next_logits` are read off before that
-    exact:  KV of the prompt's first tokens as `LanguageModel.read` or a PrefixCache gives it. For a method that reads
-            blocks: of `method.prefix_ids`, the prefix with what the method puts behind it (KVLink's KV-START); read
-            here when None. For one with `takes_exact`, or several groups of passages: of any number of tokens that
-            ends within no passage whose block is placed
-    base:   instead of blocks, all that stands before the suffix, as `FuseOutput.share` of the same prompt with another
-            suffix gave it, for a method with `shares_context`: it is read where it is
-    scope:  of what a method keeps for later prompts (kvcomm): it finds what prompts of the same scope left; None: those
-            that name none
-    options: the method's own
+    prompt:         a Prompt; or, for a method that `keeps_context`, several groups of passages with text between them.
+                    The result equals one forward pass over all ids in which the tokens of a passage see only that
+                    passage
+    method:         a method's name, with its options as further keyword arguments, or a method object
+    blocks:         one block for each chunk that `exact` does not hold, as `encode` returns them under `recipe`; None:
+                    they are encoded here
+    recipe:         how the blocks were (or are to be) encoded; None: the blocks' own recipe, else the method's first
+                    choice
+    prefix_block:   the prefix's KV as an isolated block, instead of `exact`
+    reserve_tokens: room to leave in the cache for decoding; the cache grows when more is needed
+    evict:          keep only some of the passages' tokens for decoding, with any method: a SnapKV, or the number of
+                    tokens that each layer and KV head keeps; `next_logits` are computed before the eviction
+    exact:          KV of the prompt's first tokens, from `LanguageModel.read` or a PrefixCache. A method that reads
+                    blocks takes the KV of exactly `method.prefix_ids`, the prefix and what the method adds to it
+                    (KVLink's KV-START); None: it is read here. A method with `takes_exact`, or a prompt of several
+                    groups, takes any number of tokens that does not end within a passage whose block is placed
+    base:           instead of blocks, the whole context before the suffix, from `FuseOutput.share` of the same prompt
+                    with another suffix; for a method with `shares_context`. It is not copied
+    scope:          limits the KV that a method keeps for later prompts (kvcomm): prompts of the same scope find it;
+                    None: prompts without a scope share it
+    options:        the method's options
 
     Raises ConfigError (method, option, recipe, evict, exact, base), StaleBlockError (blocks of another model or another
     prompt), ContextTooLongError, PromptError.
@@ -231,7 +237,7 @@ def prefill(
     base: SharedContext | None = None,
     scope: Scope | None = None,
 ) -> FuseOutput:
-    """Read a prompt that is planned already. `fuse` describes the arguments and the errors."""
+    """Read a prompt that has been planned. `fuse` describes the arguments and the errors."""
     method, layout, recipe, prompt = plan.method, plan.layout, plan.recipe, plan.prompt
     encodes = plan.chunks and layout.separate and blocks is None and base is None
     if encodes and recipe.sees_prefix and not isinstance(prompt, Prompt):
@@ -284,7 +290,7 @@ def _used_recipe(
     blocks: Sequence[KVBlock] | None,
     added: AddedTokens | None,
 ) -> Recipe:
-    """The recipe asked for, or what the blocks say, or the method's own. Raises StaleBlockError where these differ."""
+    """Return the given recipe, else the blocks' recipe, else the method's. Raises StaleBlockError if these differ."""
     stated = [block.recipe for block in blocks or () if block.recipe is not None]
     used = _recipe(lm, method, next(iter(stated), None) if recipe is None else recipe, added)
     if other := next((one for one in stated if one != used), None):
@@ -298,7 +304,7 @@ def _parts(
     prompt: Prompt | Sequence[Part],
     evict: SnapKV | int | None,
 ) -> Sequence[Part]:
-    """The prompt's parts. Raises ConfigError or PromptError for what the method cannot read."""
+    """Return the prompt's parts. Raises ConfigError or PromptError if the method cannot read them."""
     if evict is not None and method.reruns_in_answers:
         raise ConfigError(
             f"evict drops passages' tokens that method {method.name!r} may run again while it answers; leave one of "
@@ -317,9 +323,11 @@ def _parts(
 
 
 def _check_exact(method: FusionMethod, layout: Layout, exact: Exact, prefix_tokens: int | None, must_run: int) -> None:
-    """Raises ConfigError for KV that the method cannot go on from.
+    """Raise ConfigError if the method cannot continue from this KV.
 
-    prefix_tokens: of a Prompt; must_run: tokens at the end; all of the suffix where its rows vote on what is evicted
+    prefix_tokens: tokens before the first passage of a Prompt; None for a list of parts
+    must_run:      tokens at the end that have to run: the whole suffix if its rows decide an eviction, else the last
+                   token
     """
     if prefix_tokens is not None and method.reuses_blocks and exact.num_tokens != prefix_tokens:
         raise ConfigError(
@@ -355,9 +363,9 @@ def _check_base(method: FusionMethod, layout: Layout, base: SharedContext | None
 
 
 def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None = None) -> Recipe:
-    """How chunks are encoded for `method`, with its markers.
+    """Return the recipe, markers included, under which chunks are encoded for `method`.
 
-    recipe: a name or a Recipe; None: what the checkpoint was trained with, else the method's first choice
+    recipe: a name or a Recipe; None: the recipe that the checkpoint was trained with, else the method's first choice
 
     Raises ConfigError for a recipe that the method cannot use.
     """
@@ -366,7 +374,7 @@ def block_recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | Non
 
 
 def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, added: AddedTokens | None) -> Recipe:
-    """added: None where there is no chunk to encode: any markers will do then"""
+    """Return the recipe to encode with. added: None if there is no chunk to encode, and any markers will do"""
     if recipe is None:
         trained = lm.reuse.recipe if lm.reuse is not None else None
         recipe = trained if trained in method.recipes else method.recipes[0]
@@ -403,7 +411,7 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
 
 
 def check_method(lm: ModelCard, method: FusionMethod) -> None:
-    """Raises ConfigError where the method cannot take a recurrent layer's state through passages."""
+    """Raise ConfigError if the model has recurrent layers and the method cannot carry their states through passages."""
     if lm.is_recurrent and not method.joins_states:
         joining = ", ".join(name for name, kind in METHODS.items() if kind.joins_states)
         raise ConfigError(
@@ -419,7 +427,7 @@ def _with_blocks(
     prefix_ids: Sequence[int],
     blocks: Sequence[KVBlock] | None,
 ) -> tuple[PrefillRequest, int]:
-    """The request with its prefix and blocks, and how many tokens had to be encoded for them."""
+    """Return the request with its prefix and blocks, and how many tokens had to be encoded for them."""
     if not request.layout.separate or request.base is not None:
         return request, 0
     lm = request.lm
@@ -440,7 +448,7 @@ def _with_blocks(
 def _check_blocks(
     lm: LanguageModel, chunks: Sequence[Sequence[int]], blocks: Sequence[KVBlock], recipe: Recipe
 ) -> None:
-    """Raises StaleBlockError for blocks that cannot be those of these ids (chunks: with their markers)."""
+    """Raise StaleBlockError if the blocks cannot be those of these ids. chunks: ids with their markers"""
     if len(blocks) != len(chunks):
         raise StaleBlockError(
             f"{len(blocks)} blocks were given for {len(chunks)} chunks: they are not those of the passages that have "
@@ -451,7 +459,10 @@ def _check_blocks(
 
 
 def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
-    """held: tokens that each head of it holds, mean over the layers; None: all"""
+    """Raise StaleBlockError if the block does not fit the model or the text.
+
+    held: tokens that each of its heads should hold, as a mean over the layers; None: all of them
+    """
     states = zip(block.states, lm.shape.states, strict=False)
     is_ours = len(block.states) == len(lm.shape.states) and all(one.fits(own, block.num_tokens) for one, own in states)
     if block.layers != lm.shape.layers or not is_ours:

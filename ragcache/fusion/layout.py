@@ -1,12 +1,12 @@
-"""The layout of a prompt, each token with its position: data only, no tensor and no model.
+"""The layout of a prompt, each token with its position: plain data, without tensors or a model.
 
     parts   Text(prefix)     Passages(A, B)              Text(question)
     pieces  prefix KV-START  [A] links  [B] links        KV-END question     each with the position of its first token
 
-A label in front of a passage is text: it stands with the links before it.
+A label before a passage is text, and follows the links in the same piece.
 
-A passage stands as its block holds it and is placed; text runs, over everything before it. Methods differ in what they
-add and in where passages stand; serving, conversations, evaluation and training lay out with the same function.
+A passage is placed exactly as its block holds it; text runs and sees everything before it. Methods differ in the tokens
+that they add and in the passages' positions. Serving, conversations, evaluation and training all use this layout.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Part, Text
 
 Positions = Literal["global", "parallel", "encoded"]
-"""Where passages stand.
+"""The positions of passages.
 
-global:   every token at its place in the prompt
-parallel: the passages of a group side by side: all start behind the text before them, the next text stands behind the
-          longest (Ratner et al., arXiv 2212.10947; APE section 4; TurboRAG's composite positions)
-encoded:  where they were read, from 0 or behind the prefix; text at its place in the prompt
+global:   every token has its place in the prompt
+parallel: the passages of a group start at the same position, after the text before them; the next text starts after
+          the longest passage (Ratner et al., arXiv 2212.10947; APE section 4; TurboRAG's composite positions)
+encoded:  passages keep the positions at which they were encoded, from 0 or after the prefix; text has its place in the
+          prompt
 """
 
 COMPOSITE = "composite"
-"""TurboRAG's name for passages side by side."""
+"""TurboRAG's name for passages that start at the same position."""
 
-# In a prefix tree a passage's token is another element than the same token in running text, and its first token another
-# one than the same token further on: KV depends on where a passage that was read apart began.
+# KV of a passage that was encoded alone depends on where the passage began. In a prefix tree its tokens are therefore
+# other elements than the same tokens in running text, and its first token differs from the same token further on.
 _FIRST, _REST = 1 << 32, 2 << 32
 
 
@@ -51,16 +52,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """A method's tokens in each group of passages, and the passages' positions. A prompt without chunks gets no token.
+    """A method's tokens in each group of passages, and the passages' positions. Groups without chunks get no tokens.
 
-    behind_prefix: behind the prefix, and part of its block
-    markers:       in front of and behind every chunk, and part of its block; as of a Recipe
-    anchors:       behind every segment of a chunk, whose KV alone is its block's; as of a Recipe
-    links:         behind the chunk of that rank, one tuple a chunk; empty: behind none
-    behind_chunks: in front of the suffix
-    reserved:      ids that no answer may hold
+    behind_prefix: after the prefix, and part of its block
+    markers:       before and after every chunk, and part of its block; as in a Recipe
+    anchors:       after every segment of a chunk; the chunk's block holds only their KV; as in a Recipe
+    links:         link tokens after each chunk, one tuple for each rank; empty: after no chunk
+    behind_chunks: before the suffix
+    reserved:      ids that no answer may contain
     max_chunks:    chunks that the method can read; None: any number
-    positions:     where the passages stand
+    positions:     the passages' positions
     """
 
     behind_prefix: tuple[int, ...] = ()
@@ -78,12 +79,14 @@ class AddedTokens:
 
     @classmethod
     def in_blocks(cls, spec: TrainedTokens | None) -> AddedTokens:
-        """What a checkpoint was trained to read with every passage, whatever the method: its packets or anchors."""
+        """Return the tokens that a checkpoint was trained to read in every passage, with any method: its packets or
+        anchors.
+        """
         return NO_ADDITIONS if spec is None else cls(markers=spec.packet, anchors=spec.anchors)
 
     @classmethod
     def trained(cls, spec: TrainedTokens) -> AddedTokens:
-        """The additions that a checkpoint was trained with."""
+        """Return the additions that a checkpoint was trained with."""
         return cls(
             behind_prefix=() if spec.kv_start_id is None else (spec.kv_start_id,),
             markers=spec.markers,
@@ -96,7 +99,7 @@ class AddedTokens:
         )
 
     def num_tokens(self, chunks: Sequence[int]) -> int:
-        """Tokens added to a prompt with chunks of so many tokens each."""
+        """Return how many tokens are added to a prompt whose chunks have these lengths."""
         if not chunks:
             return 0
         links = sum(len(behind_one) for behind_one in self.links[: len(chunks)])
@@ -111,9 +114,9 @@ NO_ADDITIONS = AddedTokens()
 class Segment(NamedTuple):
     """Consecutive tokens.
 
-    start:   position of the first one
-    ids:     a passage's as its block has them, markers and anchors included
-    passage: its number among the prompt's passages, from 0; None: text
+    start:   position of the first token
+    ids:     token ids; a passage's include the markers and anchors of its block
+    passage: the passage's number in the prompt, from 0; None: text
     """
 
     start: int
@@ -126,7 +129,7 @@ class Segment(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens that run. behind: every one of them stands behind every block, and so sees all of it."""
+    """Tokens that run. behind: whether all of them come after every block, and so see all blocks"""
 
     ids: list[int]
     positions: list[int]
@@ -135,10 +138,10 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Pieces in the order of reading.
+    """Pieces of a prompt in reading order.
 
-    separate: passages see themselves alone, and their blocks are placed; False: they run as text does
-    exact:    the first passage, where its block was read behind just what stands before it; None: no passage
+    separate: whether passages see only themselves and their blocks are placed; False: they run as text does
+    exact:    the first passage, if its block was encoded after exactly the text that comes before it; None: no passage
     """
 
     pieces: tuple[Segment, ...]
@@ -155,7 +158,7 @@ class Layout:
 
     @property
     def end(self) -> int:
-        """Position behind all tokens: that of the answer's first one."""
+        """Return the position after all tokens: that of the answer's first token."""
         return max((piece.end for piece in self.pieces), default=0)
 
     @property
@@ -164,7 +167,7 @@ class Layout:
 
     @property
     def elements(self) -> list[int]:
-        """Elements by which a prefix tree knows the tokens."""
+        """Return the elements that identify the tokens in a prefix tree."""
         found: list[int] = []
         for piece in self.pieces:
             if self._is_placed(piece):
@@ -174,16 +177,16 @@ class Layout:
         return found
 
     def usable(self, num_tokens: int) -> int:
-        """The most of the first `num_tokens` whose KV can be taken over: a block cannot be placed in part."""
+        """Return how many of the first `num_tokens` tokens can be reused from KV: a block cannot be placed in part."""
         rest = next(self._behind(num_tokens), None)
         return num_tokens - rest[1] if rest is not None and self._is_placed(rest[0]) else num_tokens
 
     def placed(self, known: int = 0) -> list[Segment]:
-        """Passages whose blocks are placed, in order, where the KV of the first `known` tokens is at hand."""
+        """Return the passages whose blocks are placed, in order, if the first `known` tokens already have KV."""
         return [piece for piece, _ in self._behind(known) if self._is_placed(piece)]
 
     def running(self, known: int = 0) -> Tokens:
-        """Tokens that run, in order, where the KV of the first `known` tokens is at hand."""
+        """Return the tokens that run, in order, if the first `known` tokens already have KV."""
         ids, positions, behind = list[int](), list[int](), True
         for piece, skip in self._behind(known):
             if self._is_placed(piece):
@@ -197,7 +200,7 @@ class Layout:
         return self.separate and piece.passage is not None
 
     def _behind(self, known: int) -> Iterator[tuple[Segment, int]]:
-        """Pieces that reach beyond the first `known` tokens, with how many of their tokens are among these."""
+        """Yield the pieces that reach beyond the first `known` tokens, with how many of their tokens are known."""
         start = 0
         for piece in self.pieces:
             if start + len(piece.ids) > known:
@@ -206,9 +209,9 @@ class Layout:
 
 
 def lay_out(parts: Sequence[Part], recipe: Recipe, added: AddedTokens, *, separate: bool = True) -> Layout:
-    """Lay out a prompt with what a method adds to each group of passages. Neighbouring texts become one piece.
+    """Lay out a prompt with the tokens that a method adds to each group of passages. Adjacent texts become one piece.
 
-    recipe: how passages are encoded; its markers and anchors stand in them only where they are read `separate`
+    recipe: how passages are encoded; its markers and anchors are included only if passages are read `separate`
 
     Raises ConfigError for more passages in a group than the method can read.
     """
@@ -231,7 +234,7 @@ def lay_out(parts: Sequence[Part], recipe: Recipe, added: AddedTokens, *, separa
 def _joined(
     parts: Sequence[Part], recipe: Recipe, added: AddedTokens, separate: bool
 ) -> Iterator[tuple[Sequence[int], int | None]]:
-    """Ids of each piece, with its number where it is a passage."""
+    """Yield the ids of each piece, with the passage's number or None for text."""
     text: list[int] = []
     number = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""KVLink: trained tokens between the blocks reconnect what was read apart."""
+"""KVLink: trained tokens between the blocks reconnect passages that were read separately."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ragcache.prompt import Prompt
 
 @dataclass(frozen=True)
 class Link(FusionMethod):
-    """K link tokens behind each chunk see everything at or before their own position (KVLink section 2.3, figure 2).
+    """Runs K link tokens after each chunk, which see everything up to their own position (KVLink section 2.3, figure
+    2).
 
     Blocks are moved to their global positions as by `reposition`, with room for the link tokens between them. Only the
-    link tokens, KV-END and the suffix run; KV-START belongs to the prefix's block. The link tokens of the chunk at slot
-    n are always the same K ids (appendix A.2).
+    link tokens, KV-END and the suffix run; KV-START belongs to the prefix's block. The link tokens after the chunk of
+    rank n are always the same K ids (appendix A.2).
 
-    link_ids:    one list of token ids a chunk, placed behind it, in place of the checkpoint's own link tokens and of
+    link_ids:    a list of token ids for each chunk, placed after it, instead of the checkpoint's own link tokens,
                  KV-START and KV-END; lists may be empty
     link_tokens: K, for checkpoints of the authors' code, which do not state it (Llama 3's vocabulary); 0: no added
                  tokens at all, which is `reposition`; None: as the checkpoint was trained
@@ -57,7 +58,7 @@ class Link(FusionMethod):
         return super().additions(lm) if spec is None else AddedTokens.trained(spec)
 
     def _training(self, lm: ModelCard) -> TrainedTokens | None:
-        """The link tokens of this model; None for K = 0. Raises ConfigError where it has none."""
+        """Return the model's link tokens; None for K = 0. Raises ConfigError if the model has none."""
         if self.link_tokens == 0:
             return None
         stated = lm.reuse
@@ -91,7 +92,7 @@ class Link(FusionMethod):
 
 
 def _lists_of_ids(given: object) -> tuple[tuple[int, ...], ...]:
-    """Raises ConfigError for what is not one list of token ids a chunk."""
+    """Return the ids as tuples. Raises ConfigError if `given` is not a list of token ids for each chunk."""
     wrong = ConfigError(f"link_ids is {given!r}; give one list of token ids a chunk, such as [[5, 6], []]")
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise wrong

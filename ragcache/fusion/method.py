@@ -1,7 +1,7 @@
-"""The contract of a fusion method: one request in, one context that is ready to decode from out.
+"""The contract of a fusion method: it takes a request and returns a context that is ready to decode from.
 
-A method lays out a prompt, places blocks in a FusedCache and runs the tokens it must. What it computes is counted. The
-engine knows nothing of any method beyond what stands here.
+A method lays out a prompt, places blocks in a FusedCache and runs the tokens that it must; the computed tokens are
+counted. The engine knows nothing about a method except this contract.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """Prompts whose KV a method may keep for one another: under one salt of keys, over one state of the documents.
+    """Prompts for which a method may keep KV to share: those with one key salt and one state of the documents.
 
-    What is kept of a scope is found by it alone, and goes when the scope does.
+    KV kept for a scope is found only through that scope, and is freed with it.
     """
 
 
@@ -45,8 +45,8 @@ class PhaseTimes:
     """Seconds by phase.
 
     encode_s:  running the model over chunks or a prefix that had no block
-    place_s:   waiting for blocks, rotating and copying them; happens layer by layer inside the prefill
-    prefill_s: the forward pass itself, without place_s
+    place_s:   waiting for blocks, rotating and copying them, layer by layer during the prefill
+    prefill_s: the forward pass, without place_s
     """
 
     encode_s: float = 0.0
@@ -62,8 +62,8 @@ class PhaseTimes:
 class PrefillOutput:
     """A context that is ready to decode from.
 
-    cache:  every placed and computed token
-    logits: float32 [vocab_size], for the token after the suffix
+    cache:           every placed and computed token
+    logits:          float32 [vocab_size], for the token after the suffix
     computed_tokens: tokens that ran in each layer
     kept_tokens:     tokens that each layer holds
     next_position:   position of the first token of the answer
@@ -78,15 +78,15 @@ class PrefillOutput:
 
 @dataclass(frozen=True, eq=False)
 class PrefillRequest:
-    """One prompt to read: what a method's `prefill` gets.
+    """One prompt to read: the argument of a method's `prefill`.
 
-    lm:     the model
-    layout: where every token stands
-    blocks: those of `layout.placed(known)`, in order, on any device
-    exact:  KV of the first tokens that earlier passes left: at most all but the last one
-    base:   all that stands before the last text, as another request left it: it is read where it is
+    lm:             the model
+    layout:         the position of every token
+    blocks:         the blocks of `layout.placed(known)`, in order, on any device
+    exact:          KV of the first tokens, from earlier passes: at most all tokens but the last
+    base:           the context before the last text, shared by another request; it is not copied
     reserve_tokens: room to leave for decoding
-    scope:  of what a method keeps for later prompts; None: the method's own
+    scope:          the scope of KV that a method keeps for later prompts; None: the method's default scope
     """
 
     lm: LanguageModel
@@ -100,25 +100,25 @@ class PrefillRequest:
 
     @property
     def known(self) -> int:
-        """Tokens at the prompt's beginning whose KV is at hand."""
+        """Return how many tokens at the prompt's beginning already have KV."""
         first = self.base or self.exact
         return 0 if first is None else first.num_tokens
 
     @property
     def placements(self) -> list[tuple[KVBlock, int]]:
-        """Blocks, each with the position of its first token."""
+        """Return each block with the position of its first token."""
         pieces = self.layout.placed(self.known)
         return [(block, piece.start) for piece, block in zip(pieces, self.blocks, strict=True)]
 
     def place(self) -> Place:
-        """Places everything that is at hand: the first tokens, then the blocks."""
+        """Return a function that places the available KV of one layer: the first tokens, then the blocks."""
         return Placer(self.lm, self.placements, self.exact).place
 
     def new_cache(self, place: Place | None = None, num_tokens: int | None = None) -> FusedCache:
-        """A cache to run the prompt over.
+        """Return a cache to run the prompt over.
 
         place:      called for each layer just before it runs, so that loading overlaps with computing; None: the cache
-                    stands on `base`, or all that is at hand is placed
+                    extends `base`, or all available KV is placed
         num_tokens: room to reserve; None: for the prompt and the answer
         """
         if place is None and self.base is not None:
@@ -138,8 +138,9 @@ class PrefillRequest:
         slots: Tensor | None = None,
         before_layer: BeforeLayer | None = None,
     ) -> PrefillOutput:
-        """Run these tokens, as `LanguageModel.run` does; without ids, all tokens that are not placed, each over
-        everything before it."""
+        """Run tokens as `LanguageModel.run` does. Without ids, run every token that is not placed; each sees everything
+        before it.
+        """
         ordered = None
         if ids is None or positions is None:
             ids, places, ordered = self.layout.running(self.known)
@@ -150,14 +151,14 @@ class PrefillRequest:
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Count what happens within as placing."""
+        """Count the time spent in the context as placing."""
         started = time.perf_counter()
         yield
         self.times.place_s += time.perf_counter() - started
 
     @contextmanager
     def running(self, cache: FusedCache) -> Iterator[None]:
-        """Count what happens within as prefill, and what the cache places meanwhile as placing."""
+        """Count the time spent in the context as prefill, except the time that the cache spends placing."""
         started, placed = time.perf_counter(), cache.place_s
         try:
             yield
@@ -168,12 +169,12 @@ class PrefillRequest:
 
 
 class Placer:
-    """Rotates and copies one layer of every block into a cache, one behind the other, from whatever device they are on.
+    """Rotates and copies one layer of every block into a cache, in order, from whatever device the blocks are on.
 
-    placements: blocks, each with the position to which its first key is rotated; its other keys follow consecutively
-    exact:      KV of the first tokens, which is placed before them
+    placements: each block with the position to which its first key is rotated; its other keys follow consecutively
+    exact:      KV of the first tokens, which is placed before the blocks
 
-    An encoded block decodes straight into its place: nobody ever holds it decoded.
+    An encoded block is decoded straight into the cache, so no decoded copy of it is ever held.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Placer:
             self._kernel = place_kernel(lm, self._blocks)
         width = widest if self._kernel is None else 0
         self._scratch = torch.empty(width, dtype=lm.dtype, device=lm.device)
-        if lm.pool.lane is not None:  # now, by the current stream: others read the tables that this fills
+        if lm.pool.lane is not None:  # the current stream fills the tables now, before other streams read them
             for layer in range(len(self._lengths)):
                 self._angles.of(layer)
 
@@ -217,7 +218,7 @@ class Placer:
             place_exact(cache, layer, self._exact)
         if not self._blocks:
             return
-        if (rank := layer - len(self._lengths)) >= 0:  # a recurrent layer's state is taken through all blocks, in order
+        if (rank := layer - len(self._lengths)) >= 0:  # a recurrent layer's state passes through all blocks, in order
             maps, width = [block.states[rank] for block in self._blocks], self._lm.shape.states[rank].conv[1]
             cache.states[rank] = compose(cache.states[rank], maps, width, self._lm.device)
             return
@@ -237,7 +238,9 @@ class Placer:
             block.copy_values(layer, place)
 
     def _positions_by_head(self, layer: int) -> Tensor:
-        """int64 [num_kv_heads, tokens that a head holds of all blocks]"""
+        """Return the positions of the tokens that each head holds, over all blocks: int64 [num_kv_heads, tokens of a
+        head].
+        """
         heads, parts = self._lm.shape.layers[layer].num_kv_heads, []
         for block, start, count in zip(self._blocks, self._starts, self._lengths[layer], strict=True):
             places = block.places(layer)
@@ -248,27 +251,29 @@ class Placer:
 
 @dataclass(frozen=True)
 class FusionMethod:
-    """Subclasses are frozen dataclasses: their fields are the method's options, checked in __post_init__.
+    """The base class of fusion methods.
 
-    What a method can do is stated by its class, or by a property where its options decide.
+    Subclasses are frozen dataclasses: their fields are the method's options, checked in __post_init__. A method's
+    capabilities are class attributes, or properties if its options decide them.
 
-    name:           what users write
-    paper:          where it comes from
+    name:           the name that users write
+    paper:          the paper that the method comes from
+    summary:        a phrase for the table of methods
     needs_training: whether an untrained model is expected to answer worse with it
-    reuses_blocks:  whether it wants KV blocks at all (full prefill does not)
-    takes_passages: whether it reads passages at all (a cartridge does not): else none are searched for
-    recipes:        recipes its blocks may be encoded under, the default first
-    joins_states:   whether it can read with a model that has recurrent layers: nothing of a passage runs again, and no
-                    token but text stands between passages
-    takes_exact:    whether it goes on from KV of the prompt's first tokens that a plain pass left
-    keeps_context:  whether it can read several groups of passages with text between them, as a conversation has them:
-                    every token at its global position, blocks as they are or with tokens of theirs run again, text over
-                    everything before it
-    shares_context: whether what stands before the last text comes out the same whatever that text is, so that questions
-                    over the same passages can share it
-    takes_sparse:   whether it reads blocks whose heads hold some of their tokens alone (`Recipe.kept`,
-                    `Recipe.anchors`): it moves them as they are, and neither runs passages' tokens nor chooses among
-                    them
+    reuses_blocks:  whether it reads KV blocks at all (full prefill does not)
+    takes_passages: whether it reads passages at all (a cartridge does not); if not, no passages are searched for
+    recipes:        recipes that its blocks may be encoded under, the default first
+    joins_states:   whether it can read with a model that has recurrent layers: no token of a passage runs again, and
+                    only text may come between passages
+    takes_exact:    whether it continues from KV of the prompt's first tokens that a plain pass computed
+    keeps_context:  whether it can read several groups of passages with text between them, as in a conversation: every
+                    token at its global position, blocks unchanged or with some of their tokens run again, and text that
+                    sees everything before it
+    shares_context: whether the context before the last text does not depend on that text, so that questions over the
+                    same passages can share it
+    takes_sparse:   whether it reads blocks whose heads hold only some of their tokens (`Recipe.kept`,
+                    `Recipe.anchors`); such a method moves blocks unchanged and neither runs nor selects passages'
+                    tokens
     remembers:      whether it keeps KV of earlier prompts, by `PrefillRequest.scope`
     reruns_in_answers: whether passages' tokens run again while an answer is written (`FusedCache.step`)
     """
@@ -289,19 +294,23 @@ class FusionMethod:
     reruns_in_answers: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """A method with a `prefill` of its own shares no context and takes no sparse blocks, unless it says so."""
+        """Make a method that overrides `prefill` share no context and take no sparse blocks, unless it states
+        otherwise.
+        """
         if "prefill" in vars(cls):
             for name in {"shares_context", "takes_sparse"} - vars(cls).keys():
                 setattr(cls, name, False)
 
     def keeps_context_with(self, lm: ModelCard) -> bool:
-        """`keeps_context` with this model: a recurrent layer's blocks are joined side by side alone."""
+        """Return `keeps_context` for this model: blocks of recurrent layers can only be joined side by side."""
         return self.keeps_context and not (lm.is_recurrent and self.reuses_blocks)
 
     def reruns(self, layout: Layout) -> list[Span] | None:
-        """Tokens of placed passages that run again, in order, where the layout alone says which: then any engine that
-        loads blocks can read with this method. None: the model has to run for it to choose, or it changes attention, as
-        it may be where `prefill` is overridden; or passages overlap."""
+        """Return the tokens of placed passages that run again, in order, if the layout alone decides them.
+
+        Any engine that loads blocks can then read with this method. None: the model has to run before the method can
+        choose, the method may change attention (it overrides `prefill`), or passages overlap.
+        """
         is_global = all(before.end == piece.start for before, piece in pairwise(layout.pieces))
         return [] if type(self).prefill is FusionMethod.prefill and is_global else None
 
@@ -310,25 +319,30 @@ class FusionMethod:
         return sum(span.num_tokens for span in self.reruns(layout) or ())
 
     def additions(self, lm: ModelCard) -> AddedTokens:
-        """Tokens that the method puts between the prompt's own. Of itself it puts none, and reads blocks with what a
-        model was trained to hold in them (`packet`). Raises ConfigError where `lm` has none trained."""
+        """Return the tokens that the method puts between the prompt's own.
+
+        The base class adds only the tokens that the model was trained to have in its blocks (`packet`). Raises
+        ConfigError if the method needs trained tokens and `lm` has none.
+        """
         return AddedTokens.in_blocks(lm.reuse) if self.reuses_blocks else NO_ADDITIONS
 
     def added_to(self, lm: ModelCard, parts: Sequence[Part]) -> AddedTokens:
-        """The additions, where there is a passage: any model can read a prompt without."""
+        """Return `additions` if the prompt has a passage, else none: any model can read a prompt without passages."""
         has_passages = any(isinstance(part, Passages) and part.chunk_ids for part in parts)
         return self.additions(lm) if has_passages else NO_ADDITIONS
 
     def layout(self, lm: ModelCard, parts: Sequence[Part], recipe: Recipe) -> Layout:
-        """Lay out the prompt: the position of every token. recipe: how passages are encoded"""
+        """Lay out the prompt: return the position of every token. recipe: how passages are encoded"""
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
-        """Ids before the first passage: the text that `PrefillRequest.exact` holds for a method that reads blocks."""
+        """Return the ids before the first passage, whose KV `PrefillRequest.exact` holds for a method that reads
+        blocks.
+        """
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 
     def check(self, lm: ModelCard, prompt: Prompt) -> None:
-        """Raises ConfigError or PromptError when the method cannot read this prompt with this model."""
+        """Raise ConfigError or PromptError if the method cannot read this prompt with this model."""
         count = len(prompt.chunk_ids)
         limit = self.additions(lm).max_chunks if count else None
         if limit is not None and count > limit:
@@ -344,5 +358,5 @@ class FusionMethod:
             )
 
     def prefill(self, request: PrefillRequest) -> PrefillOutput:
-        """Read the prompt. What is not overridden places all blocks where the layout has them and runs the text."""
+        """Read the prompt. The base class places all blocks where the layout has them and runs the text."""
         return request.run(request.new_cache())

@@ -1,4 +1,4 @@
-"""Whether a model's blocks are placed by the kernel: not before it has been seen to do what the plain way does."""
+"""The check that decides whether the kernel places a model's blocks: it must first agree with the plain way."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SWITCH = "RAGCACHE_PLACE"
-"""Environment variable; `plain` places without the kernel."""
-INTERPRET = "TRITON_INTERPRET"  # Triton's own: kernels run on a CPU, slowly, for tests
-TOKENS = (40, 8)  # of the probe's two passages: a tile and a part, and less than one
+"""Environment variable; the value `plain` turns the kernel off."""
+INTERPRET = "TRITON_INTERPRET"  # Triton's variable: kernels run on a CPU, slowly, for tests
+TOKENS = (40, 8)  # of the probe's two passages: more than a tile, and less than a tile
 AT = 3
 CODECS = ("raw", "int8", "fp8")
 
@@ -37,8 +37,11 @@ _lock = threading.Lock()
 
 
 def place_kernel(lm: LanguageModel, blocks: Sequence[KVBlock]) -> PlaceKernel | None:
-    """The kernel over these blocks; None where they are placed the plain way: the model's rotation or a block is not
-    what the kernel reads, it is switched off, it does not run here, or its first use came to other numbers."""
+    """Return the kernel over these blocks, or None if they are placed the plain way.
+
+    The plain way is used if the kernel cannot read the model's rotation or a block, is switched off, does not run on
+    this device, or gave other numbers when it was first used.
+    """
     with _lock:
         if lm not in _checked:
             _checked[lm] = _is_right(lm)
@@ -50,7 +53,9 @@ def place_kernel(lm: LanguageModel, blocks: Sequence[KVBlock]) -> PlaceKernel | 
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel may run there: it is not switched off, and there is CUDA, or Triton's interpreter."""
+    """Return whether the kernel may run on the device: it is not switched off, and CUDA or Triton's interpreter is
+    available.
+    """
     return os.environ.get(SWITCH) != "plain" and (device.type == "cuda" or os.environ.get(INTERPRET) == "1")
 
 
@@ -76,7 +81,7 @@ def _is_right(lm: LanguageModel) -> bool:
 
 
 def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> None:
-    """Place random passages both ways. Raises ArithmeticError where the two differ by more than roundings."""
+    """Place random passages both ways. Raises ArithmeticError if the results differ by more than rounding."""
     from ragcache.fusion.place_kernel import PlaceKernel
 
     blocks = [random_block(lm.shape, codec, count) for count in TOKENS]
@@ -99,7 +104,7 @@ def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> 
 
 
 def check_close(what: str, ours: Tensor, plain: Tensor) -> None:
-    """Raises ArithmeticError where the two differ by more than roundings."""
+    """Raise ArithmeticError if the two tensors differ by more than rounding."""
     bound = 2 * torch.finfo(plain.dtype).eps * float(plain.float().abs().max())
     far = float((ours.float() - plain.float()).abs().max())
     if not far <= bound:
@@ -107,7 +112,7 @@ def check_close(what: str, ours: Tensor, plain: Tensor) -> None:
 
 
 def random_block(shape: CacheShape, codec: str, num_tokens: int) -> KVBlock:
-    """In the memory that blocks are placed from."""
+    """Return a block of random numbers, held like the blocks that are placed (page-locked memory for a GPU)."""
     block = empty_block(replace(shape, device=torch.device("cpu")), num_tokens)
     generator = torch.Generator().manual_seed(num_tokens)
     for layer in range(shape.num_layers):

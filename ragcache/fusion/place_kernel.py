@@ -1,9 +1,9 @@
-"""One layer of all blocks rotated and placed by one kernel (Triton), which reads the blocks where they lie.
+"""A Triton kernel that rotates and places one layer of all blocks, and reads the blocks without moving them first.
 
-A block in page-locked memory is read over the bus by the kernel itself: no copy in between, and no launch a block, of
-which a prompt of ten passages took 2,016. int8 blocks cross as they are, half the bytes. What the plain way of `Placer`
-does, this does within the rounding of one float32 operation; a model whose first use shows more goes the plain way.
-Tokens go one behind the other, or to slots of pages: vLLM's cache is filled by the same kernel.
+The kernel reads a block in page-locked memory over the bus: there is no copy in between and no launch per block, of
+which a prompt of ten passages took 2,016. int8 blocks cross the bus encoded, with half the bytes. The results match the
+plain way of `Placer` within the rounding of one float32 operation; a model whose first use shows a larger difference
+uses the plain way. Tokens are written consecutively or to slots of pages: the same kernel fills vLLM's cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ragcache.kv.rope import Angles
 
-TILE = 32  # tokens of a program
+TILE = 32  # tokens that one program places
 SCALES = {torch.uint8: torch.float16, torch.float8_e4m3fn: torch.float32}
 ALIGNED = 16  # bytes that a thread reads at once
 Parts = list[tuple[Stored, list[int]]]
@@ -34,10 +34,10 @@ _TYPES |= {torch.uint8: tl.uint8, torch.float8_e4m3fn: tl.int8}
 
 @triton.jit
 def _read(table, offsets, scale_offsets, live, SOURCE: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
-    """float32 numbers of one tensor. table: of its address, and for codes of its scales' and its zero points'"""
+    """Return float32 numbers of a tensor. table: its address and, for codes, those of scales and zero points"""
     address = tl.multiple_of(tl.load(table).to(tl.pointer_type(SOURCE)), 16)
     numbers = tl.load(address + offsets, mask=live, other=0).to(tl.float32)
-    if tl.int8 == SOURCE:  # fp8 (e4m3): its bits where float16 has them, which is 2^8 too small
+    if tl.int8 == SOURCE:  # fp8 (e4m3): its bits moved to float16's places, a number that is 2^8 too small
         bits = tl.load(address + offsets, mask=live, other=0).to(tl.int16) << 7
         scales = tl.load(table + 1).to(tl.pointer_type(tl.float32))
         scale = tl.load(scales + scale_offsets, mask=live, other=0) * 256.0
@@ -59,14 +59,16 @@ def _place(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, SOURCE: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, tile of its tokens, head).
+    """Place one tile of a block's tokens for one head: program (block, tile of its tokens, head).
 
-    table:  int64 [num_layers, blocks, 6]: addresses of keys and of values, each with its scales' and zero points'
-    spans:  int64 [blocks, 6]: first row, tokens, rows from head to head, tokens in a group of the keys, their groups,
-            and which token of the block is the first
-    slots:  int64 [num_tokens]: where a row goes, page by page of PAGE slots; PAGE 0: rows go one behind the other
-    cos:    [num_tokens, HALF]; HALF 0: the layer does not rotate
-    first_head: of the blocks that goes to head 0
+    table:  int64 [num_layers, blocks, 6]: addresses of keys and of values, each followed by those of scales and zero
+    points
+    spans:  int64 [blocks, 6]: first row, tokens, rows from head to head, tokens in a group of the keys, number of
+    groups,
+            and the first of the block's tokens
+    slots:  int64 [num_tokens]: where a row goes, with PAGE slots a page; PAGE 0: rows are consecutive
+    cos, sin: [num_tokens, HALF]; HALF 0: the layer does not rotate
+    first_head: the blocks' head that is written to head 0
     keys, values: [num_kv_heads, num_pages, PAGE, dim] or [num_kv_heads, num_tokens, dim], with the strides given
     """
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -109,7 +111,7 @@ def _place(
 
 
 class _Launch(NamedTuple):
-    """Blocks that are alike in what their numbers are, for one launch a layer; see `_place`.
+    """Blocks whose numbers have the same dtypes, placed by one launch a layer; see `_place`.
 
     value_sizes: by layer, channels in a group of the values
     """
@@ -124,7 +126,7 @@ class _Launch(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PlaceKernel:
-    """Places some blocks, one behind the other. Launches a layer: one, or one more where some blocks are encoded."""
+    """Places some blocks consecutively, with one launch a layer for each combination of stored and decoded dtype."""
 
     _launches: Sequence[_Launch]
 
@@ -132,9 +134,9 @@ class PlaceKernel:
     def of(
         cls, blocks: Sequence[KVBlock], device: torch.device, parts_of: Sequence[tuple[int, int]] | None = None
     ) -> PlaceKernel | None:
-        """None where the device cannot read one of the blocks by its address.
+        """Return the kernel over these blocks, or None if the device cannot read one of them by its address.
 
-        parts_of: of each block, its first token that is placed and how many are; None: all
+        parts_of: for each block, the first token to place and the number of tokens; None: all tokens
         """
         kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[Sequence[int], KVBlock, Parts]]] = {}
         first = 0
@@ -170,11 +172,13 @@ class PlaceKernel:
     def place(
         self, layer: int, angles: Angles | None, keys: Tensor, values: Tensor, slots: Tensor | None = None, own: int = 0
     ) -> None:
-        """Write a layer's rotated keys, and its values, to [num_kv_heads, num_tokens, dim] each, or to these slots
-        (int64 [num_tokens]) of [num_kv_heads, num_pages, page_tokens, dim] each; of any strides.
+        """Write a layer's rotated keys, and its values.
 
-        angles: at the tokens' positions, of a family that pairs halves; None: the layer does not rotate
-        own:    head of the blocks that goes to the first one here
+        angles:       at the tokens' positions, of a family that pairs halves; None: the layer does not rotate
+        keys, values: [num_kv_heads, num_tokens, dim] each, or [num_kv_heads, num_pages, page_tokens, dim] with `slots`;
+                      any strides
+        slots:        int64 [num_tokens], the slots to write to
+        own:          the blocks' head that is written to the first head here
         """
         page = 0 if slots is None else keys.shape[2]
         if slots is None:
@@ -190,12 +194,12 @@ class PlaceKernel:
                 one.table, one.spans, slots, cos, sin, keys, values, layer, own,
                 *keys.stride(), *values.stride(), page, one.value_sizes[layer], key_dim, value_dim, half,
                 _TYPES[one.source], _TYPES[one.dtype], TILE, *rounded,
-                enable_fp_fusion=False,  # a code is scaled and moved in two roundings, as everywhere
+                enable_fp_fusion=False,  # a code is scaled and shifted in two roundings, as in every other decoder
             )  # fmt: skip
 
 
 def _readable(parts: Sequence[Stored], device: torch.device) -> bool:
-    """Whether the device can read all of a block by its address, and its rows lie as the kernel counts them."""
+    """Return whether the device can read all of a block by its address, with rows laid out as the kernel expects."""
     numbers = [tensors[0] for stored in parts for tensors in (stored.keys, stored.values)]
     scales = [tensor for stored in parts for tensors in (stored.keys, stored.values) for tensor in tensors[1:]]
     return (

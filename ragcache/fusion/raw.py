@@ -1,4 +1,4 @@
-"""Raw reuse: the baseline that collapses."""
+"""Raw reuse: the baseline whose answers collapse."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ragcache.models.card import ModelCard
 
 @dataclass(frozen=True)
 class Concat(FusionMethod):
-    """Blocks joined with the positions they were encoded at, so that all chunks overlap.
+    """Blocks joined with the positions at which they were encoded, so that all chunks overlap.
 
-    An isolated chunk keeps positions 0, 1, ...; one encoded behind the prefix starts where the prefix ends. The suffix
-    stands at its global positions. This is what plain concatenation of caches does; kept for comparison.
+    An isolated chunk keeps positions 0, 1, ...; a chunk encoded after the prefix starts where the prefix ends. The
+    suffix has its global positions. Plain concatenation of caches does the same; the method exists for comparison.
     """
 
     name: ClassVar[str] = "concat"

@@ -1,7 +1,7 @@
-"""Recompute methods: blocks in place, some of their tokens run again, the whole suffix behind them.
+"""Recompute methods: blocks are placed, some of their tokens run again, and the suffix runs after them.
 
-A method says which context tokens run, and may think again before every layer. All else is here: placing, slots,
-positions, the suffix.
+A method selects the context tokens that run, and may select again before every layer. Everything else is done here:
+placing, slots, positions, the suffix.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecomputeContext:
-    """Tokens that a recompute method chooses from. Slots number tokens in a cache: prefix, chunks, then all other text.
+    """The tokens that a recompute method selects from. Slots number the tokens of a cache: prefix, chunks, then all
+    other text.
 
-    prefix_tokens:  tokens whose KV is at hand and never runs again: the prefix; in a conversation, all that was read
+    prefix_tokens:  tokens that already have KV and never run again: the prefix; in a conversation, everything read so
+                    far
     chunk_starts:   slot of each chunk's first token
-    chunk_tokens:   tokens of each chunk
-    first_is_exact: whether the first chunk's block was read behind just what stands before it
+    chunk_tokens:   number of tokens of each chunk
+    first_is_exact: whether the first chunk's block was read after exactly the text that comes before it
     chunks:         the blocks, keys before RoPE
     ids, positions: of every token, by slot, int64
     """
@@ -62,19 +64,21 @@ class RecomputeContext:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prefix and chunks."""
+        """Return the number of tokens in prefix and chunks."""
         return self.prefix_tokens + sum(self.chunk_tokens)
 
     def chunk_slots(self) -> Tensor:
-        """int64: every chunk token's slot."""
+        """Return every chunk token's slot, int64."""
         return torch.arange(self.prefix_tokens, self.num_tokens, device=self.lm.device)
 
     def text_slots(self) -> Tensor:
-        """int64: the slot of every token of the text, the suffix last, which always runs."""
+        """Return the slots of the text's tokens, int64: all of them always run, the suffix last."""
         return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
     def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:
-        """int64, ascending: slots of the first and the last tokens of each chunk but an exact first one."""
+        """Return the slots of each chunk's first and last tokens, int64, ascending, without those of an exact first
+        chunk.
+        """
         chunks = list(zip(self.chunk_starts, self.chunk_tokens, strict=True))[self.first_is_exact :]
         found = (edge_spans(Span(start, start + count), first_tokens, last_tokens) for start, count in chunks)
         slots = [slot for spans in found for span in spans for slot in range(*span)]
@@ -83,10 +87,10 @@ class RecomputeContext:
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """The moment before a layer runs, in slots.
+    """The state just before a layer runs, in slots.
 
-    layer: its index
-    slots: int64, ascending: the context tokens that have come so far; the suffix comes behind them
+    layer: the layer's index
+    slots: int64, ascending: the context tokens that are still running; the suffix follows them
     """
 
     layer: int
@@ -94,34 +98,39 @@ class Running:
     _point: LayerPoint
 
     def probe(self) -> Projected:
-        """Queries, keys and values of the running tokens, suffix included, in this layer; they go no further."""
+        """Return queries, keys and values of the running tokens, suffix included, in this layer, without running it
+        further.
+        """
         return self._point.probe()
 
     def placed(self) -> tuple[Tensor, Tensor]:
-        """Keys and values that stand in this layer, by slot: [1, num_kv_heads, num_tokens, head_dim], keys rotated.
+        """Return this layer's keys and values by slot: [1, num_kv_heads, num_tokens, head_dim], keys rotated.
 
-        Nothing has run in this layer yet: a context token's are those of its block; the suffix's mean nothing.
+        Nothing has run in this layer yet: a context token has its block's keys and values; the suffix's are
+        meaningless.
         """
         keys, values, _ = self._point.held()
         return keys, values
 
 
 Choose = Callable[[Running], "Tensor | None"]
-"""Which context tokens run from this layer on: slots, int64, ascending; None: no change."""
+"""Selects the context tokens that run from this layer on: slots, int64, ascending; None: no change."""
 
 
 @dataclass(frozen=True)
 class RecomputeMethod(FusionMethod, ABC):
-    """A method that writes two things: which tokens may run, and which of them do."""
+    """A method that defines only which tokens may run and which of these do run."""
 
-    narrows: ClassVar[bool] = False  # its chooser only drops running tokens: nobody looks whether some stood aside
+    narrows: ClassVar[bool] = False  # its chooser only drops running tokens, so none can join later
 
     @abstractmethod
     def candidates(self, context: RecomputeContext) -> Tensor:
-        """Slots of the context tokens that may run in any layer: int64, ascending. None of them: `reposition`."""
+        """Return the slots of the context tokens that may run in any layer, int64, ascending. With none, it is
+        `reposition`.
+        """
 
     def chooser(self, context: RecomputeContext) -> Choose | None:
-        """A fresh function to be asked before every layer; None: the candidates run in all layers."""
+        """Return a new function to call before every layer; None: the candidates run in all layers."""
         return None
 
     def prefill(self, request: PrefillRequest) -> PrefillOutput:
@@ -133,7 +142,9 @@ class RecomputeMethod(FusionMethod, ABC):
 
 
 def open_cache(request: PrefillRequest, context: RecomputeContext) -> FusedCache:
-    """A cache by slot: everything at hand is placed as each layer is reached, and the text has room behind it."""
+    """Return a cache ordered by slot: blocks and prefix are placed as each layer is reached, with room for the text
+    after them.
+    """
     place_known, text = request.place(), context.text_slots()
 
     def place(cache: FusedCache, layer: int) -> None:
@@ -151,9 +162,10 @@ def rerun(
     choose: Choose | None = None,
     narrows: bool = False,
 ) -> PrefillOutput:
-    """Run the text, and before it the candidates, or those of them that `choose` takes, layer by layer.
+    """Run the text, and before it the candidates, or those that `choose` selects, layer by layer.
 
-    candidates: slots of context tokens, int64, ascending; narrows: see RecomputeMethod
+    candidates: slots of context tokens, int64, ascending
+    narrows:    see RecomputeMethod
     """
     slots = torch.cat([candidates, context.text_slots()])
     before = None if choose is None else in_rows(choose, slots, candidates.numel(), narrows)
@@ -161,39 +173,41 @@ def rerun(
 
 
 def check_ratio(ratio: float) -> None:
-    """Raises ConfigError for what is no share in [0, 1]."""
+    """Raise ConfigError if `ratio` is not a share in [0, 1]."""
     if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 <= ratio <= 1:
         raise ConfigError(f"ratio is {ratio!r}; choose the share of the chunks' tokens, a number from 0 to 1")
 
 
 def check_tokens(**options: object) -> None:
-    """Raises ConfigError for an option that is no number of tokens."""
+    """Raise ConfigError for an option that is not a number of tokens."""
     for name, value in options.items():
         if not is_whole(value) or value < 0:
             raise ConfigError(f"{name} is {value!r}; choose a number of tokens, 0 or more")
 
 
 def edge_spans(span: Span, first_tokens: int, last_tokens: int) -> list[Span]:
-    """The first and the last tokens of a span: one span where they meet, none that is empty."""
+    """Return the first and the last tokens of a span, without empty spans; a single span if they meet."""
     head, tail = min(span.start + first_tokens, span.stop), max(span.stop - last_tokens, span.start)
     found = [span] if tail <= head else [Span(span.start, head), Span(tail, span.stop)]
     return [edge for edge in found if edge.num_tokens]
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending; the first of equals go first, on every device."""
+    """Return the indices of the `count` highest scores, ascending; of equal scores the first are taken, on every
+    device.
+    """
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[:count].sort().values
 
 
 def chosen(scores: Tensor, slots: Tensor, count: int, always: Tensor) -> Tensor:
-    """`count` of the slots, ascending: those of `always`, whatever their number, then those that score highest."""
+    """Return `count` of the slots, ascending: all of `always`, however many, then those with the highest scores."""
     first = scores.masked_fill(torch.isin(slots, always), torch.inf)
     return slots[highest(first, max(count, always.shape[0]))]
 
 
 def in_rows(choose: Choose, slots: Tensor, num_candidates: int, narrows: bool = False) -> BeforeLayer:
-    """`choose` for `lm.run`, which speaks of the pass's tokens by index, the suffix among them."""
+    """Adapt `choose` to `lm.run`, which numbers the tokens of the pass by index and includes the suffix."""
     from ragcache.models.layerwise import Kept
 
     suffix = torch.arange(num_candidates, slots.shape[0], device=slots.device)

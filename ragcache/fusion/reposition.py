@@ -10,9 +10,9 @@ from ragcache.fusion.method import FusionMethod
 
 @dataclass(frozen=True)
 class Reposition(FusionMethod):
-    """Each key is rotated to the position that its token has in the joined prompt (KVLink section 2.2).
+    """Rotates each key to the position of its token in the joined prompt (KVLink section 2.2).
 
-    Over isolated blocks this is one forward pass under a block-diagonal causal mask with global positions. It is
+    Over isolated blocks this equals one forward pass under a block-diagonal causal mask with global positions. It is
     KVLink without link tokens, the inference of Block-Attention and the position update of PIE.
     """
 

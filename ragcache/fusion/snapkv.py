@@ -1,4 +1,4 @@
-"""Decode eviction: after the first token, keep of the passages only what the question attended to."""
+"""Decode eviction: after the first token, only the passages' tokens that the question attended to are kept."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ POOLINGS = ("avg", "max")
 
 @dataclass(frozen=True)
 class SnapKV:
-    """SnapKV's choice (arXiv 2404.14469), at the moment that A3's extension gives it: once the first token is known.
+    """SnapKV's choice of tokens (arXiv 2404.14469), made when A3's extension makes it: once the first token is known.
 
-    The last rows of the suffix vote: their attention to each of the passages' tokens, summed over rows and over the
-    query heads of a KV head, then pooled over neighbours, ranks the tokens. In every layer each KV head keeps its own
-    best. Kept whole beside them, as A3 has it: the prefix, and all that ran behind the passages (link tokens, suffix).
+    The last rows of the suffix vote: their attention to each passage token, summed over rows and over the query heads
+    of a KV head, then pooled over neighbouring tokens, ranks the tokens. In every layer each KV head keeps its own best
+    tokens. As in A3, the prefix and everything that ran after the passages (link tokens, suffix) are kept whole.
 
-    Chosen here: pooling looks at passages' tokens alone, at the ends at those that there are, so that the prefix, which
-    draws much attention and is kept anyway, lifts nobody. Of equal tokens the first stay: in a sliding layer those out
-    of the window get nothing.
+    Choices made here: pooling covers only passages' tokens, and at the ends only those that exist, because the prefix,
+    which draws much attention and is kept anyway, must not raise the tokens next to it. Of tokens with equal votes the
+    first are kept: in a sliding layer, tokens outside the window get no votes.
 
     budget:  passages' tokens that each KV head of each layer keeps
-    window:  rows of the suffix that vote; None: all of them. Their attention weights are computed once more, and stand
-             in memory together, a layer at a time: a small window makes the vote of a long suffix cheap
-    kernel:  neighbouring tokens that are pooled, an odd number; 1: no pooling. 5 and "avg" are the authors' program's
-    pooling: "avg" or "max" of them
+    window:  rows of the suffix that vote; None: all of them. Their attention weights are computed a second time and
+             held in memory together, a layer at a time: a small window makes the vote of a long suffix cheap
+    kernel:  neighbouring tokens that are pooled, an odd number; 1: no pooling. The authors' program uses 5 with "avg"
+    pooling: "avg" or "max" of the neighbours' votes
     """
 
     budget: int
@@ -51,11 +51,11 @@ class SnapKV:
 
     @classmethod
     def of(cls, given: SnapKV | int) -> SnapKV:
-        """A lone number is the budget. Raises ConfigError for anything else."""
+        """Return the choice; a number is its budget. Raises ConfigError for any other value."""
         return given if isinstance(given, SnapKV) else cls(given)
 
     def pooled(self, votes: Tensor) -> Tensor:
-        """float32 [num_kv_heads, num_tokens], same shape."""
+        """Pool the votes over neighbouring tokens: float32 [num_kv_heads, num_tokens], same shape."""
         if self.kernel == 1:
             return votes
         pad = self.kernel // 2
@@ -65,11 +65,11 @@ class SnapKV:
 
 
 class SnapKVObserver:
-    """Watches a method's passes (`attention.observing`) for the votes, and evicts.
+    """Collects the votes during a method's passes (`attention.observing`), and evicts.
 
-    before: entries that every layer holds in front of the chunks' tokens
-    behind: entries that it holds behind them
-    suffix: rows of the suffix, which are the last of those
+    before: entries that every layer holds before the chunks' tokens
+    behind: entries that every layer holds after the chunks' tokens
+    suffix: rows of the suffix, the last of these entries
     """
 
     def __init__(self, choice: SnapKV, before: int, behind: int, suffix: int) -> None:
@@ -80,7 +80,7 @@ class SnapKVObserver:
         self._last: dict[int, int] = {}
 
     def __call__(self, attended: Attended) -> None:
-        """The suffix's rows are the last to come; earlier passes and tokens that catch up have no vote."""
+        """Record the votes of the suffix's rows, which come last; earlier passes and tokens that catch up have none."""
         last = int(attended.positions[-1])
         if last < self._last.get(attended.layer, 0):
             return
@@ -90,7 +90,9 @@ class SnapKVObserver:
 
     @torch.inference_mode()
     def evict(self, cache: FusedCache, reserve_tokens: int) -> tuple[int, ...]:
-        """Drop what lost, and hand large buffers back. Returns what each layer holds now, of each KV head."""
+        """Drop the tokens that lost the vote, and return large buffers to the pool. Return the tokens that each layer's
+        heads hold.
+        """
         before = tuple(cache.lengths)
         for layer, votes in self._votes.items():
             end = votes.shape[1] - self._behind
@@ -101,7 +103,7 @@ class SnapKVObserver:
         return tuple(cache.lengths)
 
     def _kept(self, votes: Tensor, end: int) -> Tensor:
-        """int64 [num_kv_heads, num_kept], ascending."""
+        """Return the entries that each head keeps: int64 [num_kv_heads, num_kept], ascending."""
         pooled = self.choice.pooled(votes[:, self._before : end])
         order = torch.sort(pooled, dim=1, descending=True, stable=True).indices
         best = order[:, : self.choice.budget].sort(dim=1).values + self._before
