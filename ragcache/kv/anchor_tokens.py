@@ -1,16 +1,17 @@
-"""Anchors: trained tokens behind each segment of a chunk, whose KV alone is kept of it.
+"""Anchors: trained tokens after each segment of a chunk; only their KV is kept.
 
 KVLink, section 2.4 (arXiv 2502.16002), after AnLLMs (arXiv 2402.07616). A chunk of two segments with two anchors each:
 
     ids       t  t  t  t  a1 a2 t  t  t  t  a1 a2
     segment   0  0  0  0  0  0  1  1  1  1  1  1
 
-Text sees its own segment. An anchor sees that and the anchors before it; tokens after the chunk see anchors alone.
-Positions are those of the sequence above.
+Text sees its own segment. An anchor sees its segment and the anchors before it; tokens after the chunk see only
+anchors. Positions are those of the sequence above.
 
-Who sees whom follows from one number a token, which training's masks read as well: its passage in the lower bits, above
-them four times its segment, 1 more for text that gives way to anchors, and 2 more for text that sees none. A token of
-an ordinary passage has the passage's number, one outside all passages 0 or less.
+A single number for each token decides which tokens it sees; training's masks read the same number. Its lower bits hold
+the token's passage. The bits above them hold four times its segment, plus 1 for text that is replaced by anchors, plus
+2 for text that sees no anchors. A token of an ordinary passage has the passage's number; a token outside all passages
+has 0 or less.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ OPEN = 0
 _PASSAGE_BITS = 16
 PASSAGE = (1 << _PASSAGE_BITS) - 1
 SHARED = PASSAGE
-"""Number of a prefix that every passage is read behind (recipes `prefix` and `primer`)."""
+"""Number of a prefix that is read before every passage (recipes `prefix` and `primer`)."""
 DROPPED = SHARED | 1 << _PASSAGE_BITS
-"""Number of a primer: passages see it and the prefix, nothing outside them sees it."""
+"""Number of a primer: passages see the primer and the prefix; tokens outside the passages do not see the primer."""
 
 
 class Anchors(NamedTuple):
-    """What stands behind each segment.
+    """The tokens after each segment of a chunk.
 
-    ids:     the same behind each
-    segment: text tokens of one. The last one of a chunk may be shorter: it has its share of anchors, the first ones, so
-             that a chunk of n tokens has ceil(n * len(ids) / segment) in all
+    ids:     the anchors, the same after each segment
+    segment: text tokens of a segment. A chunk's last segment may be shorter: it has its share of anchors, the first
+             ones, so that a chunk of n tokens has ceil(n * len(ids) / segment) anchors in all
     """
 
     ids: tuple[int, ...]
@@ -46,7 +47,7 @@ class Anchors(NamedTuple):
 
     @classmethod
     def of(cls, given: object) -> Anchors | None:
-        """Return anchors of (ids, text tokens). Raises ConfigError for other values, or fewer text tokens than ids."""
+        """Return the anchors for (ids, text tokens). Raises ConfigError for other values, or fewer tokens than ids."""
         if given is None:
             return None
         try:
@@ -67,28 +68,28 @@ class Anchors(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Anchors a text token."""
+        """Return the number of anchors for each text token."""
         return len(self.ids) / self.segment
 
     def count(self, text_tokens: int) -> int:
-        """Anchors of a chunk of so many tokens."""
+        """Return the number of anchors of a chunk of `text_tokens` tokens."""
         return -(-text_tokens * len(self.ids) // self.segment)
 
     def held(self, num_tokens: int) -> int:
-        """Anchors among `num_tokens` tokens of text and anchors."""
+        """Return the number of anchors among `num_tokens` tokens of text and anchors."""
         return num_tokens - num_tokens * self.segment // (self.segment + len(self.ids))
 
     def join(self, text: Sequence[int]) -> list[int]:
-        """The chunk's ids with its anchors."""
+        """Return the chunk's ids with its anchors."""
         segments = [text[start : start + self.segment] for start in range(0, len(text), self.segment)]
         return [id for own in segments for id in (*own, *self.ids[: self.count(len(own))])]
 
     def split(self, joined: Sequence[int]) -> list[int]:
-        """The chunk's own ids of what `join` made."""
+        """Return the chunk's own ids, from the result of `join`."""
         return [id for id, number in zip(joined, self.numbers(len(joined)), strict=True) if gives_way(number)]
 
     def numbers(self, num_tokens: int, passage: int = 1) -> list[int]:
-        """Of each of `num_tokens` tokens of text and anchors. passage: which one it is, from 1"""
+        """Return the number of each of `num_tokens` tokens of text and anchors. passage: the passage's rank, from 1"""
         found: list[int] = []
         whole = self.segment + len(self.ids)
         for segment, start in enumerate(range(0, num_tokens, whole)):
@@ -99,13 +100,16 @@ class Anchors(NamedTuple):
 
 
 def gives_way(number: Any) -> Any:
-    """Whether tokens are text whose KV is dropped: the number of one, or int64 numbers of any shape."""
+    """Return whether tokens are text whose KV is dropped. number: a token's number, or int64 numbers of any shape"""
     return (number >> _PASSAGE_BITS) & 1 == 1
 
 
 def sees_within(query: Tensor, key: Tensor) -> Tensor:
-    """Whether tokens see others that stand before them in the same passage: all of their own segment, and all but some
-    text see anchors. Of no passage: those of the same number. query, key: int64 numbers, which broadcast"""
+    """Return whether tokens see earlier tokens of the same passage.
+
+    A token sees its own segment, and anchors unless it is text that sees none. Tokens outside all passages see those
+    with the same number. query, key: int64 numbers, which broadcast
+    """
     same_segment = query >> (_PASSAGE_BITS + 2) == key >> (_PASSAGE_BITS + 2)
     anchor_seen: Tensor = ~gives_way((query >> 1) | key)
     return ((query ^ key) & PASSAGE == 0) & (same_segment | anchor_seen)

@@ -1,4 +1,4 @@
-"""One chunk's keys and values, as tensors."""
+"""A chunk's keys and values, as tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Part = Literal["keys", "values"]
 
 
 class Stored(NamedTuple):
-    """Where the numbers of layers that are alike lie, for a kernel that reads them by their addresses.
+    """The memory layout of layers that are alike, for a kernel that reads their numbers by address.
 
-    keys, values: one tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]; of an encoded block codes (uint8 or
-                  float8), then scales and, of whole numbers, zero points: of the keys [num_layers, num_kv_heads,
-                  groups, head_dim], of the values [num_layers, num_kv_heads, num_tokens, groups]; a number is
-                  code * scale + zero
+    keys, values: a tensor each, [num_layers, num_kv_heads, num_tokens, head_dim]. Of an encoded block: codes (uint8 or
+                  float8), then scales and, for uint8, zero points, with shape [num_layers, num_kv_heads, groups,
+                  head_dim] for keys and [num_layers, num_kv_heads, num_tokens, groups] for values; a number is code *
+                  scale + zero
     key_size:     tokens in a group of the keys
     value_size:   channels in a group of the values
     """
@@ -40,16 +40,16 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KVBlock:
-    """Keys before RoPE and values of one chunk, in layers that are alike; see MixedBlock for layers that differ.
+    """Keys before RoPE and values of a chunk, in layers that are alike; see MixedBlock for layers that differ.
 
-    keys:   [num_layers, num_kv_heads, num_tokens, head_dim], final (after k_norm where there is one) but not rotated
+    keys:   [num_layers, num_kv_heads, num_tokens, head_dim], final (after k_norm if the model has it) but not rotated
     values: [num_layers, num_kv_heads, num_tokens, head_dim]
-    recipe: how it was encoded, where that is known (a block that was stored is known by its key)
+    recipe: how the block was encoded, if known (a stored block is identified by its key)
 
     Raises DamagedBlockError when the shapes do not agree.
 
-    Who needs one layer at a time asks for it by `layer_keys` and `copy_keys` (and the same of values): a block whose
-    numbers are not at hand as they are, such as an encoded one, then makes that layer alone (`_layer`, `_copy`).
+    To read a single layer, call `layer_keys` or `copy_keys` (or the same for values): a block that does not hold its
+    numbers directly, such as an encoded block, then computes only that layer (`_layer`, `_copy`).
     """
 
     keys: Tensor
@@ -73,7 +73,7 @@ class KVBlock:
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
-        """What a token takes in each layer."""
+        """Return the shape of a token's keys and values in each layer."""
         num_layers, heads, _, width = self.key_shape
         return (LayerShape(heads, width, self.value_shape[3]),) * num_layers
 
@@ -83,22 +83,22 @@ class KVBlock:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were read."""
+        """Return how many tokens were read."""
         return self.key_shape[2]
 
     @property
     def states(self) -> tuple[StateMap, ...]:
-        """What the chunk does to the states of recurrent layers; see `kv/state.py`."""
+        """Return what the chunk does to the states of recurrent layers; see `kv/state.py`."""
         return ()
 
     @property
     def tokens_by_layer(self) -> tuple[int, ...]:
-        """Tokens whose keys and values each head of a layer holds: all that were read, but in a SparseBlock."""
+        """Return how many tokens each head of a layer holds: all that were read, except in a SparseBlock."""
         return (self.key_shape[2],) * self.num_layers
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the block takes where it is held."""
+        """Return the bytes that the block takes in memory."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
@@ -107,22 +107,22 @@ class KVBlock:
 
     @property
     def stored(self) -> list[tuple[Stored, list[int]]] | None:
-        """Where its numbers lie, each with the layers that it holds; None: they have to be asked for."""
+        """Return the memory layouts of its numbers, each with its layers; None: only methods can read them."""
         return [(Stored((self.keys,), (self.values,)), [*range(self.num_layers)])]
 
     def places(self, layer: int) -> Tensor | None:
-        """Which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all of them."""
+        """Return which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all of them."""
         return None
 
     def layer_keys(self, layer: int) -> Tensor:
-        """One layer's keys, [num_kv_heads, held, head_dim], held as `tokens_by_layer`; not to be written to."""
+        """Return a layer's keys, [num_kv_heads, held, head_dim], held as in `tokens_by_layer`; read-only."""
         return self._layer("keys", layer)
 
     def layer_values(self, layer: int) -> Tensor:
         return self._layer("values", layer)
 
     def copy_keys(self, layer: int, out: Tensor) -> None:
-        """Write one layer's keys to `out`, [num_kv_heads, held, head_dim], of any device and float dtype."""
+        """Write a layer's keys to `out`, [num_kv_heads, held, head_dim], of any device and float dtype."""
         self._copy("keys", layer, out)
 
     def copy_values(self, layer: int, out: Tensor) -> None:
@@ -135,7 +135,7 @@ class KVBlock:
         out.copy_(self._layer(part, layer), non_blocking=True)
 
     def held_tensors(self) -> list[Tensor]:
-        """All that the block holds."""
+        """Return all tensors that the block holds."""
         found: list[Tensor] = []
 
         def look(tensor: Tensor) -> Tensor:
@@ -146,17 +146,17 @@ class KVBlock:
         return found
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
-        """The same block over other tensors of the same content: `change` copies or moves each that is held."""
+        """Return the same block over other tensors of equal content: `change` copies or moves each tensor."""
         return replace(self, keys=change(self.keys), values=change(self.values))
 
     def made_by(self, recipe: Recipe) -> KVBlock:
-        """The same block, which says how it was encoded."""
+        """Return the same block with its recipe set."""
         found = copy.copy(self)
         object.__setattr__(found, "recipe", recipe)  # the field is frozen
         return found
 
     def equal(self, other: KVBlock) -> bool:
-        """Bit for bit."""
+        """Return whether both blocks are equal bit for bit."""
         return (self.layers, self.num_tokens) == (other.layers, other.num_tokens) and all(
             torch.equal(self.layer_keys(layer), other.layer_keys(layer))
             and torch.equal(self.layer_values(layer), other.layer_values(layer))
@@ -170,13 +170,13 @@ def _same_places(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 class MixedBlock(KVBlock):
-    """A block whose layers differ, in their shape or in how many tokens they hold: one block a group of layers.
+    """A block whose layers differ, in their shape or in the number of tokens that they hold.
 
-    parts:   hold the layers of a group each, in ascending order
+    parts:   blocks that each hold a group of layers, in ascending order
     part_of: by layer, the index of its part
 
-    It has no `keys` and `values` of all layers, nor their shapes. Raises DamagedBlockError where the parts are not one
-    block's.
+    It has no `keys` and `values` of all layers, nor their shapes. Raises DamagedBlockError if the parts do not form a
+    block.
     """
 
     def __init__(self, parts: Sequence[KVBlock], part_of: Sequence[int], recipe: Recipe | None = None) -> None:
@@ -245,15 +245,17 @@ class MixedBlock(KVBlock):
 
 
 def part_of_block(block: KVBlock, start: int, stop: int) -> KVBlock:
-    """Tokens [start, stop) of a block that holds all of its tokens in every head: they were read behind those before
-    them. Nothing is copied, where the block's numbers are at hand as they are."""
+    """Return tokens [start, stop) of a block that holds all of its tokens in every head.
+
+    These tokens were read after those before them. Nothing is copied, unless the block has to be decoded.
+    """
     if isinstance(block, MixedBlock):
         return MixedBlock([part_of_block(part, start, stop) for part in block.parts], block.part_of, block.recipe)
     return KVBlock(block.keys[:, :, start:stop], block.values[:, :, start:stop], block.recipe)
 
 
 def empty_block(shape: CacheShape, num_tokens: int) -> KVBlock:
-    """A block of a model's shape to be written to, layer by layer."""
+    """Return a block of a model's shape, to be filled layer by layer."""
 
     def empty(layers: int, heads: int, width: int) -> Tensor:
         return torch.empty(layers, heads, num_tokens, width, dtype=shape.dtype, device=shape.device)

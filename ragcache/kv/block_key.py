@@ -1,8 +1,8 @@
-"""Names that depend on content alone: recipes and block keys.
+"""Recipes and block keys: names that depend only on content.
 
-A block key is a SHA-256 over everything that the bytes of a block depend on, so that a block made under another
-model, recipe or prefix has another name and can never be served by mistake (law 8). `hash()` is not used: it differs
-between processes.
+A block key is a SHA-256 over everything that a block's bytes depend on. A block made with another model, recipe or
+prefix therefore has another name and can never be served by mistake (law 8). `hash()` is not used: it differs between
+processes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ PRIMER = "primer"
 RECIPE_NAMES = ("isolated", "prefix", PRIMER)
 
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
-"""Ids in front of a chunk and behind it."""
+"""Ids before a chunk and after it."""
 Neighbours = Sequence[Sequence[int]]
-"""Ids of the chunks that a chunk is read behind, nearest first."""
+"""Ids of the chunks that are read before a chunk, nearest first."""
 
 
 def sides_of(given: Sides | None) -> Sides | None:
-    """Both sides as tuples of ids, a lone id as one; None where there is no id at all. Raises ConfigError otherwise."""
+    """Return both sides as tuples of ids, where a side may be given as a single id; None if there is no id at all.
+
+    Raises ConfigError for other values.
+    """
     if given is None:
         return None
     wrong = ConfigError(f"markers {given!r} are no pair: give the ids before and behind a chunk, as ((5, 6), (7,))")
@@ -43,21 +46,22 @@ def sides_of(given: Sides | None) -> Sides | None:
 class Recipe:
     """How a block is encoded.
 
-    name: "isolated" (the chunk alone, from position 0), "prefix" (behind the shared prefix, which it attends to), or
-          "primer" (behind the shared prefix and the primer, which it attends to and whose KV is dropped)
-    primer: "primer" only: the primer's ids; or its text, or the name of a shipped one (`models/primer.py`), which
-          `ModelCard.recipe` turns into ids. Without any ids the recipe is "prefix"
-    bos:  "isolated" only: encode behind a lone BOS token whose own KV is dropped, so that the chunk's first tokens do
-          not become attention sinks. Needs a model with a BOS token.
-    markers: ids read in front of the chunk and behind it, as many as there are; their KV is part of the block
-          (TurboRAG's markers, KV Packet's vectors)
-    neighbours: most other chunks that each chunk is read behind, as one running text (the offline stage of FusionRAG,
-          arXiv 2601.12904); their KV is dropped. Which ones and in what order, the key says by their ids
-    kept: share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
-          model has read the chunk again (KVzip; see `models/kvzip.py`)
-    task: what the model reads behind the chunk instead of repeating it, for kept below 1: a task or examples
-    anchors: trained ids behind every segment of the chunk, whose KV alone is kept, and the text tokens of a segment
-             (KVLink's compressed caches; see `kv/anchor_tokens.py`)
+    name:       "isolated" (the chunk alone, from position 0), "prefix" (after the shared prefix, which it attends to),
+                or "primer" (after the shared prefix and the primer, which it attends to and whose KV is dropped)
+    primer:     only for "primer": the primer's ids; or its text, or the name of a shipped primer (`models/primer.py`),
+                which `ModelCard.recipe` turns into ids. Without any ids the recipe is "prefix"
+    bos:        only for "isolated": encode after a lone BOS token whose own KV is dropped, so that the chunk's first
+                tokens do not become attention sinks. Needs a model with a BOS token
+    markers:    any number of ids read before the chunk and after it; their KV is part of the block (TurboRAG's markers,
+                KV Packet's vectors)
+    neighbours: the largest number of other chunks that are read before each chunk, as a single running text (the
+                offline stage of FusionRAG, arXiv 2601.12904); their KV is dropped. The block key contains their ids, in
+                order
+    kept:       share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
+                model has read the chunk again (KVzip; see `models/kvzip.py`)
+    task:       for `kept` below 1: a task or examples, which the model reads after the chunk instead of repeating it
+    anchors:    trained ids after every segment of the chunk, the only tokens whose KV is kept, and the number of text
+                tokens in a segment (KVLink's compressed caches; see `kv/anchor_tokens.py`)
     """
 
     name: str = "isolated"
@@ -94,7 +98,7 @@ class Recipe:
                 raise ConfigError(f"recipe anchors and {name} do not go together; choose one of them")
 
     def _set_primer(self) -> None:
-        """Keep the primer as text or as a tuple of ids; without any id the recipe is "prefix"."""
+        """Store the primer as text or as a tuple of ids; without any id the recipe becomes "prefix"."""
         if not isinstance(self.primer, str):
             if not isinstance(self.primer, Sequence) or not all(map(is_whole, self.primer)):
                 raise ConfigError(f"primer {self.primer!r} is no text and no list of token ids; give one of the two")
@@ -110,7 +114,7 @@ class Recipe:
 
     @property
     def primer_ids(self) -> tuple[int, ...]:
-        """Ids that every chunk is read behind, after the prefix. Raises ConfigError for a primer that is still text."""
+        """Return the ids read before every chunk, after the prefix. Raises ConfigError if the primer is still text."""
         if self.name != PRIMER:
             return ()
         if isinstance(self.primer, str):
@@ -119,42 +123,44 @@ class Recipe:
 
     @property
     def sees_prefix(self) -> bool:
-        """Whether a chunk is read behind the shared prefix."""
+        """Return whether a chunk is read after the shared prefix."""
         return self.name != "isolated"
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether a block may stand behind that prefix alone. Behind a primer it is an approximation anyway, which
-        serves every prefix."""
+        """Return whether a block may only follow the prefix that it was read after.
+
+        A block read after a primer is an approximation anyway, and serves every prefix.
+        """
         return self.name == "prefix"
 
     @property
     def joins_states(self) -> bool:
-        """Whether a block says what its tokens, all of them and no others, do to a recurrent layer's state."""
+        """Return whether a block's maps of recurrent layers' states cover all of its tokens and no others."""
         return self.is_dense and not self.bos and not self.neighbours
 
     @property
     def is_dense(self) -> bool:
-        """Whether blocks hold every token in every head."""
+        """Return whether blocks hold every token in every head."""
         return self.kept == 1 and self.anchors is None
 
     @property
     def share(self) -> float:
-        """Tokens that each head of a block holds, for each token of the chunk."""
+        """Return how many tokens each head of a block holds, for each token of the chunk."""
         return self.kept if self.anchors is None else self.anchors.share
 
     @property
     def front(self) -> tuple[int, ...]:
-        """Ids in front of every chunk."""
+        """Return the ids before every chunk."""
         return self.markers[0] if self.markers else ()
 
     @property
     def back(self) -> tuple[int, ...]:
-        """Ids behind every chunk."""
+        """Return the ids after every chunk."""
         return self.markers[1] if self.markers else ()
 
     def __str__(self) -> str:
-        """Name used in errors: "isolated", "isolated with markers 5 and 6"."""
+        """Return the name that errors use: "isolated", "isolated with markers 5 and 6"."""
         more = [f"markers {_shown(self.front)} and {_shown(self.back)}"] if self.markers else []
         more += ["a BOS of its own"] if self.bos else []
         more += [f"up to {self.neighbours} neighbours"] if self.neighbours else []
@@ -165,9 +171,9 @@ class Recipe:
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
     def before(self, neighbours: Neighbours) -> list[int]:
-        """The ids that a chunk is read behind: its neighbours, each with its markers.
+        """Return the ids that are read before a chunk: its neighbours, each with its markers.
 
-        Raises ConfigError for more neighbours than the recipe has, and for what is no list of ids.
+        Raises ConfigError for more neighbours than the recipe has, and for neighbours that are not lists of ids.
         """
         if not all(isinstance(one, Sequence) and all(map(is_whole, one)) for one in neighbours):
             raise ConfigError(f"neighbours {neighbours!r} are no chunks; give a list of ids each, as [[5, 6], [7]]")
@@ -179,11 +185,11 @@ class Recipe:
         return [id for one in neighbours for id in self.marked(one)]
 
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
-        """The ids that a chunk's block is made of."""
+        """Return the ids that a chunk's block consists of, markers or anchors included."""
         return [*self.front, *chunk_ids, *self.back] if self.anchors is None else self.anchors.join(chunk_ids)
 
     def unmarked(self, block_ids: Sequence[int]) -> list[int]:
-        """The chunk's own ids. Raises ConfigError for ids that `marked` does not make."""
+        """Return the chunk's own ids. Raises ConfigError for ids that `marked` cannot have returned."""
         if self.anchors is None:
             chunk = list(block_ids[len(self.front) : len(block_ids) - len(self.back)])
         else:
@@ -193,8 +199,11 @@ class Recipe:
         return chunk
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as JSON, which names its blocks. Left out is what it does not have, and a lone marker on each side
-        is written as one id: blocks keep their keys when recipes learn something new."""
+        """Return the recipe as JSON, which is part of its blocks' keys.
+
+        Unused fields are left out, and a single marker on each side is written as a plain id, so that blocks keep their
+        keys when recipes get new fields.
+        """
         found: dict[str, Any] = {"name": self.name, "bos": self.bos}
         if self.markers is not None:
             lone = len(self.front) == len(self.back) == 1
@@ -211,7 +220,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for what is no recipe."""
+        """Return the recipe of this JSON. Raises ConfigError if it is not a recipe."""
         name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
         added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
         anchors = (given["anchors"], given.get("segment")) if "anchors" in given else None
@@ -219,12 +228,12 @@ class Recipe:
 
 
 def _shown(ids: Sequence[int]) -> str:
-    """Ids in an error message: "5", "5 to 12"."""
+    """Return ids as an error message shows them: "5", "5 to 12"."""
     return f"{ids[0]} to {ids[-1]}" if len(ids) > 1 else "".join(map(str, ids)) or "none"
 
 
 def digest(value: object) -> str:
-    """SHA-256, in hex, of a JSON value in canonical form."""
+    """Return the SHA-256, in hex, of a JSON value in canonical form."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -237,11 +246,11 @@ def block_key(
     tenant: str = "",
     neighbours: Neighbours = (),
 ) -> str:
-    """The 64 hex digits that name a block.
+    """Return the 64 hex digits that name a block.
 
-    prefix_ids count only where the recipe sees them: an isolated block serves every prefix. tenant salts the key, so
-    that blocks under one salt are never hits under another. neighbours count by their ids and order; a recipe without
-    them leaves them out.
+    prefix_ids count only if the recipe sees the prefix: an isolated block serves every prefix. tenant salts the key, so
+    that blocks of a tenant are never found by another. neighbours count by their ids and order; a recipe without
+    neighbours leaves them out.
     """
     behind = {"neighbours": [list(one) for one in neighbours]} if recipe.neighbours else {}
     return digest(

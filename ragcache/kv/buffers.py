@@ -15,8 +15,8 @@ from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.lane import Lane
 from ragcache.kv.state import State
 
-# Buffers come in few sizes, so that idle ones fit later requests. A question over a shared context needs a few dozen
-# tokens of its own: in steps of 256, eight askers over 2,000 shared tokens held 1.8 times what one holds.
+# Buffers have few sizes, so that idle buffers fit later requests. A question over a shared context needs only a few
+# dozen tokens: in steps of 256, eight requests over 2,000 shared tokens held 1.8 times the memory of one request.
 LARGEST_STEP, _SMALL_STEP = 256, 64
 _SMALL = 512
 
@@ -25,7 +25,7 @@ _SMALL = 512
 class KVBuffers:
     """Buffers by layer: keys and values [1, num_kv_heads, capacity, dim]; positions of the keys, int64 [capacity].
 
-    start: their first token in the pool's arena, which they are a part of; None: they are not
+    start: the place of their first token in the pool's arena; None: they are not part of the arena
     """
 
     keys: tuple[Tensor, ...]
@@ -53,7 +53,7 @@ class KVBuffers:
         return KVBuffers(tuple(keys), tuple(values), tuple(one[start:end] for one in self.positions), start)
 
     def copy_from(self, other: KVBuffers, count: int) -> None:
-        """Take over the first `count` tokens that `other` holds in every layer."""
+        """Copy the first `count` tokens that `other` holds in every layer."""
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
             mine[:, :, :count] = theirs[:, :, :count]
         for mine, theirs in zip(self.positions, other.positions, strict=True):
@@ -61,35 +61,35 @@ class KVBuffers:
 
 
 def capacity_for(num_tokens: int) -> int:
-    """Tokens that fresh buffers for so many hold."""
+    """Return how many tokens new buffers hold, for a request of `num_tokens`."""
     step = _SMALL_STEP if num_tokens <= _SMALL else LARGEST_STEP
     return -(-num_tokens // step) * step
 
 
 class BufferPool:
-    """Keeps buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
+    """Keeps the buffers of finished requests: fresh pages cost more than the copy into them. Thread-safe.
 
-    max_bytes: idle buffers beyond this are freed, the oldest first.
-    lane:      places what is written to the buffers beside the passes; None: in them
-    arena:     one allocation that buffers are parts of while it has room, so that a CUDA graph can read any of them;
-               None: each is one of its own
+    max_bytes: idle buffers beyond this are freed, the oldest first
+    lane:      a stream that places contexts in the buffers beside the passes; None: they are placed within the passes
+    arena:     an allocation from which buffers are cut while it has room, so that a CUDA graph can read any of them;
+               None: each buffer is allocated separately
     """
 
     NOWHERE, SINK = 0, 1
-    """Places in the arena: of a token of zeros that nobody writes to, and of one that nobody reads."""
+    """Places in the arena: of a token of zeros that is never written, and of a token that is never read."""
 
     def __init__(self, shape: CacheShape, max_bytes: int) -> None:
         self.shape = shape
         self.max_bytes = max_bytes
         self.lane: Lane | None = None
         self.arena: KVBuffers | None = None
-        self._taken = bytearray()  # by _SMALL_STEP tokens of the arena
+        self._taken = bytearray()  # for each _SMALL_STEP tokens of the arena
         self._idle: list[KVBuffers] = []
         # Re-entrant: the garbage collector may finalise a cache, and so call give(), inside take() or give().
         self._lock = threading.RLock()
 
     def open_arena(self, num_tokens: int) -> KVBuffers:
-        """Have buffers cut from one allocation from now on."""
+        """Allocate the arena, from which buffers are cut from now on."""
         arena = KVBuffers.allocate(self.shape, num_tokens)
         for tensor in (*arena.keys, *arena.values, *arena.positions):
             tensor.zero_()
@@ -98,7 +98,7 @@ class BufferPool:
         return arena
 
     def take(self, capacity: int) -> KVBuffers:
-        """A part of the arena for `capacity` tokens, else the smallest idle buffers that hold them, or new ones."""
+        """Return a part of the arena for `capacity` tokens, else the smallest idle buffers that fit, or new ones."""
         steps = -(-capacity // _SMALL_STEP)
         with self._lock:
             if self.arena is not None and (at := self._taken.find(bytes(steps))) >= 0:
@@ -123,7 +123,7 @@ class BufferPool:
 
 
 class BufferHandle:
-    """Buffers out of a pool, which get back when nobody holds the loan any more."""
+    """Buffers from a pool, which return to it when the last reference to the handle is dropped."""
 
     def __init__(self, pool: BufferPool, buffers: KVBuffers) -> None:
         self.buffers = buffers
@@ -131,10 +131,11 @@ class BufferHandle:
 
 
 class SharedContext:
-    """The first tokens of a cache, for others to stand on: never written to again, and there as long as one needs it.
+    """The first tokens of a cache, which other caches extend. They are never written to again, and live as long as a
+    cache uses them.
 
     num_tokens: in every layer
-    states:     of recurrent layers, behind these tokens
+    states:     of recurrent layers, after these tokens
     """
 
     def __init__(self, loan: BufferHandle, num_tokens: int, states: Sequence[State] = ()) -> None:
@@ -144,21 +145,21 @@ class SharedContext:
 
     @property
     def start(self) -> int | None:
-        """Its first token's place in the pool's arena, as of KVBuffers."""
+        """Return its first token's place in the pool's arena, as in KVBuffers."""
         return self._loan.buffers.start
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache's buffers, unused room included."""
+        """Return the bytes of the cache's buffers, unused room included."""
         return self._loan.buffers.num_bytes + sum(state.num_bytes for state in self.states)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, num_tokens, head_dim], and key positions, int64 [num_tokens]."""
+        """Return keys and values, [1, num_kv_heads, num_tokens, head_dim], and key positions, int64 [num_tokens]."""
         buffers, end = self._loan.buffers, self.num_tokens
         return buffers.keys[layer][:, :, :end], buffers.values[layer][:, :, :end], buffers.positions[layer][:end]
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+        """Write a layer's keys and values to [num_kv_heads, num_tokens, head_dim] each."""
         own_keys, own_values, _ = self.layer_state(layer)
         keys.copy_(own_keys[0])
         values.copy_(own_values[0])

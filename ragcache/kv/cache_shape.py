@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class LayerKind(Enum):
-    """Kinds of layers by what they keep. A kind that is built has a shape type for `CacheShape.layers`.
+    """Kinds of layers by the data that they keep. A supported kind has a shape type for `CacheShape.layers`.
 
-    KV:     keys and values, by head or as one latent for all heads: `LayerShape`
-    STATE:  a state that each token changes: `StateShape`
-    OTHER:  keys that a pattern of its own picks; not built
-    NONE:   nothing: the layer sees each token by itself
+    KV:    keys and values, by head or as a latent for all heads: `LayerShape`
+    STATE: a state that each token changes: `StateShape`
+    OTHER: keys that are selected by a pattern of the layer; not supported
+    NONE:  nothing: the layer processes each token by itself
     """
 
     KV = "keep keys and values"
@@ -32,9 +32,9 @@ class LayerKind(Enum):
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers, as configurations call them, that keep keys and values."""
+"""Types of layers, as named in configurations, that keep keys and values."""
 STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
-"""Those that keep a state; "hybrid" ones keep keys and values beside it."""
+"""Types of layers that keep a state; "hybrid" layers keep keys and values too."""
 
 
 def keeps_state(name: str) -> bool:
@@ -42,22 +42,22 @@ def keeps_state(name: str) -> bool:
 
 
 def layer_kind(name: str) -> LayerKind:
-    """What a layer of this type keeps."""
+    """Return the kind of a layer type."""
     if keeps_state(name):
         return LayerKind.STATE
     return LayerKind.KV if name in ATTENTION_LAYERS else LayerKind.NONE if name in ("mlp", "moe") else LayerKind.OTHER
 
 
 def keeps_kv(name: str) -> bool:
-    """Whether a layer of this type keeps keys and values, or is to."""
+    """Return whether a layer of this type keeps keys and values, or would if it were supported."""
     return name == "hybrid" or layer_kind(name) not in (LayerKind.STATE, LayerKind.NONE)
 
 
 def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
-    """Raises UnsupportedModelError naming the layers that keep what no cache here holds.
+    """Raise UnsupportedModelError that names the layers whose data no cache here can hold.
 
-    model: how the error calls it
-    kinds: of all its layers, by the name of the layer's type
+    model: the model's name in the error
+    kinds: the kind of every layer type of the model, by name
     """
     unbuilt = {kind: sorted(name for name, own in kinds.items() if own is kind) for kind in LayerKind}
     del unbuilt[LayerKind.KV], unbuilt[LayerKind.NONE]
@@ -69,10 +69,11 @@ def refuse_unbuilt(model: str, kinds: Mapping[str, LayerKind]) -> None:
 
 
 class LayerShape(NamedTuple):
-    """Keys and values of one token in one layer: [num_kv_heads, key_dim] and [num_kv_heads, value_dim].
+    """Keys and values of a token in one layer: [num_kv_heads, key_dim] and [num_kv_heads, value_dim].
 
-    Of a latent layer (multi-head latent attention) they are the rotary key and the latent that all heads share. The key
-    moves as any does, the latent stays as it is; the heads' keys and values are made of both where they are read.
+    In a latent layer (multi-head latent attention) they are the rotary key and the latent that all heads share. The key
+    is rotated like any other, and the latent stays unchanged; the heads' keys and values are computed from both when
+    they are read.
     """
 
     num_kv_heads: int
@@ -81,16 +82,17 @@ class LayerShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Numbers that a token takes."""
+        """Return how many numbers a token takes."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 class StateShape(NamedTuple):
-    """State of one recurrent layer.
+    """The state of a recurrent layer.
 
     conv:      channels and width of its short convolution's window
-    state:     [num_heads, rows, columns]; None where the convolution is all (LFM2)
-    is_matrix: a chunk mixes a head's rows by a matrix (gated delta rule); else it multiplies by one number (Mamba-2)
+    state:     [num_heads, rows, columns]; None if the layer is only the convolution (LFM2)
+    is_matrix: whether a chunk mixes a head's rows by a matrix (gated delta rule) or multiplies them by one number
+               (Mamba-2)
     """
 
     conv: tuple[int, int]
@@ -98,11 +100,13 @@ class StateShape(NamedTuple):
     is_matrix: bool = False
 
     def held_bytes(self, itemsize: int) -> int:
-        """Bytes of the state itself. itemsize: bytes of a number of the model; a state is in float32"""
+        """Return the bytes of the state itself, which is in float32. itemsize: bytes of a number of the model"""
         return math.prod(self.conv) * itemsize + (4 * math.prod(self.state) if self.state else 0)
 
     def map_bytes(self, itemsize: int, *, rounded: bool = False) -> int:
-        """Bytes of what a block keeps of it (`StateMap`), at most. rounded: in int8, with a scale a row"""
+        """Return at most how many bytes a block keeps for the layer (`StateMap`). rounded: in int8, with a scale a
+        row
+        """
         heads, rows, columns = self.state or (0, 0, 0)
         p, q = (1 if rounded else 4), (columns + 4 if rounded else 4 * columns)
         per_row = (p * rows + (4 if rounded else 0) if self.is_matrix else 0) + q
@@ -113,10 +117,10 @@ class StateShape(NamedTuple):
 class CacheShape:
     """The shape of a model's cache, layer by layer.
 
-    layers:  those that keep keys and values
-    latent:  of these, layers that keep a latent
+    layers:  layers that keep keys and values
+    latent:  indices of the layers among them that keep a latent
     states:  recurrent layers
-    numbers: the model's own numbers of `layers`; empty where these are all of its layers
+    numbers: the model's own numbers of `layers`; empty if `layers` are all layers of the model
     """
 
     layers: tuple[LayerShape, ...]
@@ -131,24 +135,28 @@ class CacheShape:
         return len(self.layers)
 
     def in_order(self, layer: int, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What a model hands to its cache as keys and values, or those in the model's order: it puts latents first."""
+        """Swap keys and values of a latent layer, which the model passes to its cache with the latent first, and
+        back.
+        """
         return (pair[1], pair[0]) if layer in self.latent else pair
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
+        """Return the bytes of a token's keys and values in all layers."""
         return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of all recurrent layers' states, however many tokens they have read."""
+        """Return the bytes of all recurrent layers' states, which do not depend on the number of tokens."""
         return sum(state.held_bytes(self.dtype.itemsize) for state in self.states)
 
     @cached_property
     def map_bytes(self) -> int:
-        """Bytes of what a block keeps of recurrent layers, however many tokens it has (fewer for the shortest ones)."""
+        """Return the bytes that a block keeps for recurrent layers, whatever its length (fewer for the shortest
+        blocks).
+        """
         return sum(state.map_bytes(self.dtype.itemsize) for state in self.states)
 
     def rank(self, number: int) -> int:
-        """The place in `layers` of the layer that the model calls by this number."""
+        """Return the index in `layers` of the layer with this number in the model."""
         return self.numbers.index(number) if self.numbers else number

@@ -1,4 +1,4 @@
-"""KV of a prompt's first tokens, as a plain pass over them leaves it."""
+"""KV of a prompt's first tokens, as computed by a plain pass over them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ragcache.kv.rope import Rope
 from ragcache.kv.state import State, compose
 
 Read = Callable[[int, int, int], tuple[Tensor, Tensor]]
-"""Gives a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
+"""Returns a layer's rotated keys and values of tokens [start, stop): [num_kv_heads, stop - start, head_dim] each."""
 
 
 class Exact(Protocol):
-    """The KV that earlier passes left of the prompt's first `num_tokens` tokens, keys rotated to 0, 1, ..."""
+    """KV of the prompt's first `num_tokens` tokens, computed by earlier passes, with keys rotated to 0, 1, ..."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def states(self) -> Sequence[State]:
-        """Those of recurrent layers behind these tokens."""
+        """Return the states of recurrent layers after these tokens."""
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer's to [num_kv_heads, num_tokens, head_dim] each."""
+        """Write a layer's keys and values to [num_kv_heads, num_tokens, head_dim] each."""
 
 
 def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
-    """Place the first tokens of one layer, recurrent ones counted behind the others, into a cache."""
+    """Place a layer's first tokens in a cache; recurrent layers are numbered after the others."""
     rank = layer - len(cache.lengths)
     if rank >= 0:
         cache.states[rank] = exact.states[rank] if exact.num_tokens else None
@@ -46,7 +46,7 @@ def place_exact(cache: FusedCache, layer: int, exact: Exact) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ExactBlock:
-    """The isolated block of these tokens, rotated as it is copied."""
+    """The isolated block of these tokens, whose keys are rotated as they are copied."""
 
     block: KVBlock
     rope: Rope
@@ -67,9 +67,10 @@ class ExactBlock:
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Give what `PrefixCache.insert` reads, from a cache whose layers hold positions 0 to n - 1, in any order.
+    """Return the `read` function of `PrefixCache.insert` for a cache whose layers hold positions 0 to n - 1, in any
+    order.
 
-    What the cache stands on is read where it is: joined with its own tokens it would be copied for every page.
+    The cache's base is read separately: joined with the cache's own tokens it would be copied for every page.
     """
     order: dict[int, Tensor] = {}
 
@@ -84,13 +85,15 @@ def read_cache(cache: FusedCache | SharedContext) -> Read:
 
 
 def states_behind(cache: FusedCache | SharedContext, num_tokens: int) -> list[State]:
-    """States of recurrent layers behind so many tokens, which are all that the cache holds; else none."""
+    """Return the states of recurrent layers after `num_tokens` tokens if the cache holds exactly these; else no
+    states.
+    """
     held = cache.num_tokens if isinstance(cache, SharedContext) else cache.get_seq_length()
     return [state for state in cache.states if state is not None] if held == num_tokens else []
 
 
 def _gathered(parts: Sequence[Tensor], index: Tensor) -> Tensor:
-    """Tokens by index into parts that stand one behind the other, each [num_kv_heads, num_tokens, head_dim]."""
+    """Return tokens by index into consecutive parts, each [num_kv_heads, num_tokens, head_dim]."""
     out = parts[-1].new_empty(parts[-1].shape[0], index.shape[0], parts[-1].shape[2])
     start = 0
     for part in parts:

@@ -1,9 +1,9 @@
 """The transformers Cache that fused prefill and decoding run on.
 
-Room is reserved once; placed blocks and new tokens are written in place and nothing is ever concatenated. Layers may
-hold different tokens: every layer has its own length and its own key positions. `fill` is called the first
-time a layer is touched, so placing (and waiting for) a layer's blocks happens just before that layer needs them; where
-the pool has a lane, all are called then, and a layer that is touched waits for its own part of it.
+Room is reserved once: placed blocks and new tokens are written in place and nothing is ever concatenated. Layers may
+hold different tokens: every layer has its own length and its own key positions. `fill` is called when a layer is first
+used, so a layer's blocks are placed (and waited for) just before the layer needs them. If the pool has a lane, `fill`
+is called for all layers at once, and each layer waits only for its own placing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[["FusedCache", Tensor, Tensor], Tensor]
 Place = Callable[["FusedCache", int], None]
-"""Puts one layer's context into a cache; recurrent layers are numbered behind the others."""
+"""Places a layer's context in a cache; recurrent layers are numbered after the others."""
 
 
 class CacheMark(NamedTuple):
-    """Contents of a cache at one moment, by layer: tokens, tokens that had run, whether the context was placed, and
-    states."""
+    """The contents of a cache at one moment, by layer.
+
+    lengths: number of tokens
+    ran:     how many of them had run
+    filled:  whether the context was placed
+    states:  states of the recurrent layers
+    """
 
     lengths: tuple[int, ...]
     ran: tuple[int, ...]
@@ -41,22 +46,22 @@ class CacheMark(NamedTuple):
 
 
 class FusedCache(Cache):  # type: ignore[misc]
-    """Placed context, then every token that runs.
+    """The placed context, followed by every token that runs.
 
-    capacity: tokens to reserve, those of `base` aside; grows by half when more arrive
-    fill:     called once a layer, before the layer is first used; place_s: the seconds that it took so far
-    base:     what it stands on instead: the context that another cache has shared. It is copied only where its tokens
-              are replaced or dropped
-
-    adjust:   changes attention scores after scaling and masking, now and when decoding goes on: a function of
-              (float32 [batch, num_kv_heads, groups, num_tokens, length], key positions int64 [length] or
-              [num_kv_heads, length]) that returns the scores' shape
-    merge:    what is written where an entry is replaced: a function of (old, new), both [1, num_kv_heads, num_tokens,
-              head_dim], for keys and for values; the new when absent
-    step:     runs an answer's next token in a pass of its own, in place of a plain pass: a function of (this cache, the
-              token's id and its position, both int64 [1]) that returns logits, float32 [vocab_size]
-    probing:  new keys and values are handed back alone and not kept
-    states:   of recurrent layers, behind everything so far; None: of no token
+    capacity: tokens to reserve, without those of `base`; it grows by half when more arrive
+    fill:     called for each layer before it is first used
+    place_s:  the seconds that `fill` has taken so far
+    base:     instead of `fill`, the context that another cache has shared. It is copied only if its tokens are replaced
+              or dropped
+    adjust:   changes attention scores after scaling and masking, in the prefill and in decoding: a function of (float32
+              [batch, num_kv_heads, groups, num_tokens, length], key positions int64 [length] or [num_kv_heads, length])
+              that returns the scores' shape
+    merge:    computes the entry that replaces another: a function of (old, new), both [1, num_kv_heads, num_tokens,
+              head_dim], for keys and for values; without it the new entry is written
+    step:     runs an answer's next token instead of a plain pass: a function of (this cache, the token's id and its
+              position, both int64 [1]) that returns logits, float32 [vocab_size]
+    probing:  whether `update` only returns new keys and values, without storing them
+    states:   of recurrent layers, after all tokens so far; None: before the first token
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             pool.lane.drop_done()
 
     def release(self) -> None:
-        """Hand the buffers back, once no pass works on them. The cache must not be used afterwards."""
+        """Return the buffers to the pool, once no pass uses them. The cache must not be used afterwards."""
         self._is_released = True
         if not self._is_held:
             self._loan = self._shared = self.base = None
@@ -103,11 +108,11 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._pool.lane.drop_done()
 
     def acquire_reference(self) -> None:
-        """Keep the buffers until `release_reference`, whoever releases them: a pass is about to work on them."""
+        """Keep the buffers until `release_reference`, even if `release` is called: a pass is about to use them."""
         self._is_held = True
 
     def release_reference(self) -> None:
-        """End `hold`."""
+        """Undo `acquire_reference`, and return the buffers if `release` has been called."""
         self._is_held = False
         if self._is_released:
             self._loan = self._shared = self.base = None
@@ -117,14 +122,18 @@ class FusedCache(Cache):  # type: ignore[misc]
         return 0 if self.base is None else self.base.num_tokens
 
     def share(self, num_tokens: int) -> SharedContext:
-        """Its first tokens, for other caches to stand on. It goes on behind them, and keeps what it has shared."""
+        """Share the first tokens, so that other caches can extend them. This cache continues after them and keeps them
+        unchanged.
+
+        Raises ConfigError if heads or layers hold different tokens, or a recurrent layer's state would have to be cut.
+        """
         if self._loan is None or self.fill is not None or min(self.lengths) < num_tokens or self._head_positions:
             raise ConfigError(
                 "only what all heads of all layers hold alike can be shared; read the passages without eviction, by a "
                 "method that drops no token of them"
             )
         states = self.states if max(self.lengths) == num_tokens else self._placed_states
-        placed = max(self.lengths) - max(self._ran)  # tokens that stood here before any ran
+        placed = max(self.lengths) - max(self._ran)  # tokens that were here before any ran
         if states is self._placed_states and states and placed != num_tokens:
             raise ConfigError(
                 "a recurrent layer's state cannot be cut: only all tokens, or all that were placed, can be shared; "
@@ -144,22 +153,26 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     @property
     def is_even(self) -> bool:
-        """Whether the pass replaces the same tokens in all layers, which then hold the same."""
+        """Return whether the pass replaces the same tokens in all layers, so that all layers hold the same tokens."""
         return isinstance(self._slots, Tensor) and not self._head_positions
 
     @property
     def own_tokens(self) -> int:
-        """Tokens behind its `base`, of the layer with most."""
+        """Return the number of tokens after its `base`, in the layer with the most."""
         return max(self.lengths) - self._base_tokens
 
     @property
     def computed_tokens(self) -> tuple[int, ...]:
-        """Tokens by layer that the model ran into this cache; those only projected to see their keys count too."""
+        """Return how many tokens the model ran into this cache, by layer.
+
+        Tokens that were only projected, for their keys, count too.
+        """
         return tuple(max(ran, projected) for ran, projected in zip(self._ran, self._projected, strict=True))
 
     def reserve(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for tokens at these key positions behind what the layer holds: int64 [num_tokens], or [num_kv_heads,
-        num_tokens] where the heads hold different tokens.
+        """Append room for tokens at these key positions to a layer.
+
+        positions: int64 [num_tokens], or [num_kv_heads, num_tokens] if heads hold different tokens
 
         Returns views of keys and values, [1, num_kv_heads, num_tokens, head_dim], to be written by the caller.
         """
@@ -178,10 +191,14 @@ class FusedCache(Cache):  # type: ignore[misc]
         return buffers.keys[layer][:, :, start:end], buffers.values[layer][:, :, start:end]
 
     def places(self, num_tokens: int) -> tuple[int, int, int, int] | None:
-        """Make room for so many more, and say where the tokens are in the pool's arena: the first of its base, how many
-        those are, the first of its own, and how many all are with the new ones. The context is placed, or told to be.
+        """Make room for `num_tokens` more tokens, and return where the cache's tokens are in the pool's arena.
 
-        None where they are not in the arena, differ from layer to layer or head to head, or scores are changed.
+        The result is the place of the base's first token, the base's number of tokens, the place of the cache's own
+        first token, and the number of all tokens including the new ones. The context is placed, or its placing has
+        begun.
+
+        Returns None if the tokens are not in the arena, differ from layer to layer or head to head, or if scores are
+        changed.
         """
         for layer in range(len(self._filled) if self._pool.lane is None else 1):
             self.ensure(layer)
@@ -193,26 +210,26 @@ class FusedCache(Cache):  # type: ignore[misc]
         return base, self._base_tokens, own, self.lengths[0] + num_tokens
 
     def appended(self, num_tokens: int) -> None:
-        """Say that a graph has written so many tokens behind the others, in every layer."""
+        """Record that a graph has appended `num_tokens` tokens in every layer."""
         self.lengths = [length + num_tokens for length in self.lengths]
         self._ran = [ran + num_tokens for ran in self._ran]
 
     def begin(self, positions: Tensor, slots: Tensor | Sequence[Tensor] | None = None) -> None:
         """Announce the tokens of the coming pass: their positions, int64 [num_tokens].
 
-        slots: where their keys and values go, int64 [num_tokens], when they replace tokens that are already placed
-               (recompute methods); one tensor a layer where layers hold different tokens; appended when absent
+        slots: int64 [num_tokens], where keys and values are written if they replace placed tokens (recompute methods);
+               a tensor for each layer if layers hold different tokens; None: they are appended
         """
         self._new_positions = positions
         self._slots = slots
         self._rows = None
 
     def mark(self) -> CacheMark:
-        """The present moment, to come back to with `rewind`."""
+        """Return the present contents, for `rewind`."""
         return CacheMark(tuple(self.lengths), tuple(self._ran), tuple(self._filled), tuple(self.states))
 
     def rewind(self, mark: CacheMark) -> None:
-        """Forget what was appended since; a context that was placed meanwhile stays."""
+        """Drop everything appended since `mark`; a context placed in the meantime stays."""
         for layer, length in enumerate(mark.lengths):
             placed_since = self._filled[layer] and not mark.filled[layer]
             self.lengths[layer] = self._placed[layer] if placed_since else length
@@ -223,24 +240,24 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def place(self) -> None:
-        """Place every layer's context now. Without this, each is placed just before its layer runs."""
+        """Place every layer's context now. Without this call, each is placed just before its layer runs."""
         for layer in range(len(self._filled)):
             self.ensure(layer)
 
     def state(self, rank: int) -> State | None:
-        """The state of a recurrent layer, its context placed."""
+        """Return the state of a recurrent layer, after placing its context."""
         self.ensure(len(self.lengths) + rank)
         return self.states[rank]
 
     def narrow(self, rows: Tensor | None) -> None:
-        """Only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
+        """Let only these of the announced tokens come from now on: int64 [num_rows]; None: all."""
         self._rows = rows
 
     @torch.inference_mode()  # buffers may have been made in a pass
     def retain(self, layer: int, index: Tensor) -> None:
-        """Drop all of a layer's entries but these: int64 [num_kept], or [num_kv_heads, num_kept] where heads differ.
+        """Drop all of a layer's entries except these: int64 [num_kept], or [num_kv_heads, num_kept] if heads differ.
 
-        What is kept closes up in the order given; decoding goes on behind it.
+        The kept entries are moved together in the given order; decoding continues after them.
         """
         self._own()
         keys, values, positions = self.layer_state(layer)
@@ -257,9 +274,9 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def shrink(self, room: int) -> None:
-        """After `retain`: move what is left, with room for so many tokens more, to smaller buffers where there are any.
+        """Move the entries that `retain` has left to smaller buffers, if available, with room for `room` more tokens.
 
-        The large ones go back to the pool while decoding goes on.
+        The large buffers return to the pool while decoding continues.
         """
         needed = max(self.lengths) + room
         if needed >= self.capacity:
@@ -271,9 +288,10 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._pool.give(smaller)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, of a layer; a copy over a `base`.
+        """Return a layer's keys and values, [1, num_kv_heads, length, head_dim], and key positions. With a `base` it is
+        a copy.
 
-        Positions are int64 [length], or [num_kv_heads, length] where the heads hold different tokens.
+        Positions are int64 [length], or [num_kv_heads, length] if heads hold different tokens.
         """
         parts = self.parts(layer)
         keys, values, positions = parts[-1]
@@ -287,7 +305,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         return keys, values, positions
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Keys, values and key positions of a layer: of its `base`, where it has one, then of the tokens behind it."""
+        """Return a layer's keys, values and key positions: those of its `base`, if any, then those after it."""
         below = [] if self.base is None else [self.base.layer_state(layer)]
         keys, values = self.own_state(layer)
         return [*below, (keys, values, self._buffers.positions[layer][: keys.shape[2]])]
@@ -295,8 +313,10 @@ class FusedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: write the new tokens' rotated keys and values, return all of the layer's (of
-        the tokens behind its `base`)."""
+        """Write the new tokens' rotated keys and values; the model's attention calls this.
+
+        Returns all keys and values of the layer (only those of the tokens after its `base`).
+        """
         num_tokens, layer_idx = key_states.shape[2], self._pool.shape.rank(layer_idx)
         if self.probing:
             self._projected[layer_idx] = max(num_tokens, self._projected[layer_idx])
@@ -331,16 +351,16 @@ class FusedCache(Cache):  # type: ignore[misc]
         return self.lengths[layer_idx]
 
     def own_state(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, length, head_dim], of the tokens behind its `base`."""
+        """Return keys and values, [1, num_kv_heads, length, head_dim], of the tokens after its `base`."""
         self.ensure(layer)
         end = self.lengths[layer] - self._base_tokens
         return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
 
     def ensure(self, layer: int) -> None:
-        """Place a layer's context, or have the current stream wait for it where it is placed beside the passes."""
+        """Place a layer's context, or make the current stream wait for it if the lane places it."""
         if self.fill is not None and not self._filled[layer]:
             started = time.perf_counter()
-            if self._pool.lane is None or layer >= len(self.lengths):  # a state is made anew, and by the current stream
+            if self._pool.lane is None or layer >= len(self.lengths):  # states are computed by the current stream
                 self._filled[layer] = True
                 self.fill(self, layer)
                 self._note_placed(layer)
@@ -359,7 +379,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._filled[layer] = True
             self._arriving[layer] = last = lane.run(partial(fill, self, layer), held)
             self._note_placed(layer)
-        if buffers is not self._buffers:  # they had to grow: all of them are there with the last one
+        if buffers is not self._buffers:  # the buffers had to grow: all layers arrive with the last one
             self._arriving = dict.fromkeys(self._arriving, last)
 
     def _note_placed(self, layer: int) -> None:
@@ -368,11 +388,11 @@ class FusedCache(Cache):  # type: ignore[misc]
         else:
             self._placed_states[layer - len(self.lengths)] = self.states[layer - len(self.lengths)]
         if all(self._filled):
-            self.fill = None  # it holds the blocks: decoding needs them no more
+            self.fill = None  # `fill` holds the blocks, which decoding does not need
 
-    @torch.inference_mode()  # as for `retain`
+    @torch.inference_mode()  # buffers may have been made in a pass
     def make_room(self, num_tokens: int) -> int:
-        """Room for so many more tokens, in larger buffers where need be; returns for how many there is."""
+        """Make room for `num_tokens` more tokens, in larger buffers if necessary. Returns the tokens that fit."""
         used = self.own_tokens
         if used + num_tokens > self.capacity:
             self._move_to(self._pool.take(used + num_tokens))
@@ -388,13 +408,13 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._loan, self._buffers, self._shared = BufferHandle(self._pool, buffers), buffers, None
 
     def _own(self) -> None:
-        """Before tokens are replaced or dropped: what others see stays as it is."""
+        """Copy shared tokens before they are replaced or dropped, so that other caches see no change."""
         self._own_base()
         if self._shared is not None:
             self._move_to(self._pool.take(self.capacity))
 
     def _own_base(self) -> None:
-        """Copy the base in front of the own tokens."""
+        """Copy the base's tokens into own buffers, before the own tokens."""
         if self.base is None:
             return
         new = self._pool.take(self.base.num_tokens + self.capacity)

@@ -1,4 +1,4 @@
-"""A CUDA stream beside the model's: layers are placed on it while the layers before them run."""
+"""A CUDA stream beside the model's: layers are placed on it while earlier layers run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Wait = Callable[[], None]
 
 
 class Lane:
-    """Runs what it is told in order, beside the current stream, which waits for a piece where it needs one.
+    """Runs work in order on a second stream; the current stream waits for a piece of work only when it needs the
+    result.
 
-    What a piece reads and writes must stay until it is done: the lane holds it until then. Thread-safe.
+    The lane keeps the data that a piece of work reads and writes until the work is done. Thread-safe.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,11 +27,13 @@ class Lane:
         self._lock = threading.Lock()
 
     def follow(self) -> None:
-        """Begin what comes next only when all that the current stream was told is done."""
+        """Start the next work only after everything already queued on the current stream is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def run(self, work: Callable[[], None], held: object) -> Wait:
-        """Tell it some work; returns what makes the current stream wait for it."""
+        """Queue work; returns a function that makes the current stream wait for it. held: objects to keep until it
+        is done
+        """
         with torch.cuda.stream(self._stream):
             work()
         event = self._stream.record_event()
@@ -39,15 +42,15 @@ class Lane:
         return partial(self._wait, event)
 
     def share(self, tensor: Tensor) -> None:
-        """Let the current stream use what a piece of work made."""
+        """Let the current stream use a tensor that a piece of work made."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def finish(self) -> None:
-        """Wait here until all that it was told is done."""
+        """Wait until all queued work is done."""
         self._stream.synchronize()
 
     def drop_done(self) -> None:
-        """Let go of what finished work held."""
+        """Release the objects kept for finished work."""
         with self._lock:
             while self._running and self._running[0][0].query():  # type: ignore[no-untyped-call]
                 self._running.popleft()

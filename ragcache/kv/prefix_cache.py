@@ -1,12 +1,12 @@
-"""Exact KV by the tokens that lead to it: a radix tree over sequences.
+"""Exact KV, found by the tokens that lead to it: a radix tree over sequences.
 
-What a causal model computes for a token depends on the tokens before it alone, so the KV of a sequence serves every
-sequence that begins with it, as it is and where it is: keys stay rotated to the positions 0, 1, ... that they had.
-vLLM's automatic prefix caching finds whole blocks of 16 tokens by hash; RadixAttention (SGLang, arXiv 2312.07104) is
-the tree that this one follows: it matches to the token.
+What a causal model computes for a token depends only on the tokens before it, so the KV of a sequence serves every
+sequence that begins with it, unchanged and in place: keys stay rotated to their positions 0, 1, ... vLLM's automatic
+prefix caching finds whole blocks of 16 tokens by hash; this tree follows RadixAttention (SGLang, arXiv 2312.07104) and
+matches to the token.
 
-The elements of a sequence are ints of the caller's making: token ids, or ids marked by how they were read, where the
-same token read in another way has other KV. Sequences of different namespaces never meet.
+The elements of a sequence are ints that the caller defines: token ids, or ids that also encode how a token was read, if
+reading it in another way gives other KV. Sequences of different namespaces never match.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ PAGE_TOKENS = 128
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """num_bytes: held now, lent bytes among them; tokens, nodes: likewise, of the tree alone
-    lent_bytes: held now by others within the tree's budget: contexts of earlier prompts
-    asked_tokens, matched_tokens: of all sequences matched so far, and of these the part that was found
-    evicted_tokens: given up for others so far
+    """Counters of a PrefixCache.
+
+    num_bytes:      bytes held now, including those lent
+    tokens, nodes:  held now, in the tree alone
+    asked_tokens:   tokens of all sequences matched so far
+    matched_tokens: how many of these were found
+    evicted_tokens: tokens evicted so far
+    lent_bytes:     bytes of the tree's budget that others hold now: contexts of earlier prompts
     """
 
     num_bytes: int
@@ -61,9 +65,9 @@ class PrefixStats:
 
 @dataclass(eq=False, repr=False)
 class PrefixMatch:
-    """The KV of the first `num_tokens` elements of a sequence, which stays until it is released. Use it as a context.
+    """The KV of the first `num_tokens` elements of a sequence, held until it is released. Use it as a context manager.
 
-    Deleting what it was computed over takes it out of the tree at once; its bytes count until the release.
+    Deleting a document that it was computed over removes it from the tree at once; its bytes count until the release.
     """
 
     _tree: PrefixCache
@@ -76,7 +80,9 @@ class PrefixMatch:
         self.cut(self.num_tokens)
 
     def cut(self, num_tokens: int) -> None:
-        """Use so many of the tokens at most: with recurrent layers, as many as a kept state stands behind."""
+        """Use at most `num_tokens` of the tokens. With recurrent layers, cut to the longest part that has a stored
+        state.
+        """
         self.num_tokens = min(self.num_tokens, max(0, num_tokens))
         if self._tree.shape.states:
             self.num_tokens = max((at for at, _ in self._ends if at <= self.num_tokens), default=0)
@@ -86,8 +92,10 @@ class PrefixMatch:
         return next((end.states for at, end in self._ends if at == self.num_tokens), ())
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
-        """Write one layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim]: of all tokens, or of as
-        many as there is room for from `first` on."""
+        """Write a layer's rotated keys, and values, to [num_kv_heads, num_tokens, head_dim].
+
+        The tokens from `first` on are copied, as many as there is room for.
+        """
         end = 0
         for page, start, stop in cut(self._slices, first, min(first + keys.shape[1], self.num_tokens)):
             here, end = slice(end, end + stop - start), end + stop - start
@@ -95,14 +103,14 @@ class PrefixMatch:
             values[:, here].copy_(page.held.layer_values(layer)[:, start:stop])
 
     def block(self, start: int, stop: int) -> KVBlock:
-        """Rotated keys, and values, of tokens [start, stop), in host memory."""
+        """Return the rotated keys, and values, of tokens [start, stop), in host memory."""
         block = empty_block(self._tree.shape, stop - start)
         for layer in range(block.num_layers):
             self.copy_layer(layer, block.layer_keys(layer), block.layer_values(layer), start)
         return block.map(Tensor.cpu)
 
     def release(self) -> None:
-        """A second call does nothing."""
+        """Release the KV. A second call does nothing."""
         self._tree._release(self)
 
     def __enter__(self) -> Self:
@@ -113,13 +121,13 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Thread-safe. Held on the model's device, in its dtype.
+    """The tree, held on the model's device in the model's dtype. Thread-safe.
 
-    budget_bytes is never exceeded, not for a moment: room is made and reserved before anything is copied. 0 keeps
-    nothing. The least recently used leaf goes first, from its end on, a page at a time; what an asker reads (a lease)
-    stays, and so does everything above what stays.
+    budget_bytes is never exceeded, not even briefly: room is reserved before anything is copied. 0 keeps nothing. The
+    least recently used leaf is evicted first, from its end and a page at a time; nodes that a request reads (a lease)
+    stay, and so do their ancestors.
 
-    Raises ConfigError for a budget that is negative, or above 0 and too small for one token.
+    Raises ConfigError for a budget that is negative, or above 0 and too small for a token.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int, *, page_tokens: int = PAGE_TOKENS) -> None:
@@ -133,18 +141,18 @@ class PrefixCache:
             )
         self._page_tokens = page_tokens
         self._roots: dict[str, Node] = {}
-        # Oldest first. Whatever uses a node uses its ancestors after it, so that a node is always older than its
-        # ancestors: the first one is a leaf.
+        # Oldest first. Every use of a node then uses its ancestors, so that a node is always older than its
+        # ancestors: the first node is a leaf.
         self._order: OrderedDict[Node, None] = OrderedDict()
         self._used_bytes = 0  # held and reserved
         self._counts: Counter[str] = Counter()
-        # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, within it.
+        # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, while it is held.
         self._lock = threading.RLock()
 
     def match(self, namespace: str, elements: Sequence[int] | Elements, *, counted: bool = True) -> PrefixMatch:
-        """The longest prefix of the sequence that is held; it may end within an edge, and have no tokens.
+        """Return the longest held prefix of the sequence. It may end within an edge, and may have no tokens.
 
-        counted: False for who keeps it elsewhere: not counted among what was asked
+        counted: False leaves the match out of the statistics, for callers that store the sequence elsewhere
         """
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
@@ -155,7 +163,7 @@ class PrefixCache:
             return lease
 
     def count(self, namespace: str, elements: Sequence[int] | Elements) -> int:
-        """Tokens that `match` would find; changes nothing."""
+        """Return how many tokens `match` would find, without changing anything."""
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
             path = list(self._walk(namespace, wanted))
@@ -171,13 +179,13 @@ class PrefixCache:
         owned: Sequence[Owned] = (),
         states: Sequence[State] = (),
     ) -> int:
-        """Keep the KV of a sequence: of its new part, as much as there can be room for. Returns the tokens held now.
+        """Store the new part of a sequence's KV, as much as there is room for. Returns the tokens held now.
 
-        read:  a function of (layer, start, stop) that gives rotated keys and values of these elements,
-               [num_kv_heads, stop - start, head_dim] each; called without any lock
-        owned: what the elements belong to; see `drop`
-        states: of recurrent layers behind the sequence. A state cannot be cut: where there are such layers, all of the
-                sequence is kept, with them, or none of it
+        read:   a function of (layer, start, stop) that returns rotated keys and values of these elements,
+                [num_kv_heads, stop - start, head_dim] each; called without any lock
+        owned:  the owners of the elements; see `drop`
+        states: of recurrent layers after the sequence. A state cannot be cut: with such layers, either all of the
+                sequence is stored, with its states, or nothing
         """
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
@@ -201,9 +209,10 @@ class PrefixCache:
         return held
 
     def drop(self, owners: Collection[int]) -> int:
-        """Take out everything that was computed over elements of these owners, and all behind it. Returns tokens.
+        """Remove everything computed over elements of these owners, and everything below it. Returns the removed
+        tokens.
 
-        What is leased at this moment is found by nobody any more.
+        Leased entries become unreachable at once; their memory is freed when the lease is released.
         """
         with self._lock:
             before = self._counts["tokens"]
@@ -214,7 +223,7 @@ class PrefixCache:
             return before - self._counts["tokens"]
 
     def owners(self) -> set[int]:
-        """Owners of everything that is held."""
+        """Return the owners of everything that is held."""
         with self._lock:
             return {one.owner for node in self._order for one in node.owned}
 
@@ -225,13 +234,16 @@ class PrefixCache:
                     self._truncate(child, 0)
 
     def lend(self, num_bytes: int) -> bool:
-        """Set aside so much of the budget for KV that stands elsewhere, evicting for it; False where that is too much.
-        What was lent comes back by `return_lent`."""
+        """Reserve `num_bytes` of the budget for KV held elsewhere, evicting as needed. Return whether they could be
+        reserved.
+
+        `return_lent` gives them back.
+        """
         if num_bytes > self.budget_bytes:
             return False
         with self._lock:
             self._evict(self._used_bytes + num_bytes - self.budget_bytes)
-            if self._used_bytes + num_bytes > self.budget_bytes:  # what is leased stays
+            if self._used_bytes + num_bytes > self.budget_bytes:  # leased nodes are not evicted
                 return False
             self._used_bytes += num_bytes
             self._counts["lent"] += num_bytes
@@ -254,10 +266,12 @@ class PrefixCache:
                 lent_bytes=self._counts["lent"],
             )
 
-    # Everything below runs under the lock, `_copied` and `_release` apart.
+    # Everything below runs under the lock, except `_copied` and `_release`.
 
     def _walk(self, namespace: str, wanted: Elements) -> Iterator[tuple[Node, int]]:
-        """Nodes from the root's child on, each with how many of its elements the sequence shares (at least one)."""
+        """Yield nodes from the root's child on, each with how many of its elements the sequence shares (at least
+        one).
+        """
         node, at = self._roots.get(namespace), 0
         while node is not None and at < len(wanted):
             node = node.children.get(int(wanted[at]))
@@ -299,10 +313,10 @@ class PrefixCache:
                 self._used_bytes -= 0 if one.uses else one.num_bytes
 
     def _reserve(self, num_tokens: int, end: End | None) -> list[int]:
-        """Take pages of so many tokens from the budget, evicting for them; fewer where that is not enough. Where there
-        are recurrent layers: all of them and their states, or nothing.
+        """Reserve room for `num_tokens` tokens, evicting as needed, or for fewer if that does not free enough.
 
-        Returns tokens by page.
+        With recurrent layers, reserve room for all tokens and their states, or for nothing. Returns the tokens of each
+        page.
         """
         beside = 0 if end is None else end.num_bytes
         self._evict(self._used_bytes + num_tokens * self.token_bytes + beside - self.budget_bytes)
@@ -315,7 +329,7 @@ class PrefixCache:
         return [self._page_tokens] * full + ([rest] if rest else [])
 
     def _evict(self, excess_bytes: int) -> None:
-        """Give up pages of old leaves until so many bytes are free, or nothing is left that may go."""
+        """Evict pages of old leaves until `excess_bytes` are free, or no evictable leaf is left."""
         enough = self._used_bytes - excess_bytes
         while self._used_bytes > enough:
             victim = next((node for node in self._order if not node.children and not node.leases), None)
@@ -326,7 +340,9 @@ class PrefixCache:
             self._counts["evicted"] += lost
 
     def _truncate(self, node: Node, keep: int) -> None:
-        """Cut an edge behind its first `keep` elements, with everything below; all of the node when there are none."""
+        """Cut an edge after its first `keep` elements, with everything below it; remove the whole node if `keep`
+        is 0.
+        """
         below = [node.children.popitem()[1] for _ in range(len(node.children))]
         while below:
             gone = below.pop()
@@ -354,7 +370,7 @@ class PrefixCache:
         node.parent, node.slices, node.end = None, [], None
 
     def _copied(self, sizes: Sequence[int], start: int, read: Read) -> list[Page]:
-        """New pages of these sizes with the sequence's KV from `start` on."""
+        """Return new pages of these sizes with the sequence's KV from `start` on."""
         pages = []
         for size in sizes:
             page = Page(empty_block(self.shape, size))
@@ -375,16 +391,16 @@ class PrefixCache:
         owned: Sequence[Owned],
         end: End | None,
     ) -> int:
-        """Hang the pages, which hold the KV from `start` on, below what the tree has by now. Returns tokens held."""
+        """Attach the pages, which hold the KV from `start` on, to the tree as it is now. Returns the tokens held."""
         slices = [Slice(page, 0, page.held.num_tokens) for page in pages]
-        for page in pages:  # held here, so that what nobody needs is given back below
+        for page in pages:  # held here, so that unused pages are freed below
             page.uses += 1
         if end is not None:
             end.uses += 1
         root = self._roots.setdefault(namespace, Node(wanted[:0], [], [], None))
         path = list(self._walk(namespace, wanted))
         at = sum(shared for _, shared in path)
-        if start <= at < len(wanted):  # what was found at first may have been deleted meanwhile: nothing fits then
+        if start <= at < len(wanted):  # the match may have been deleted since: then nothing fits
             above = self._split(*path[-1]) if path else root
             new = Node(
                 elements=wanted[at:].copy(),
@@ -411,9 +427,10 @@ class PrefixCache:
         return at
 
     def _split(self, node: Node, at: int) -> Node:
-        """The node whose edge ends behind `at` elements of this one: itself, or a new one above it. Nothing is copied.
+        """Return the node whose edge ends after `at` elements of this node: itself, or a new node above it. Nothing is
+        copied.
 
-        The old object stays below: whoever leased it reads on.
+        The old object stays below, so that leases on it remain valid.
         """
         if at == len(node.elements):
             return node

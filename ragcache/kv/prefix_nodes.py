@@ -17,7 +17,7 @@ Elements = NDArray[np.int64]
 
 
 class Owned(NamedTuple):
-    """Elements [start, stop) of a sequence belong to something that may be deleted: `owner` names it."""
+    """Elements [start, stop) of a sequence that belong to `owner`, such as a document that may be deleted."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class Owned(NamedTuple):
 class Page:
     """Rotated keys and values of some tokens in all layers. Never written to once it is in the tree.
 
-    uses: slices of it that nodes and leases hold; its bytes are free when there are none
+    uses: number of its slices that nodes and leases hold; at 0 its bytes are free
     """
 
     held: KVBlock
@@ -41,7 +41,7 @@ class Page:
 
 @dataclass(eq=False)
 class End:
-    """States of recurrent layers behind the last element of a node. uses: nodes and leases that hold them"""
+    """States of recurrent layers after the last element of a node. uses: number of nodes and leases that hold them"""
 
     states: tuple[State, ...]
     uses: int = 0
@@ -52,7 +52,7 @@ class End:
 
 
 class Slice(NamedTuple):
-    """Tokens [start, stop) of a page. A node that is split shares the page of the cut between its halves."""
+    """Tokens [start, stop) of a page. When a node is split, both halves share the page of the cut."""
 
     page: Page
     start: int
@@ -61,11 +61,13 @@ class Slice(NamedTuple):
 
 @dataclass(eq=False)
 class Node:
-    """An edge and what hangs below it.
+    """An edge and the nodes below it.
 
-    elements: of the edge, int64 [n]; slices: their KV, in order; owned: within the edge
-    leases:   askers that are reading down to here
-    end:      states behind the edge, where a sequence was kept that ends there
+    elements: of the edge, int64 [n]
+    slices:   the elements' KV, in order
+    owned:    owners of elements, counted within the edge
+    leases:   number of leases that end at this node
+    end:      states after the edge, if a stored sequence ends there
     """
 
     elements: Elements
@@ -78,7 +80,10 @@ class Node:
 
 
 def ends_along(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
-    """States along a path of nodes, each with the number of elements before it. path: with elements shared by node"""
+    """Return the states along a path of nodes, each with the number of elements before it.
+
+    path: nodes, each with its number of shared elements
+    """
     found, at = [], 0
     for node, shared in path:
         at += shared
@@ -88,14 +93,14 @@ def ends_along(path: Sequence[tuple[Node, int]]) -> list[tuple[int, End]]:
 
 
 def common_length(one: Elements | NDArray[np.int32], other: Elements | NDArray[np.int32]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Slice]:
-    """Their tokens [first, last)."""
+    """Return the slices' tokens [first, last)."""
     found, at = [], 0
     for page, start, stop in slices:
         begin, end = max(start, start + first - at), min(stop, start + last - at)
@@ -106,12 +111,14 @@ def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Sl
 
 
 def reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """Like `clip`, and what ends before `start` owns the first element: all was computed over it, and the tokens above
-    may be known as another owner's alone."""
+    """Clip like `clip`, but let owners that end before `start` own the first element.
+
+    The KV was computed over all of them, and the tree may know the tokens above as another owner's.
+    """
     return clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
 
 
 def clip(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
-    """The part in [start, stop), counted from start."""
+    """Return the part in [start, stop), counted from start."""
     parts = (Owned(max(one.start, start) - start, min(one.stop, stop) - start, one.owner) for one in owned)
     return [part for part in parts if part.start < part.stop]

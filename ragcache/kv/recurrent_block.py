@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class HybridBlock(MixedBlock):
     """A block of a model with recurrent layers.
 
-    kv:     keys and values of its other layers
-    states: maps of the recurrent ones, in the model's order
+    kv:     keys and values of the other layers
+    states: maps of the recurrent layers, in the model's order
     """
 
     def __init__(self, kv: KVBlock, states: Sequence[StateMap], recipe: Recipe | None = None) -> None:

@@ -1,10 +1,10 @@
 """Rotary positions, taken from the model's own rotary module.
 
-Keys are kept before RoPE and rotated when they are placed. cos and sin come from the model, `attention_scaling`
-(YaRN) included, so a key is scaled once. `unrotate` takes the scale out again. Rotation runs in float32.
+Keys are stored before RoPE and rotated when they are placed. cos and sin come from the model and include
+`attention_scaling` (YaRN), so a key is scaled once; `unrotate` removes the scale again. Rotation runs in float32.
 
-RoPE: Su et al., "RoFormer" (arXiv 2104.09864), eq. 15; the pairing (halves, interleaved, partial) is the family's own
-`apply_rotary_pos_emb`.
+RoPE: Su et al., "RoFormer" (arXiv 2104.09864), eq. 15; the pairing (halves, interleaved, partial) is that of the
+family's `apply_rotary_pos_emb`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TABLE_STEP = 1024
 
 
 class Angles(NamedTuple):
-    """cos and sin, float32 [num_tokens, width], attention scaling included; [num_kv_heads, num_tokens, width] where
-    heads hold tokens of different positions.
+    """cos and sin, float32 [num_tokens, width], attention scaling included; [num_kv_heads, num_tokens, width] if heads
+    hold tokens of different positions.
 
-    half: the family pairs dimension d with d + half, and width is half; None: it pairs otherwise, width is as the
-          family's own function wants it
+    half: the family pairs dimension d with d + half, and width is half; None: another pairing, with the width that the
+          family's function expects
     """
 
     cos: Tensor
@@ -39,11 +39,12 @@ class Angles(NamedTuple):
 class Rope:
     """Rotates keys of any layer to any positions.
 
-    sources:     by layer, the rotary module that it gets its angles from, called with (x, position_ids), and the type
-                 that the module knows the layer by, where it wants one as well (Gemma 3); None: it does not rotate
-    apply:       the family's apply_rotary_pos_emb(q, k, cos, sin)
-    key_dims:    width of a key by layer
-    longest:     positions that the modules are asked for at most: beyond, some change all their angles (LongRoPE)
+    sources:  by layer, the rotary module that computes its angles, called with (x, position_ids), and the layer type to
+              pass to the module if it takes one (Gemma 3); None: the layer does not rotate
+    apply:    the family's apply_rotary_pos_emb(q, k, cos, sin)
+    key_dims: width of a key by layer
+    longest:  the most positions that a module is called with, because some modules change all their angles beyond
+              (LongRoPE)
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Rope:
 
     @property
     def modules(self) -> set[nn.Module]:
-        """The rotary modules."""
+        """Return the rotary modules."""
         return {source[0] for source in self.sources if source is not None}
 
     @property
@@ -66,8 +67,11 @@ class Rope:
         return next(buffer.device for module in self.modules for buffer in module.buffers())
 
     def angles(self, layer: int, positions: Tensor | int, count: int = 0) -> Angles | None:
-        """Angles at int64 positions, [num_tokens] or [num_kv_heads, num_tokens], or at `count` places from an int on;
-        None for a layer that does not rotate."""
+        """Return a layer's angles at the positions; None for a layer that does not rotate.
+
+        positions: int64 [num_tokens] or [num_kv_heads, num_tokens]; or an int, the first of `count` consecutive
+                   positions
+        """
         source = self.sources[layer]
         if source is None:
             return None
@@ -80,16 +84,16 @@ class Rope:
         return Angles(table.cos[where], table.sin[where], table.half)
 
     def rotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor | None = None) -> Tensor:
-        """Rotate keys to positions: any (int64 [num_tokens]), or consecutive ones from an int on.
+        """Rotate keys to positions: any (int64 [num_tokens]), or consecutive positions that start at an int.
 
         keys: [..., num_kv_heads, num_tokens, head_dim], before RoPE, any float dtype
-        out:  same shape, written in place; a new tensor of the keys' dtype when absent
+        out:  same shape, written in place; None: a new tensor of the keys' dtype
         """
         out = torch.empty_like(keys) if out is None else out
         return self.turn(keys, self.angles(layer, positions, keys.shape[-2]), out)
 
     def unrotate(self, keys: Tensor, layer: int, positions: Tensor | int, out: Tensor) -> Tensor:
-        """The inverse of `rotate`, into `out`: keys before RoPE, of keys that stand at these positions."""
+        """Undo `rotate`: write to `out` the keys before RoPE, for keys that are rotated to these positions."""
         angles = self.angles(layer, positions, keys.shape[-2])
         if angles is not None:  # (cos, sin) is the scale s times a rotation; (cos, -sin) / s^2 undoes both
             square = angles.cos.square() + angles.sin.square()
@@ -97,7 +101,7 @@ class Rope:
         return self.turn(keys, angles, out)
 
     def turn(self, keys: Tensor, angles: Angles | None, out: Tensor) -> Tensor:
-        """Rotate keys by ready angles (None: a layer that does not rotate) into `out`, in float32."""
+        """Rotate keys by given angles (None: a layer that does not rotate) into `out`, in float32."""
         if angles is None:
             return out.copy_(keys)
         if angles.half is None:
@@ -109,7 +113,7 @@ class Rope:
 
     def _apply(self, keys: Tensor, angles: Angles) -> Tensor:
         cos, sin = angles.cos, angles.sin
-        if cos.dim() == 3:  # the family's function knows rows of a batch at positions of their own: heads become rows
+        if cos.dim() == 3:  # the family's function takes other positions for each row of a batch: heads become rows
             keys4 = keys.reshape(-1, 1, *keys.shape[-2:])
             repeats = keys4.shape[0] // cos.shape[0]
             cos, sin = cos.repeat(repeats, 1, 1), sin.repeat(repeats, 1, 1)
@@ -119,7 +123,7 @@ class Rope:
         return rotated.reshape(keys.shape)
 
     def _table(self, kind: tuple[Source, int], end: int) -> Angles:
-        """Angles of positions 0 to at least end - 1, kept by source."""
+        """Return the angles of positions 0 to at least end - 1, cached by source."""
         with self._lock:
             table = self._tables.get(kind)
             if table is None or table.cos.shape[0] < end:
@@ -142,7 +146,7 @@ class Rope:
 
 @dataclass(eq=False)
 class AnglesAt:
-    """Angles at the same positions in every layer, looked up once for layers of one kind.
+    """Angles at the same positions in every layer, computed once for all layers of the same kind.
 
     positions, count: as for `Rope.angles`
     """
@@ -153,7 +157,7 @@ class AnglesAt:
     _known: dict[tuple[Source | None, int], Angles | None] = field(default_factory=dict)
 
     def of(self, layer: int) -> Angles | None:
-        """None for a layer that does not rotate."""
+        """Return a layer's angles; None for a layer that does not rotate."""
         kind = self.rope.sources[layer], self.rope.key_dims[layer]  # layers of one kind have the same angles
         if kind not in self._known:
             self._known[kind] = self.rope.angles(layer, self.positions, self.count)
@@ -161,23 +165,25 @@ class AnglesAt:
 
 
 def takes_layer_type(rotary: nn.Module) -> bool:
-    """Whether the rotary module computes different angles for different layer types (Gemma 3)."""
+    """Return whether the rotary module computes different angles for different layer types (Gemma 3)."""
     return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
 def ask(source: Source, like: Tensor, positions: Tensor) -> Any:
-    """What a rotary module gives, of the dtype and on the device of `like`, at positions [batch, num_tokens]."""
+    """Call a rotary module at positions [batch, num_tokens], for the dtype and device of `like`."""
     module, layer_type = source
     return module(like, positions) if layer_type is None else module(like, positions, layer_type)
 
 
 def as_angles(given: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin that a rotary module gave; some give them as one complex number a pair (Llama 4, DeepSeek V2)."""
+    """Return cos and sin of a rotary module's output; some modules return a complex number a pair (Llama 4,
+    DeepSeek V2).
+    """
     return (given.real, given.imag) if isinstance(given, Tensor) else given
 
 
 def turn_pairs(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotation that complex angles stand for, of dimensions 2 d and 2 d + 1. cos: [batch, num_tokens, width / 2]"""
+    """Rotate dimensions 2 d and 2 d + 1 by angles given as complex numbers. cos: [batch, num_tokens, width / 2]"""
 
     def turn(x: Tensor) -> Tensor:
         first, second = x.float()[..., ::2], x.float()[..., 1::2]
@@ -188,9 +194,9 @@ def turn_pairs(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 
 def _rotate_halves(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """out = R(position) keys for pairs (d, d + half); dimensions beyond 2 * half pass unchanged (partial rotary).
+    """Compute out = R(position) keys for pairs (d, d + half). Dimensions beyond 2 * half are copied (partial rotary).
 
-    Four passes that write straight into `out`: no temporary of the keys' size (cos, sin: [num_tokens, half]).
+    Four passes write straight into `out`, without a temporary of the keys' size (cos, sin: [num_tokens, half]).
     """
     half = cos.shape[-1]
     first, second = keys[..., :half], keys[..., half : 2 * half]
@@ -202,7 +208,7 @@ def _rotate_halves(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tenso
 
 
 def _pairs_halves(apply: Apply, head_dim: int, rotary_dim: int, device: torch.device) -> int | None:
-    """Ask the family's function, on random input, whether `_rotate_halves` is what it computes."""
+    """Return half the rotary width if the family's function equals `_rotate_halves` on random input, else None."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(1, 1, 3, head_dim, generator=generator).to(device)
     angles = torch.rand(3, rotary_dim // 2, generator=generator).to(device)

@@ -1,4 +1,4 @@
-"""Blocks of which each KV head holds some of the tokens alone."""
+"""Blocks in which each KV head holds only some of the tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class SparseBlock(KVBlock):
-    """A block whose layers are alike, and whose heads hold equally many tokens each, not the same ones; see `keep`.
+    """A block whose layers are alike, and whose heads hold equally many, but not the same tokens; see `keep`.
 
-    held: their keys and values, [num_layers, num_kv_heads, held, head_dim], in the tokens' order, encoded or not
+    held: the heads' keys and values, [num_layers, num_kv_heads, held, head_dim], in the tokens' order, encoded or not
     bits: which tokens each head holds, uint8 [num_layers, num_kv_heads, ceil(num_tokens / 8)]; see `pack_mask`
 
-    Raises DamagedBlockError where the two do not agree.
+    Raises DamagedBlockError if the two do not match.
     """
 
     def __init__(self, held: KVBlock, bits: Tensor, num_tokens: int, recipe: Recipe | None = None) -> None:
@@ -73,7 +73,7 @@ class SparseBlock(KVBlock):
 
     @cached_property
     def _by_layer(self) -> Tensor:
-        """int64 [num_layers, num_kv_heads, held]"""
+        """Return the tokens that each head holds: int64 [num_layers, num_kv_heads, held]."""
         return unpack_mask(self.bits, self.num_tokens).nonzero()[:, 2].view(*self.key_shape[:3])
 
     def places(self, layer: int) -> Tensor | None:
@@ -90,11 +90,13 @@ class SparseBlock(KVBlock):
 
 
 def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
-    """The block without the tokens that its heads are not to hold: one part a layer. Nothing else stays in memory.
+    """Return the block with only the tokens that each head should hold, as a part for each layer. The rest is not kept
+    in memory.
 
-    masks: by layer, bool [num_kv_heads, num_tokens], with as many tokens in every head of a layer
+    masks: by layer, bool [num_kv_heads, num_tokens], with equally many tokens in every head of a layer
 
-    Parts do not depend on the masks, even where all layers hold as many: a codec's basis (`kvtc`) fits all blocks.
+    The division into parts does not depend on the masks, even if all layers hold equally many tokens, so that a codec's
+    basis (`kvtc`) fits all blocks.
     """
     layers = ((block.layer_keys(number), block.layer_values(number)) for number in range(block.num_layers))
     parts = [_keep(*one, mask) for one, mask in zip(layers, masks, strict=True)]
@@ -102,20 +104,20 @@ def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
 
 
 def _keep(keys: Tensor, values: Tensor, mask: Tensor) -> SparseBlock:
-    """keys, values: [num_kv_heads, num_tokens, head_dim]"""
+    """Return a layer's sparse block. keys, values: [num_kv_heads, num_tokens, head_dim]"""
     keys, values = (numbers[mask].view(1, len(mask), -1, numbers.shape[2]) for numbers in (keys, values))
     return SparseBlock(KVBlock(keys, values), pack_mask(mask.unsqueeze(0)), mask.shape[1])
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Bools [..., num_tokens] as bits of bytes [..., ceil(num_tokens / 8)], the first one lowest."""
+    """Pack bools [..., num_tokens] into bytes [..., ceil(num_tokens / 8)], the first into the lowest bit."""
     whole = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
     bits = torch.unflatten(whole, -1, (whole.shape[-1] // 8, 8)).to(torch.uint8)
     return (bits << _shifts(mask.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_mask(packed: Tensor, num_tokens: int) -> Tensor:
-    """The bools that `pack_mask` was given."""
+    """Return the bools that were passed to `pack_mask`."""
     return ((packed.unsqueeze(-1) >> _shifts(packed.device)) & 1).flatten(-2)[..., :num_tokens].bool()
 
 

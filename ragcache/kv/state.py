@@ -1,8 +1,8 @@
-"""State of recurrent layers: what a chunk does to it, and what it is behind several chunks.
+"""States of recurrent layers: how a chunk changes them, and their values after several chunks.
 
-A recurrent layer (gated delta rule, arXiv 2412.06464; Mamba-2, arXiv 2405.21060) takes the state S that enters a chunk
-to P S + Q, where P and Q depend on the chunk's inputs alone. A block keeps both, and the last inputs of the layer's
-short convolution. Blocks in any order are joined by applying their maps in that order: no token runs again.
+A recurrent layer (gated delta rule, arXiv 2412.06464; Mamba-2, arXiv 2405.21060) turns the state S before a chunk into
+P S + Q, where P and Q depend only on the chunk's inputs. A block keeps both, and the last inputs of the layer's short
+convolution. Blocks are joined in any order by applying their maps in that order: no token runs again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ragcache.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LEVELS = 127  # of a rounded map's numbers, on either side of zero
+_LEVELS = 127  # of int8 in a rounded map, on either side of zero
 
 
 class State(NamedTuple):
-    """State of one recurrent layer, never written to.
+    """The state of a recurrent layer. It is never written to.
 
     conv:  window of the convolution, [batch, channels, width], zeros before the first token
-    state: [batch, num_heads, rows, columns]; None where the layer has none
+    state: [batch, num_heads, rows, columns]; None if the layer has none
     """
 
     conv: Tensor
@@ -35,19 +35,19 @@ class State(NamedTuple):
         return self.conv.nbytes + (0 if self.state is None else self.state.nbytes)
 
     def expand(self, batch: int) -> State:
-        """The same state for every row of a batch."""
+        """Return the same state for every row of a batch."""
         state = None if self.state is None else self.state.expand(batch, -1, -1, -1)
         return State(self.conv.expand(batch, -1, -1), state)
 
 
 @dataclass(frozen=True, eq=False)
 class StateMap:
-    """What a chunk does to the state of one recurrent layer: S becomes P S + Q.
+    """How a chunk changes the state of a recurrent layer: S becomes P S + Q.
 
-    p:    [num_heads, rows, rows], or [num_heads, 1, 1] where it is one number a head; None where there is no state
+    p:    [num_heads, rows, rows], or [num_heads, 1, 1] for a number a head; None if the layer has no state
     q:    [num_heads, rows, columns]
     tail: the convolution's last inputs, [channels, min(num_tokens, width)]
-    p_scales, q_scales: [num_heads, rows, 1], of p and q in int8; None where these are no such (`rounded`)
+    p_scales, q_scales: [num_heads, rows, 1], of p and q in int8; None if p or q is not in int8 (see `rounded`)
     """
 
     p: Tensor | None
@@ -68,7 +68,7 @@ class StateMap:
         return replace(self, **{name: change(one) for name, one in self.tensors.items()})
 
     def rounded(self) -> StateMap:
-        """The same map in int8, a scale a row; the tail, and what is one number a head, stay as they are."""
+        """Return the map in int8 with a scale a row; the tail, and a p of a single number a head, stay unchanged."""
         found: dict[str, Tensor] = {}
         for name, one in self.tensors.items():
             if name in ("p", "q") and one.is_floating_point() and one.shape[-1] > 1:
@@ -79,12 +79,12 @@ class StateMap:
 
     @property
     def bound(self) -> float:
-        """How far a number may be from what it was before it was rounded; 0.0 where none was."""
+        """Return how much rounding may have changed a number; 0.0 for a map that is not rounded."""
         steps = [float(one.max()) for one in (self.p_scales, self.q_scales) if one is not None]
         return max(steps, default=0.0) * (0.5 + 2.0**-12)
 
     def fits(self, shape: StateShape, num_tokens: int) -> bool:
-        """Whether it is one of a layer of this shape, over so many tokens."""
+        """Return whether this is a map of a layer of this shape, over `num_tokens` tokens."""
         heads, rows, _ = shape.state or (0, 0, 0)
         wide = rows if shape.is_matrix else 1
         found = (None if one is None else tuple(one.shape) for one in (self.p, self.q, self.tail))
@@ -92,7 +92,9 @@ class StateMap:
         return tuple(found) == wanted
 
     def advance(self, state: Tensor | None) -> Tensor | None:
-        """The state behind the chunk, [batch, num_heads, rows, columns]. state: before it; None: of no token"""
+        """Return the state after the chunk, [batch, num_heads, rows, columns]. state: before it; None: before the
+        first token
+        """
         if self.p is None or self.q is None:
             return None
         p = self.p if self.p_scales is None else self.p * self.p_scales
@@ -103,9 +105,10 @@ class StateMap:
 
 
 def compose(before: State | None, maps: Sequence[StateMap], width: int, device: torch.device) -> State:
-    """The state behind chunks that stand in this order. before: what enters the first one; None: nothing
+    """Return the state after chunks in this order.
 
-    width: of the convolution's window
+    before: the state before the first chunk; None: there are no earlier tokens
+    width:  width of the convolution's window
     """
     state, tails = (None, []) if before is None else (before.state, [before.conv[0]])
     for one in maps:
