@@ -1,4 +1,4 @@
-"""How block bytes are stored: codecs by name, plug-ins' too, and the safetensors file that holds a block."""
+"""Codecs by name, with those of plug-ins. A codec determines how a block's bytes are stored."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ CODECS: Registry[type[Codec]] = Registry(
 def get_codec(name: str, bases: Bases | None = None) -> Codec:
     """Return the codec called `name`, which finds its bases in `bases`.
 
-    Raises ConfigError that names the codecs, and PluginError for a plug-in's that cannot be loaded.
+    Raises ConfigError that lists the codecs, and PluginError if a plug-in's codec cannot be loaded.
     """
     return load("codec", name, CODECS)(bases)

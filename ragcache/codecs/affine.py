@@ -1,11 +1,11 @@
-"""Uniform asymmetric quantisation in groups: what KIVI calls group-wise quantisation.
+"""Uniform asymmetric quantisation in groups, which KIVI calls group-wise quantisation.
 
 For a group X with zero point z_X and scale s_X of B bits (KIVI, section 3; 2402.02750):
 
     Q(X) = round((X - z_X) / s_X)     X' = Q(X) * s_X + z_X     z_X = min X     s_X = (max X - min X) / (2^B - 1)
 
-z_X and s_X are rounded to the dtype that they are stored in before anything is quantised: z_X down and s_X up, so that
-the grid still covers the group and |X - X'| <= s_X / 2 holds for the stored s_X.
+z_X and s_X are rounded to their stored dtype before anything is quantised: z_X down and s_X up, so that the grid still
+covers the group and |X - X'| <= s_X / 2 holds for the stored s_X.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Up to here zero points and scales are float16: above, a restored float16 might overflow.
+# Up to this number zero points and scales are float16; above it, a restored float16 might overflow.
 _HALF_LIMIT = 2.0**15
 
 
 def group_size(length: int, largest: int) -> int:
-    """Groups of like size, none larger than `largest`; the last one may be a little smaller."""
+    """Return the size of nearly equal groups of at most `largest`; the last group may be slightly smaller."""
     return -(-length // num_groups(length, largest)) if length else 1
 
 
@@ -35,17 +35,19 @@ def num_groups(length: int, largest: int) -> int:
 
 
 def parameter_dtype(numbers: Tensor) -> torch.dtype:
-    """Dtype in which the zero points and scales of these numbers are stored."""
+    """Return the dtype in which the zero points and scales of these numbers are stored."""
     largest = float(numbers.abs().max()) if numbers.numel() else 0.0
     return torch.float16 if largest <= _HALF_LIMIT else torch.float32
 
 
 def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes 0 to `levels` of groups of `size` neighbours along `dim`, uint8 in the shape of the numbers; their scales
-    and zero points, with the grouped dimension by group.
+    """Return codes 0 to `levels` for groups of `size` neighbours along `dim`, with their scales and zero points.
 
-    numbers: float32 of any shape, finite; dim: counted from the front
+    numbers: float32 of any shape, finite
+    dim:     counted from the front
     dtype:   of zero points and scales, see `parameter_dtype`
+
+    Codes are uint8 in the shape of the numbers; scales and zero points have a number for each group along `dim`.
     """
     grouped = _grouped(numbers, dim, size)
     low, high = torch.aminmax(grouped, dim=dim + 1) if grouped.numel() else (grouped.sum(dim + 1),) * 2
@@ -58,8 +60,8 @@ def quantise(numbers: Tensor, dim: int, size: int, levels: int, dtype: torch.dty
 
 
 def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> None:
-    """Replace the codes in `out` (float32) by numbers. scales, zeros: float32, as `quantise` shapes them."""
-    if scales.shape[dim] == 1:  # the usual case, and the views below take as long as the arithmetic
+    """Replace the codes in `out` (float32) by numbers. scales, zeros: float32, in the shape that `quantise` returns"""
+    if scales.shape[dim] == 1:  # the usual case; the views below would take as long as the arithmetic
         _scale(out, scales, zeros)
         return
     whole = out.shape[dim] // size
@@ -72,13 +74,13 @@ def restore(out: Tensor, dim: int, size: int, scales: Tensor, zeros: Tensor) -> 
 
 
 def _scale(out: Tensor, scales: Tensor, zeros: Tensor) -> None:
-    # Two steps, never a fused multiply-add: its single rounding would make other bits.
+    # Two steps, never a fused multiply-add: its single rounding would give other bits.
     out.mul_(scales)
     out.add_(zeros)
 
 
 def _grouped(numbers: Tensor, dim: int, size: int) -> Tensor:
-    """The dimension cut into [groups, size]; a last group that is too small is filled up with its last number."""
+    """Split the dimension into [groups, size]; a last group that is too small is padded with its last number."""
     missing = -numbers.shape[dim] % size
     if missing:
         last = numbers.narrow(dim, numbers.shape[dim] - 1, 1)
@@ -87,13 +89,12 @@ def _grouped(numbers: Tensor, dim: int, size: int) -> Tensor:
 
 
 def rounded_up(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64 numbers in float16 or float32, none of them smaller."""
+    """Return float64 numbers in float16 or float32, rounded up."""
     return _rounded(numbers, dtype, 1)
 
 
 def _rounded(numbers: Tensor, dtype: torch.dtype, sign: int) -> Tensor:
-    """Rounded to `dtype`, or to the neighbour where that lies on the wrong side: none larger for sign -1, nor smaller
-    for 1."""
+    """Round to `dtype`, never up for sign -1 and never down for sign 1."""
     exact = numbers.numpy()
     rounded: NDArray[Any] = exact.astype({torch.float16: np.float16, torch.float32: np.float32}[dtype])
     wrong = rounded * np.float64(sign) < exact * sign

@@ -1,4 +1,4 @@
-"""The codec contract: how a block's tensors become the tensors of a file, and back; and what codecs learn for it."""
+"""The codec contract: how a block's tensors become the tensors of a file, and back, and what codecs learn for that."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ _STATE = "state."
 class Codec(ABC):
     """Encodes a KV block as named tensors, and decodes them.
 
-    name:        what the registry and every file call it
-    version:     counts up whenever files written before could no longer be decoded by the code; a file of a higher
-                 version than the code's is refused, one of a lower version has to be decoded still
-    lossless:    whether every bit comes back
-    needs_basis: whether blocks are encoded with a basis that is made from passages first
-    rounds_states: whether it keeps what a block does to recurrent layers' states in int8; else as it is
-    bases:       where such a codec finds its bases
+    name:          its name in the registry and in every file
+    version:       increases whenever the code could no longer decode files written before; a file of a higher version
+                   than the code's is refused, and a file of a lower version must still be decoded
+    lossless:      whether every bit is restored
+    needs_basis:   whether blocks are encoded with a basis that is first made from passages
+    rounds_states: whether a block's maps of recurrent layers' states are stored in int8; otherwise they are stored
+                   unchanged
+    bases:         where such a codec finds its bases
 
-    What `decode` needs beside the tensors has to be one of them, or a basis that one of them names. Decoding may return
-    views of its input and never writes to it: the tensors may alias a mapped file.
+    Everything that `decode` needs must be in the tensors, or in a basis that a tensor names. Decoding may return views
+    of its input and never writes to it: the tensors may alias a mapped file.
 
-    Subclasses write what becomes of layers that are alike. A block whose layers differ is encoded part by part, each
-    by `of_part`: tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads
-    hold some of its tokens alone is encoded as what they hold, with `kept`, uint8 [num_layers, num_kv_heads,
-    ceil(num_tokens / 8)], a bit a token, and `tokens`, int64 [1], their number. What a block does to recurrent layers'
-    states is `state.<layer>.p`, `.q` and `.tail`, where it is rounded `.p_scales` and `.q_scales` too (`kv/state.py`).
+    Subclasses encode layers that are alike. A block whose layers differ is encoded part by part, each by `of_part`:
+    tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads hold only some
+    of its tokens is encoded as the tokens that they hold, with `kept`, uint8 [num_layers, num_kv_heads, ceil(num_tokens
+    / 8)], a bit a token, and `tokens`, int64 [1], the number of tokens. A block's maps of recurrent layers' states are
+    `state.<layer>.p`, `.q` and `.tail`, and for rounded maps also `.p_scales` and `.q_scales` (`kv/state.py`).
     """
 
     name: ClassVar[str]
@@ -62,47 +63,56 @@ class Codec(ABC):
 
     @property
     def now(self) -> Codec:
-        """The codec for new blocks: another one as long as a basis is needed that there is not."""
+        """Return the codec for new blocks: another codec while a basis that this codec needs is missing."""
         return self
 
     def fit_basis(self, blocks: Sequence[KVBlock]) -> KVBlock:
-        """The basis of these passages' blocks, which are of one model. Raises BasisError when there are too few."""
+        """Return the basis of these passages' blocks, all of the same model. Raises BasisError if there are too few."""
         raise BasisError(f"codec {self.name!r} needs no basis")
 
     def for_trial(self, example: KVBlock) -> Codec:
-        """This codec, with a basis that suits such blocks where it needs one: for times, before passages are known."""
+        """Return the codec for timing on blocks like `example`, before passages are known, with a basis if it
+        needs one.
+        """
         return self
 
     def of_part(self, number: int) -> Codec:
-        """What encodes and decodes this part of blocks whose layers differ."""
+        """Return the codec for this part of blocks whose layers differ."""
         return self
 
     def beside(self, lm: object, ids: Sequence[int], block: KVBlock, prefix: Exact | None) -> KVBlock:
-        """The block with what is kept beside it: `lm` has just made it of these ids, or of the last of them."""
+        """Return the block with the additional data that the codec stores with it.
+
+        `lm` has just computed the block from these ids, or from the last of them.
+        """
         return block
 
     @abstractmethod
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
-        """The tensors to store. They may be views of the block's."""
+        """Return the tensors to store. They may be views of the block's."""
 
     @abstractmethod
     def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
-        """The block that `encode_alike`'s tensors stand for, in its dtype. Raises DamagedBlockError when it can't."""
+        """Return the block for `encode_alike`'s tensors, in its dtype. Raises DamagedBlockError if they are invalid."""
 
     @abstractmethod
     def bound_alike(self, block: KVBlock) -> float:
-        """The largest absolute difference that a decoded block may have from this one (law 6); 0.0 if lossless."""
+        """Return the largest absolute error that the block may have after decoding (law 6); 0.0 if lossless."""
 
     @abstractmethod
     def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
-        """Bytes of `encode_alike`'s tensors for a block of this shape. itemsize: bytes of a number of the block"""
+        """Return the bytes of `encode_alike`'s tensors for a block of this shape. itemsize: of its numbers"""
 
     def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0) -> float:
-        """Bytes of `encode`'s tensors for a block of this shape, by arithmetic: nothing is encoded, nor PyTorch loaded.
+        """Compute the bytes of `encode`'s tensors for a block of this shape, without encoding anything or loading
+        PyTorch.
 
-        An estimate for codecs whose bytes depend on the numbers: these are taken to be normally distributed, which of
-        all distributions with one deviation has the largest entropy. itemsize: bytes of a number of the block;
-        kept: share of its tokens that a head holds, mean over the layers, which are taken to hold equally many
+        It is an estimate for codecs whose bytes depend on the numbers, which are assumed to be normally distributed: of
+        all distributions with the same deviation, this has the largest entropy.
+
+        itemsize: bytes of a number of the block
+        kept:     share of its tokens that a head holds, as a mean over the layers; all layers are assumed to hold
+                  equally many
         """
         if kept < 1:
             held, bits = math.ceil(kept * num_tokens), -(-num_tokens // 8)
@@ -115,12 +125,14 @@ class Codec(ABC):
         return parts + (_INT64 * len(layers) if len(counts) > 1 else 0)
 
     def expected_state_bytes(self, states: Sequence[StateShape], itemsize: int) -> int:
-        """Bytes that a block takes for recurrent layers of these shapes, however many tokens it has (fewer for the
-        shortest ones). itemsize: bytes of a number of the block"""
+        """Return the bytes that a block takes for recurrent layers of these shapes, whatever its length.
+
+        The shortest blocks take fewer. itemsize: bytes of a number of the block
+        """
         return sum(state.map_bytes(itemsize, rounded=self.rounds_states) for state in states)
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
-        """The tensors to store, of any block. Raises UnencodableBlockError."""
+        """Return the tensors to store, for any block. Raises UnencodableBlockError."""
         if isinstance(block, HybridBlock):
             maps = [self._rounded(rank, one) for rank, one in enumerate(block.states)]
             named = {f"{_STATE}{rank}.{name}": t for rank, one in enumerate(maps) for name, t in one.tensors.items()}
@@ -138,7 +150,7 @@ class Codec(ABC):
         return tensors
 
     def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
-        """The block that `encode`'s tensors stand for, in the dtype it had. Raises DamagedBlockError when it can't."""
+        """Return the block for `encode`'s tensors, in its original dtype. Raises DamagedBlockError if it can't."""
         maps = {name.removeprefix(_STATE): one for name, one in tensors.items() if name.startswith(_STATE)}
         if maps:
             kv = self.decode({name: one for name, one in tensors.items() if not name.startswith(_STATE)})
@@ -166,7 +178,7 @@ class Codec(ABC):
         return one.rounded()
 
     def error_bound(self, block: KVBlock) -> float:
-        """`bound_alike` of any block."""
+        """Return `bound_alike` for any block."""
         if isinstance(block, HybridBlock):
             maps = (self._rounded(rank, one).bound for rank, one in enumerate(block.states))
             return max(self.error_bound(block.kv), *maps)
@@ -191,7 +203,7 @@ class Codec(ABC):
 
 
 def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap]:
-    """Maps of recurrent layers, by the tensors `<rank>.p`, `.q` and `.tail`. Raises DamagedBlockError."""
+    """Return the maps of recurrent layers in the tensors `<rank>.p`, `.q` and `.tail`. Raises DamagedBlockError."""
     count, maps = sum(name.endswith(".tail") for name in tensors), []
     for rank in range(count):
         held = {field.name: tensors.get(f"{rank}.{field.name}") for field in fields(StateMap)}
@@ -207,7 +219,7 @@ def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap
 
 
 def _is_scaled(numbers: Tensor | None, scales: Tensor | None) -> bool:
-    """Whether numbers have a scale a row where they are int8, and none where they are not."""
+    """Return whether int8 numbers have a scale a row, and other numbers have none."""
     if numbers is None or numbers.dtype != torch.int8:
         return scales is None
     return scales is not None and scales.dtype == torch.float32 and scales.shape == (*numbers.shape[:-1], 1)

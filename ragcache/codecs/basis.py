@@ -1,7 +1,7 @@
-"""Bases: what a codec learns from a store's own passages, and cannot decode its blocks without.
+"""Bases: data that a codec learns from a store's own passages, and needs to decode its blocks.
 
-A basis is kept as a block, so that every tier keeps, checks and moves it like all other blocks. What its numbers mean
-is known to its codec alone.
+A basis is stored as a block, so that every tier stores, checks and moves it like any other block. Only its codec knows
+the meaning of its numbers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ _T = TypeVar("_T")
 
 
 class Bases:
-    """Bases by name, read when they are first needed.
+    """Bases by name, read when they are first needed. Thread-safe.
 
-    name: of the basis that new blocks are encoded with; None: there is none yet
-
-    Safe to call from several threads.
+    name: name of the basis that new blocks are encoded with; None: there is no basis yet
     """
 
     def __init__(self, load: Callable[[str], KVBlock | None] = lambda _name: None, name: str | None = None) -> None:
-        """load: gives the block of a basis, or None"""
+        """Create the bases. load: a function of a basis's name that returns its block, or None"""
         self.name = name
         self._load = load
         self._blocks: dict[str, KVBlock] = {}
@@ -39,15 +37,15 @@ class Bases:
         self._lock = threading.Lock()
 
     def add(self, block: KVBlock) -> str:
-        """Encode new blocks with this basis; returns its name. Nothing is stored."""
+        """Encode new blocks with this basis, and return its name. Nothing is stored."""
         self.name = basis_name(block)
         self._blocks[self.name] = block
         return self.name
 
     def get(self, name: str, read: Callable[[KVBlock], _T]) -> _T:
-        """What `read`, always the same, makes of the basis's block.
+        """Return the result of `read`, always the same function, for the basis's block.
 
-        Raises DamagedBlockError for one that cannot be found or read: its blocks have to be computed again.
+        Raises DamagedBlockError if the basis cannot be found or read: its blocks then have to be computed again.
         """
         with self._lock:
             if name not in self._held:
@@ -59,7 +57,7 @@ class Bases:
 
 
 def basis_name(block: KVBlock) -> str:
-    """64 hex digits that depend on the rows alone; they are the basis's block key."""
+    """Return 64 hex digits that depend only on the rows: the basis's block key."""
     state = hashlib.sha256()
     for part in block.parts if isinstance(block, MixedBlock) else (block,):
         for rows in (part.keys, part.values):

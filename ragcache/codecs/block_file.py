@@ -1,4 +1,4 @@
-"""One KV block in one container: key, codec and versions in the metadata."""
+"""A KV block in a container: key, codec and versions in the metadata."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _WAY_OUT = "use the version that wrote it, or delete the block's document and in
 
 
 def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Claim | None = None) -> KVBlock:
-    """Store a block under its key and return it as it will be read back (another one where the codec is lossy).
+    """Store a block under its key and return it as it will be read back (with other numbers if the codec is lossy).
 
     claim: see `write_container`
+
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
@@ -40,7 +41,10 @@ def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Cl
 
 
 def pack_block(key: str, block: KVBlock, codec: Codec) -> tuple[bytes, KVBlock]:
-    """The bytes that `write_block` would write, and the block as it will be read back. Raises UnencodableBlockError."""
+    """Return the bytes that `write_block` would write, and the block as it will be read back.
+
+    Raises UnencodableBlockError.
+    """
     tensors = encode_block(key, block, codec)
     return b"".join(pack_container(tensors, _metadata(key, block, codec))), codec.decode(tensors)
 
@@ -56,7 +60,7 @@ def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
 
 
 def codec_of(block: KVBlock) -> Codec:
-    """The codec in whose tensors a block that was stored is held: encoding with it changes no bit."""
+    """Return the codec whose tensors a stored block holds: encoding with it changes no bit."""
     if isinstance(codec := getattr(block, "codec", None), Codec):
         return codec
     if isinstance(block, MixedBlock):
@@ -65,7 +69,7 @@ def codec_of(block: KVBlock) -> Codec:
 
 
 def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
-    """The codec's tensors of a block. Raises UnencodableBlockError that names the block."""
+    """Return the codec's tensors for a block. Raises UnencodableBlockError that names the block."""
     try:
         return codec.encode(block)
     except UnencodableBlockError as error:
@@ -73,18 +77,21 @@ def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
 
 
 def read_block(path: Path, key: str, bases: Bases | None = None, load: Load | None = None) -> KVBlock:
-    """The block of `key`, verified; its tensors alias the file, mapped or read, where the codec lets them.
+    """Return the block of `key`, verified. Its tensors alias the mapped or read file if the codec allows that.
 
-    bases: of codecs that need one; load: see `read_container`
+    bases: for codecs that need them
+    load:  see `read_container`
 
-    Raises MissingBlockError, DamagedBlockError (another block's file included) and SchemaVersionError (written by a
-    newer version: intact, but not ours to read).
+    Raises MissingBlockError, DamagedBlockError (also for another block's file) and SchemaVersionError (written by a
+    newer version: intact, but this version cannot read it).
     """
     return _block_of(str(path), key, read_container(path, load), bases)
 
 
 def unpack_block(where: str, key: str, data: bytearray, bases: Bases | None = None) -> KVBlock:
-    """`read_block` of bytes that came from elsewhere; the block's tensors alias them. where: what errors call it
+    """Return the block in bytes from elsewhere, as `read_block` does; its tensors alias the bytes.
+
+    where: name of the source in errors
 
     Raises DamagedBlockError, SchemaVersionError.
     """
@@ -105,7 +112,8 @@ def _block_of(where: str, key: str, container: Container, bases: Bases | None) -
 def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> Codec:
     """Return the codec that can decode this file.
 
-    The checksum was right, so an unknown version is a newer one and an unknown codec is another package's: no damage.
+    The checksum was right, so an unknown version is a newer one and an unknown codec belongs to another package: the
+    file is not damaged.
     """
     name = metadata.get("codec", "")
     if _number(metadata, "format_version") > FORMAT_VERSION:

@@ -1,15 +1,16 @@
-"""A safetensors file with a checksum over every byte of it, mapped or read.
+"""A safetensors file with a checksum over every byte of the file, mapped or read.
 
     bytes 0-7      length of the header, little endian, unsigned
     header         JSON: {"__metadata__": {"checksum": "<32 hex digits>", ...}, "<tensor>": {dtype, shape,
-                   data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64, in files of a
-                   megabyte and more of 4096, as reads past the page cache want it
-    data           the tensors: those of whole 64 bytes first, which begin at multiples of 64 then, as a GPU's kernel
-                   wants it; else wide dtypes first, so that each is aligned to its element size
+                   data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64, or of 4096 in
+                   files of a megabyte and more, as reads that bypass the page cache require
+    data           the tensors: first those of a multiple of 64 bytes, each of which then begins at a multiple of 64,
+                   as a GPU's kernel requires; then the others, wide dtypes first, so that each is aligned to its
+                   element size
 
-Any safetensors reader can open it. The checksum is XXH3-128 over the whole file with the checksum's own digits taken as
-zeros. It is the first entry, so that it stands at the same place in every file, and it is checked before anything
-is parsed. Every later format version keeps that place, so that "newer" and "damaged" can be told apart.
+Any safetensors reader can open it. The checksum is XXH3-128 over the whole file, with the checksum's own digits
+replaced by zeros. It is the first entry and so has the same place in every file, and it is checked before anything is
+parsed. Every later format version keeps that place, so that a newer file can be told from a damaged file.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-# PyTorch's names by safetensors'.
+# PyTorch's name for each safetensors name.
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -55,17 +56,21 @@ _PREFIX = b'{"__metadata__":{"checksum":"'
 _CHECKSUM = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
 _ZEROS = b"0" * 32
 _LARGE = _MOST_PEEKED = 1 << 20
-# Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of one fault for every 16. Python has no name for it.
+# Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of a fault for every 16. Python does not define it.
 _MADV_POPULATE_READ = 22
 
 
 Claim = Callable[[BinaryIO, int], None]
-# Reads an open file from an offset on, so many bytes, to uint8 [num_bytes]; None: the file is to be mapped.
+# Reads (descriptor, offset, num_bytes) of an open file to uint8 [num_bytes]; None: the file is to be mapped.
 Load = Callable[[int, int, int], "Tensor | None"]
 
 
 class Container(NamedTuple):
-    """tensors: alias the bytes (a file's: copy on write), and keep them alive. metadata: without the checksum."""
+    """The content of a container.
+
+    tensors:  alias the bytes (of a file: copy on write), and keep them alive
+    metadata: without the checksum
+    """
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -74,10 +79,11 @@ class Container(NamedTuple):
 def write_container(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, claim: Claim | None = None
 ) -> None:
-    """Write tensors and metadata to `path`, whole or not at all, flushed to the device.
+    """Write tensors and metadata to `path`, either completely or not at all, flushed to the device.
 
-    claim: told of the temporary file, still empty, and the bytes that it is going to have; what it raises ends the
-           writing, with nothing left behind
+    claim: called with the temporary file, still empty, and the bytes that it will have; an error that it raises stops
+           the writing and leaves no file
+
     Raises StoreFullError, StoreReadOnlyError.
     """
     buffers = pack_container(tensors, metadata)
@@ -89,7 +95,7 @@ def write_container(
 
 
 def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """The bytes of a container, in order. They alias the tensors."""
+    """Return the bytes of a container, in order. They alias the tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT > 0, -item[1].itemsize, item[0]))
     flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
     buffers = [memoryview(one.numpy()) for one in flat]  # type: ignore[arg-type]
@@ -101,9 +107,10 @@ def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
 def read_container(path: Path, load: Load | None = None) -> Container:
     """Map a file, or `load` its data, check the checksum over these bytes and return views of them.
 
-    The map is private: writing to a tensor changes neither the file nor what other readers see.
-    Raises MissingBlockError, DamagedBlockError (whatever byte is wrong, cut off, or cannot be read), StoreError (no
-    permission, no descriptors).
+    The map is private: writing to a tensor changes neither the file nor the tensors of other readers.
+
+    Raises MissingBlockError, DamagedBlockError (any byte is wrong, missing, or unreadable), StoreError (no permission,
+    no descriptors).
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -129,9 +136,9 @@ def read_container(path: Path, load: Load | None = None) -> Container:
 
 
 def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
-    """Check the checksum of a container's bytes and return views of them. where: what errors call it
+    """Check the checksum of a container's bytes and return views of them. where: name of the source in errors
 
-    Raises DamagedBlockError (whatever byte is wrong, or cut off).
+    Raises DamagedBlockError if any byte is wrong or missing.
     """
     end = _end_of_head(data[:8], len(data))
     rest = torch.frombuffer(data, dtype=torch.uint8, offset=end) if end < len(data) else torch.empty(0)
@@ -139,9 +146,9 @@ def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
 
 
 def peek_metadata(path: Path) -> dict[str, str]:
-    """Metadata of a file, unverified; {} where there is none. For estimates alone: `read_container` verifies.
+    """Return the metadata of a file, unverified, or {} if the file has no metadata. Use it only for estimates.
 
-    Raises OSError.
+    Raises OSError. `read_container` verifies the file.
     """
     with open(path, "rb") as file:
         head = file.read(8)
@@ -153,12 +160,12 @@ def peek_metadata(path: Path) -> dict[str, str]:
 
 
 def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
-    # Copy on write: torch warns about read-only buffers, and nobody may change a file by way of a tensor.
+    # Copy on write: torch warns about read-only buffers, and a file must not be changed through a tensor.
     mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
     if hasattr(mapped, "madvise"):
         try:
             mapped.madvise(_MADV_POPULATE_READ)
-        except OSError:  # an older kernel, or another system: pages come one by one
+        except OSError:  # an older kernel, or another system: pages are mapped one by one
             mapped.madvise(mmap.MADV_WILLNEED)
     return mapped
 
@@ -180,7 +187,7 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
 
 
 def _checksum(head: bytes | bytearray, *rest: memoryview) -> bytes:
-    """XXH3-128 of everything, the checksum's own digits taken as zeros."""
+    """Return the XXH3-128 of everything, with the checksum's own digits replaced by zeros."""
     view = memoryview(head)
     state = xxhash.xxh3_128()
     state.update(view[: _CHECKSUM.start])
@@ -192,7 +199,7 @@ def _checksum(head: bytes | bytearray, *rest: memoryview) -> bytes:
 
 
 def _end_of_head(length: bytes | bytearray, num_bytes: int) -> int:
-    """Bytes before the data of a file of so many bytes. length: its first 8 bytes; they may be damaged"""
+    """Return the bytes before the data in a file of `num_bytes`. length: its first 8 bytes, which may be damaged"""
     return min(8 + int.from_bytes(length, "little"), num_bytes)
 
 
@@ -200,7 +207,7 @@ def _unpack(where: str, head: bytes | bytearray, data: Tensor) -> Container:
     whole = len(head) >= _CHECKSUM.stop and head[8 : _CHECKSUM.start] == _PREFIX
     if not whole or _checksum(head, memoryview(data.numpy())) != head[_CHECKSUM]:  # type: ignore[arg-type]
         raise DamagedBlockError(f"{where}: the bytes do not match their checksum; the block has to be computed again")
-    try:  # the checksum is right: what is wrong now was written wrong
+    try:  # the checksum is right, so anything invalid was written so
         header = json.loads(head[8:])
         metadata = header.pop("__metadata__")
         tensors = {name: _tensor(data, entry) for name, entry in header.items()}

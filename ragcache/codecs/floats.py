@@ -1,4 +1,4 @@
-"""Floating point of sixteen bits, for models that run in float32, and of eight."""
+"""Sixteen-bit floating point, for models that run in float32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LEAST = 2.0**-134  # half of bfloat16's smallest step
 
 
 class Bfloat16Codec(LayerCodec):
-    """X' = bfloat16(X): half the bytes of float32, with its range; a block in bfloat16 stays as it is.
+    """X' = bfloat16(X): half the bytes of float32, with its range. A block in bfloat16 stays unchanged.
 
     Tensors, for keys and for values: `numbers`, bfloat16 of the block's shape.
 
-    Bound: 2^-8 of the largest number, and the rounding of the result to the block's dtype.
+    Bound: 2^-8 of the largest number, plus the rounding of the result to the block's dtype.
     """
 
     name: ClassVar[str] = "bfloat16"

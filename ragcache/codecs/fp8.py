@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 448.0  # of float8_e4m3fn: 1.75 * 2^8
-_SCALED_BY = {"keys": 2, "values": 3}  # the dimension that shares a scale
+_SCALED_BY = {"keys": 2, "values": 3}  # the dimension along which numbers share a scale
 
 
 class Fp8Codec(LayerCodec):
     """X' = fp8(X / s) * s with s = max |X| / 448, rounded up.
 
-    e4m3 (FP8 Formats for Deep Learning, 2209.05433) has 3 bits of fraction: what is small keeps its relative precision,
-    which evenly spaced codes do not give.
+    e4m3 (FP8 Formats for Deep Learning, 2209.05433) has 3 bits of fraction: small numbers keep their relative
+    precision, which evenly spaced codes do not give.
 
-    Tensors, for keys and for values: `codes`, float8_e4m3fn of the block's shape; `scales`, float32,
-    [num_layers, num_kv_heads, 1, head_dim] for keys and [num_layers, num_kv_heads, num_tokens, 1] for values.
+    Tensors, for keys and for values: `codes`, float8_e4m3fn of the block's shape; `scales`, float32, [num_layers,
+    num_kv_heads, 1, head_dim] for keys and [num_layers, num_kv_heads, num_tokens, 1] for values.
 
-    Bound: 16 s for the largest numbers of a group (half of e4m3's last step, 32), and the rounding of the result to the
-    block's dtype.
+    Bound: 16 s for the largest numbers of a group (half of e4m3's last step, 32), plus the rounding of the result to
+    the block's dtype.
     """
 
     name: ClassVar[str] = "fp8"
@@ -67,11 +67,11 @@ class Fp8Codec(LayerCodec):
 
 
 def _halves(codes: Tensor) -> Tensor:
-    """The codes / 2^8 as float16, exactly: sign, exponent and fraction moved to where float16 has them.
+    """Return the codes / 2^8 as float16, exactly: sign, exponent and fraction are moved to float16's places.
 
-    The exponents' biases are 7 and 15. On a CPU torch converts float8 one number at a time, twenty times slower.
+    The exponents' biases are 7 and 15. On a CPU torch converts float8 a number at a time, twenty times slower.
     """
-    moved = codes.view(torch.int8).to(torch.int16) << 7  # the sign, extended, stands in the upper two bits
+    moved = codes.view(torch.int8).to(torch.int16) << 7  # the sign, extended, fills the upper two bits
     return (moved & -0x4001).view(torch.float16)
 
 

@@ -1,9 +1,9 @@
 """Whole numbers of a few bits, as KIVI quantises a KV cache (2402.02750).
 
-Keys have channels with large numbers, the same ones in every token, so they are quantised by channel, in groups of
-tokens; values have none, and the error of one token must not depend on the others, so they are quantised by token, in
-groups of channels. Keys are kept before RoPE here, which would mix each pair of channels with the position. KIVI keeps
-the last tokens of a growing cache exact; a stored block does not grow, and has no such rest.
+Keys have channels with large numbers, the same channels in every token, so keys are quantised by channel, in groups of
+tokens. Values have none, and a token's error must not depend on other tokens, so values are quantised by token, in
+groups of channels. Keys are kept before RoPE here; RoPE would mix each pair of channels with the position. KIVI keeps
+the last tokens of a growing cache exact; a stored block does not grow, so it needs no exact tokens.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ragcache.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HALF_BYTES = 2  # of a scale, and of a zero point
+_HALF_BYTES = 2  # bytes of a scale, and of a zero point
 _GROUPED = {"keys": 2, "values": 3}  # of [num_layers, num_kv_heads, num_tokens, head_dim]
 
 
 class KiviCodec(LayerCodec):
-    """Codes, one scale and one zero point a group.
+    """Codes, with a scale and a zero point for each group.
 
     bits:    of a code: 8, or 4 or 2, of which two or four share a byte
-    largest: numbers in a group at most: of tokens for keys, of channels for values
+    largest: the most numbers in a group: tokens for keys, channels for values
 
-    Tensors, for keys and for values: `codes`, uint8 [num_layers, num_kv_heads, num_tokens, head_dim], with 4 bits half
-    as many rows, with 2 a quarter; `scales` and `zeros`, [num_layers, num_kv_heads, groups, head_dim] for keys,
-    [num_layers, num_kv_heads, num_tokens, groups] for values, float16 unless the numbers are too large for it.
+    Tensors, for keys and for values: `codes`, uint8 [num_layers, num_kv_heads, num_tokens, head_dim], with half the
+    rows for 4 bits and a quarter for 2; `scales` and `zeros`, [num_layers, num_kv_heads, groups, head_dim] for keys,
+    [num_layers, num_kv_heads, num_tokens, groups] for values, float16 unless the numbers are too large for float16.
 
-    Bound: half a group's scale, and the rounding of the result to the block's dtype.
+    Bound: half a group's scale, plus the rounding of the result to the block's dtype.
     """
 
     part_names: ClassVar[frozenset[str]] = frozenset({"codes", "scales", "zeros"})
@@ -98,7 +98,7 @@ class Int8Codec(KiviCodec):
 
 
 class Int4Codec(KiviCodec):
-    """4 bits in groups of 64: 4.5 bits a number with their scales and zero points."""
+    """4 bits in groups of 64: 4.5 bits a number including scales and zero points."""
 
     name: ClassVar[str] = "int4"
     version: ClassVar[int] = 1

@@ -1,8 +1,7 @@
-"""Codecs that decode one layer at a time, and the blocks that they give.
+"""Codecs that decode a layer at a time, and the blocks that they return.
 
-Such a block stays in its codec's bytes wherever it is held, and a layer's keys or values are decoded straight into the
-place where attention reads them. What is read from a disk, held in memory or sent to another device is the codec's
-bytes alone.
+Such a block stays encoded wherever it is held, and a layer's keys or values are decoded straight into the tensor that
+attention reads. Only encoded bytes are read from a disk, held in memory or sent to another device.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 PARTS: tuple[Part, Part] = ("keys", "values")
 FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
-# The largest number that is encoded: differences of two such numbers are finite in float32.
+# The largest number that is encoded: the difference of two such numbers is finite in float32.
 LARGEST = 2.0**126
 _LARGEST_HALF = 65504.0
-_SPEC_BYTES = 5 * 8  # of `BlockSpec.to_tensors`
+_SPEC_BYTES = 5 * 8  # bytes of `BlockSpec.to_tensors`
 
 
 class BlockSpec(NamedTuple):
-    """Shape and dtype of the block that was encoded; in a file, the tensors `shape` (int64 [5]) and `like` (empty)."""
+    """Shape and dtype of the encoded block; in a file, the tensors `shape` (int64 [5]) and `like` (empty)."""
 
     num_layers: int
     num_kv_heads: int
@@ -53,7 +52,7 @@ class BlockSpec(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BlockSpec:
-        """Raises DamagedBlockError."""
+        """Return the spec that a file's tensors hold. Raises DamagedBlockError."""
         sizes, like = tensors.get("shape"), tensors.get("like")
         if sizes is None or sizes.shape != (5,) or sizes.dtype != torch.int64 or bool((sizes < 0).any()):
             raise DamagedBlockError("an encoded block's shape is five numbers")
@@ -77,42 +76,46 @@ class PartShape(NamedTuple):
 
 
 class LayerCodec(Codec):
-    """A codec of keys and values apart and layer by layer. Subclasses write what one part of one layer becomes.
+    """A codec that encodes keys and values separately and layer by layer. Subclasses encode a part of a layer.
 
-    part_names: of the tensors that `encode_part` returns
+    part_names: names of the tensors that `encode_part` returns
 
-    All arithmetic is in float32, one IEEE operation a step, so that every process and device decodes the same bits.
+    All arithmetic is in float32, a single IEEE operation a step, so that every process and device decodes the same
+    bits.
     """
 
     part_names: ClassVar[frozenset[str]]
 
     @abstractmethod
     def encode_part(self, part: Part, numbers: Tensor) -> dict[str, Tensor]:
-        """Tensors that stand for `numbers`, float [num_layers, num_kv_heads, num_tokens, dim], finite, on the CPU."""
+        """Return tensors that encode `numbers`.
+
+        numbers: float [num_layers, num_kv_heads, num_tokens, dim], finite, on the CPU
+        """
 
     def encode_parts(self, numbers: Mapping[Part, Tensor]) -> dict[Part, dict[str, Tensor]]:
-        """`encode_part` of keys and values. A codec that has to see both before it encodes either does so here."""
+        """Encode keys and values by `encode_part`. A codec that needs both before it encodes either overrides this."""
         return {part: self.encode_part(part, numbers[part]) for part in PARTS}
 
     @abstractmethod
     def check_part(self, part: Part, tensors: Mapping[str, Tensor], spec: BlockSpec) -> None:
-        """Raises DamagedBlockError where these tensors are not what `encode_part` returns for such a block."""
+        """Raise DamagedBlockError if `encode_part` cannot have returned these tensors for such a block."""
 
     @abstractmethod
     def decode_part(self, part: Part, tensors: Mapping[str, Tensor], layer: int, out: Tensor) -> None:
         """Write a layer to `out`, float32 [num_kv_heads, num_tokens, dim], contiguous or not, on any device."""
 
     def stored(self, parts: Mapping[Part, Mapping[str, Tensor]], spec: BlockSpec) -> Stored | None:
-        """Where the numbers lie, for a codec whose codes a kernel decodes; see `Stored`."""
+        """Return the memory layout of codes that a kernel can decode, else None; see `Stored`."""
         return None
 
     @abstractmethod
     def part_bound(self, part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> float:
-        """The largest error of what these tensors decode to, rounding to the block's dtype included."""
+        """Return the largest error of the decoded tensors, including rounding to the block's dtype."""
 
     @abstractmethod
     def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
-        """Bytes of `encode_part`'s tensors for such numbers, by arithmetic; see `expected_bytes`."""
+        """Compute the bytes of `encode_part`'s tensors for such numbers; see `expected_bytes`."""
 
     def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
         widths: dict[Part, int] = {"keys": layer.key_dim, "values": layer.value_dim}
@@ -120,9 +123,9 @@ class LayerCodec(Codec):
         return _SPEC_BYTES + sum(self.expected_part_bytes(part, shape) for part, shape in shapes.items())
 
     def encode_alike(self, block: KVBlock) -> dict[str, Tensor]:
-        """A block that this codec has encoded already is given as it is.
+        """Return the tensors to store; a block that this codec has already encoded returns its own.
 
-        Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are no float.
+        Raises UnencodableBlockError for NaN, infinities, numbers beyond 2^126 and dtypes that are not floats.
         """
         if isinstance(block, EncodedBlock) and type(block.codec) is type(self):
             return dict(block.tensors)
@@ -136,15 +139,16 @@ class LayerCodec(Codec):
 
     def bound_alike(self, block: KVBlock) -> float:
         encoded = EncodedBlock(self, self.encode_alike(block))
-        steps = torch.finfo(block.dtype)  # below the smallest normal number they are as wide as there
+        steps = torch.finfo(block.dtype)  # below the smallest normal number, steps are as wide as at that number
         least = steps.smallest_normal * steps.eps / 2
         return least + max(self.part_bound(part, encoded.part(part), block.dtype) for part in PARTS)
 
 
 class EncodedBlock(KVBlock):
-    """A KV block in its codec's tensors. `keys` and `values` decode all layers, `copy_keys` and the like one.
+    """A KV block in its codec's tensors. `keys` and `values` decode all layers; `copy_keys` and the like decode a
+    single layer.
 
-    tensors: as a file holds them. num_bytes counts the encoded bytes: they are what is held.
+    tensors: as in a file; `num_bytes` counts these encoded bytes
 
     Raises DamagedBlockError when the tensors are not the codec's.
     """
@@ -165,7 +169,7 @@ class EncodedBlock(KVBlock):
         return f"EncodedBlock({self.codec.name}, keys {tuple(self.key_shape)}, {self.dtype}, {self.num_bytes} bytes)"
 
     def part(self, part: Part) -> Mapping[str, Tensor]:
-        """The encoded tensors of keys or values, by the codec's names."""
+        """Return the encoded tensors of keys or values, by the codec's names."""
         return self._parts[part]
 
     @property
@@ -206,9 +210,11 @@ class EncodedBlock(KVBlock):
             return
         exact = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self.codec.decode_part(part, self._parts[part], layer, exact)
-        if self.dtype == torch.float16:  # a grid may reach beyond the largest float16, though no number did
+        if self.dtype == torch.float16:  # a grid may extend beyond the largest float16, although no number did
             exact.clamp_(-_LARGEST_HALF, _LARGEST_HALF)
-        out.copy_(exact.to(self.dtype))  # the block's dtype first: `out` gets what the decoded block would give
+        out.copy_(
+            exact.to(self.dtype)
+        )  # the block's dtype first: `out` gets the same numbers as from the decoded block
 
     def _layer(self, part: Part, layer: int) -> Tensor:
         out = torch.empty(self._spec.shape(part)[1:], dtype=self.dtype)
@@ -223,12 +229,15 @@ class EncodedBlock(KVBlock):
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding a float32 result to `dtype`, with some for the float32 steps before."""
+    """Return the largest relative error of rounding a float32 result to `dtype`.
+
+    It includes a margin for the float32 steps before.
+    """
     return torch.finfo(dtype).eps / 2 + 2.0**-22
 
 
 def expect(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
-    """The tensor of this name. Raises DamagedBlockError where it is absent, or of another shape or dtype."""
+    """Return the tensor of this name. Raises DamagedBlockError if it is missing or has another shape or dtype."""
     found = tensors.get(name)
     if found is None or tuple(found.shape) != shape or found.dtype not in dtypes:
         is_ = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RawCodec(Codec):
-    """Keys and values as they are, in their own dtype. Decoding copies nothing."""
+    """Keys and values unchanged, in their own dtype. Decoding copies nothing."""
 
     name: ClassVar[str] = "raw"
     version: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""Codes of a few bits in bytes."""
+"""Codes of a few bits, packed into bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack as many codes into a byte as fit: the first part of the tokens in the lowest bits, and so on.
+    """Pack as many codes into a byte as fit: the first part of the tokens into the lowest bits, and so on.
 
-    [..., num_tokens, dim] -> [..., ceil(num_tokens * bits / 8), dim]. Parts of the tokens instead of neighbours: both
-    directions then move whole runs of bytes.
+    [..., num_tokens, dim] -> [..., ceil(num_tokens * bits / 8), dim]. A byte holds codes from different parts of the
+    tokens, not from neighbouring tokens, so that packing and unpacking move whole runs of bytes.
     """
     rows = -(-codes.shape[-2] * bits // 8)
     packed = codes[..., :rows, :].clone()

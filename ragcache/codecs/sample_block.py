@@ -1,4 +1,4 @@
-"""A block to try codecs on, before there are passages."""
+"""A block to try codecs on before there are any passages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def example_block(layers: Sequence[LayerShape], num_tokens: int, dtype: torch.dtype) -> KVBlock:
-    """A block of normally distributed numbers, always the same ones."""
+    """Return a block of normally distributed numbers, the same on every call."""
     generator = torch.Generator().manual_seed(0)
     shape = CacheShape(tuple(layers), dtype, torch.device("cpu"))
-    # Drawn in float32: some dtypes have no generator of their own, and all are to hold the same numbers.
+    # Drawn in float32: some dtypes have no random generator, and all dtypes should get the same numbers.
     return empty_block(shape, num_tokens).map(lambda held: torch.randn(held.shape, generator=generator).to(dtype))

@@ -160,8 +160,7 @@ def encode(
 ) -> list[KVBlock]:
     """Encode each chunk of the prompt as a KV block.
 
-    recipe:     "isolated", "prefix", "primer", or a Recipe; `block_recipe` returns the one that a method needs, markers
-                included
+    recipe:     "isolated", "prefix", "primer", or a Recipe; `block_recipe` returns a method's recipe, markers included
     neighbours: for each chunk, the ids of the chunks read before it, for a recipe with neighbours
 
     Raises ConfigError for an unknown recipe, and the errors of `LanguageModel.encode`.
@@ -427,7 +426,7 @@ def _with_blocks(
     prefix_ids: Sequence[int],
     blocks: Sequence[KVBlock] | None,
 ) -> tuple[PrefillRequest, int]:
-    """Return the request with its prefix and blocks, and how many tokens had to be encoded for them."""
+    """Return the request with its prefix and blocks, and how many tokens were encoded to make them."""
     if not request.layout.separate or request.base is not None:
         return request, 0
     lm = request.lm
@@ -461,7 +460,7 @@ def _check_blocks(
 def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
     """Raise StaleBlockError if the block does not fit the model or the text.
 
-    held: tokens that each of its heads should hold, as a mean over the layers; None: all of them
+    held: tokens that each head should hold, as a mean over the layers; None: all tokens
     """
     states = zip(block.states, lm.shape.states, strict=False)
     is_ours = len(block.states) == len(lm.shape.states) and all(one.fits(own, block.num_tokens) for one, own in states)

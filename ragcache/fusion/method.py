@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """Prompts for which a method may keep KV to share: those with one key salt and one state of the documents.
+    """Prompts for which a method may keep KV to share: they have the same key salt and the same state of the documents.
 
     KV kept for a scope is found only through that scope, and is freed with it.
     """

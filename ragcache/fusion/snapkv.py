@@ -27,8 +27,8 @@ class SnapKV:
     first are kept: in a sliding layer, tokens outside the window get no votes.
 
     budget:  passages' tokens that each KV head of each layer keeps
-    window:  rows of the suffix that vote; None: all of them. Their attention weights are computed a second time and
-             held in memory together, a layer at a time: a small window makes the vote of a long suffix cheap
+    window:  rows of the suffix that vote; None: all rows. Their attention weights are computed a second time and held
+             in memory together, a layer at a time: a small window makes the vote of a long suffix cheap
     kernel:  neighbouring tokens that are pooled, an odd number; 1: no pooling. The authors' program uses 5 with "avg"
     pooling: "avg" or "max" of the neighbours' votes
     """

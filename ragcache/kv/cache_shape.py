@@ -104,9 +104,7 @@ class StateShape(NamedTuple):
         return math.prod(self.conv) * itemsize + (4 * math.prod(self.state) if self.state else 0)
 
     def map_bytes(self, itemsize: int, *, rounded: bool = False) -> int:
-        """Return at most how many bytes a block keeps for the layer (`StateMap`). rounded: in int8, with a scale a
-        row
-        """
+        """Return the most bytes that a block keeps for the layer (`StateMap`). rounded: int8 with a scale a row"""
         heads, rows, columns = self.state or (0, 0, 0)
         p, q = (1 if rounded else 4), (columns + 4 if rounded else 4 * columns)
         per_row = (p * rows + (4 if rounded else 0) if self.is_matrix else 0) + q
@@ -135,8 +133,9 @@ class CacheShape:
         return len(self.layers)
 
     def in_order(self, layer: int, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Swap keys and values of a latent layer, which the model passes to its cache with the latent first, and
-        back.
+        """Swap a latent layer's keys and values: the model passes the latent to its cache first.
+
+        The same call restores the model's order.
         """
         return (pair[1], pair[0]) if layer in self.latent else pair
 
@@ -152,9 +151,7 @@ class CacheShape:
 
     @cached_property
     def map_bytes(self) -> int:
-        """Return the bytes that a block keeps for recurrent layers, whatever its length (fewer for the shortest
-        blocks).
-        """
+        """Return the bytes that a block keeps for recurrent layers, whatever its length (fewer if it is very short)."""
         return sum(state.map_bytes(self.dtype.itemsize) for state in self.states)
 
     def rank(self, number: int) -> int:

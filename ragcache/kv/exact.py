@@ -85,9 +85,7 @@ def read_cache(cache: FusedCache | SharedContext) -> Read:
 
 
 def states_behind(cache: FusedCache | SharedContext, num_tokens: int) -> list[State]:
-    """Return the states of recurrent layers after `num_tokens` tokens if the cache holds exactly these; else no
-    states.
-    """
+    """Return the states of recurrent layers after `num_tokens` tokens if the cache holds just these; else none."""
     held = cache.num_tokens if isinstance(cache, SharedContext) else cache.get_seq_length()
     return [state for state in cache.states if state is not None] if held == num_tokens else []
 

@@ -31,8 +31,9 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def run(self, work: Callable[[], None], held: object) -> Wait:
-        """Queue work; returns a function that makes the current stream wait for it. held: objects to keep until it
-        is done
+        """Queue work and return a function that makes the current stream wait for it.
+
+        held: objects to keep until the work is done
         """
         with torch.cuda.stream(self._stream):
             work()

@@ -80,9 +80,7 @@ class PrefixMatch:
         self.cut(self.num_tokens)
 
     def cut(self, num_tokens: int) -> None:
-        """Use at most `num_tokens` of the tokens. With recurrent layers, cut to the longest part that has a stored
-        state.
-        """
+        """Use at most `num_tokens` of the tokens; with recurrent layers, the most that end at a stored state."""
         self.num_tokens = min(self.num_tokens, max(0, num_tokens))
         if self._tree.shape.states:
             self.num_tokens = max((at for at, _ in self._ends if at <= self.num_tokens), default=0)
@@ -269,9 +267,7 @@ class PrefixCache:
     # Everything below runs under the lock, except `_copied` and `_release`.
 
     def _walk(self, namespace: str, wanted: Elements) -> Iterator[tuple[Node, int]]:
-        """Yield nodes from the root's child on, each with how many of its elements the sequence shares (at least
-        one).
-        """
+        """Yield nodes from the root's child on, each with how many elements (at least one) the sequence shares."""
         node, at = self._roots.get(namespace), 0
         while node is not None and at < len(wanted):
             node = node.children.get(int(wanted[at]))
@@ -340,9 +336,7 @@ class PrefixCache:
             self._counts["evicted"] += lost
 
     def _truncate(self, node: Node, keep: int) -> None:
-        """Cut an edge after its first `keep` elements, with everything below it; remove the whole node if `keep`
-        is 0.
-        """
+        """Cut an edge after its first `keep` elements, with everything below it; with 0, remove the node."""
         below = [node.children.popitem()[1] for _ in range(len(node.children))]
         while below:
             gone = below.pop()

@@ -113,7 +113,7 @@ def cut(slices: Sequence[Slice], first: int, last: int = sys.maxsize) -> list[Sl
 def reaching(owned: Sequence[Owned], start: int, stop: int) -> list[Owned]:
     """Clip like `clip`, but let owners that end before `start` own the first element.
 
-    The KV was computed over all of them, and the tree may know the tokens above as another owner's.
+    The elements' KV was computed over theirs, and the tree may list the tokens above under another owner only.
     """
     return clip([Owned(one.start, max(one.stop, start + 1), one.owner) for one in owned], start, stop)
 

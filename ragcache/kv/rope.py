@@ -176,9 +176,7 @@ def ask(source: Source, like: Tensor, positions: Tensor) -> Any:
 
 
 def as_angles(given: Any) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a rotary module's output; some modules return a complex number a pair (Llama 4,
-    DeepSeek V2).
-    """
+    """Return cos and sin of a rotary module's output, which may be complex numbers (Llama 4, DeepSeek V2)."""
     return (given.real, given.imag) if isinstance(given, Tensor) else given
 
 

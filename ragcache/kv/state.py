@@ -68,7 +68,7 @@ class StateMap:
         return replace(self, **{name: change(one) for name, one in self.tensors.items()})
 
     def rounded(self) -> StateMap:
-        """Return the map in int8 with a scale a row; the tail, and a p of a single number a head, stay unchanged."""
+        """Return the map in int8 with a scale a row; the tail, and rows of a single number, stay unchanged."""
         found: dict[str, Tensor] = {}
         for name, one in self.tensors.items():
             if name in ("p", "q") and one.is_floating_point() and one.shape[-1] > 1:
@@ -92,8 +92,9 @@ class StateMap:
         return tuple(found) == wanted
 
     def advance(self, state: Tensor | None) -> Tensor | None:
-        """Return the state after the chunk, [batch, num_heads, rows, columns]. state: before it; None: before the
-        first token
+        """Return the state after the chunk, [batch, num_heads, rows, columns].
+
+        state: the state before the chunk; None: there are no earlier tokens
         """
         if self.p is None or self.q is None:
             return None
