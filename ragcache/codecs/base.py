@@ -40,7 +40,7 @@ class Codec(ABC):
     needs_basis:   whether blocks are encoded with a basis that is first made from passages
     rounds_states: whether a block's maps of recurrent layers' states are stored in int8; otherwise they are stored
                    unchanged
-    bases:         where such a codec finds its bases
+    bases:         where a codec that needs a basis finds it
 
     Everything that `decode` needs must be in the tensors, or in a basis that a tensor names. Decoding may return views
     of its input and never writes to it: the tensors may alias a mapped file.
@@ -71,8 +71,9 @@ class Codec(ABC):
         raise BasisError(f"codec {self.name!r} needs no basis")
 
     def for_trial(self, example: KVBlock) -> Codec:
-        """Return the codec for timing on blocks like `example`, before passages are known, with a basis if it
-        needs one.
+        """Return this codec, with a basis for blocks like `example` if it needs one.
+
+        It is used to measure times before any passages are known.
         """
         return self
 
@@ -83,7 +84,7 @@ class Codec(ABC):
     def beside(self, lm: object, ids: Sequence[int], block: KVBlock, prefix: Exact | None) -> KVBlock:
         """Return the block with the additional data that the codec stores with it.
 
-        `lm` has just computed the block from these ids, or from the last of them.
+        `lm` has just computed the block from these ids, or from the last ones among them.
         """
         return block
 
@@ -93,7 +94,10 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_alike(self, tensors: Mapping[str, Tensor]) -> KVBlock:
-        """Return the block for `encode_alike`'s tensors, in its dtype. Raises DamagedBlockError if they are invalid."""
+        """Return the block for `encode_alike`'s tensors, in its original dtype.
+
+        Raises DamagedBlockError if they do not form a block.
+        """
 
     @abstractmethod
     def bound_alike(self, block: KVBlock) -> float:
@@ -101,7 +105,10 @@ class Codec(ABC):
 
     @abstractmethod
     def expected_bytes_alike(self, num_layers: int, layer: LayerShape, num_tokens: int, itemsize: int) -> float:
-        """Return the bytes of `encode_alike`'s tensors for a block of this shape. itemsize: of its numbers"""
+        """Return the bytes of `encode_alike`'s tensors for a block of this shape.
+
+        itemsize: bytes of a number of the block
+        """
 
     def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0) -> float:
         """Compute the bytes of `encode`'s tensors for a block of this shape, without encoding anything or loading
@@ -150,7 +157,10 @@ class Codec(ABC):
         return tensors
 
     def decode(self, tensors: Mapping[str, Tensor]) -> KVBlock:
-        """Return the block for `encode`'s tensors, in its original dtype. Raises DamagedBlockError if it can't."""
+        """Return the block for `encode`'s tensors, in its original dtype.
+
+        Raises DamagedBlockError if they do not form a block.
+        """
         maps = {name.removeprefix(_STATE): one for name, one in tensors.items() if name.startswith(_STATE)}
         if maps:
             kv = self.decode({name: one for name, one in tensors.items() if not name.startswith(_STATE)})

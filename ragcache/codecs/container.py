@@ -4,8 +4,8 @@
     header         JSON: {"__metadata__": {"checksum": "<32 hex digits>", ...}, "<tensor>": {dtype, shape,
                    data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64, or of 4096 in
                    files of a megabyte and more, as reads that bypass the page cache require
-    data           the tensors: first those of a multiple of 64 bytes, each of which then begins at a multiple of 64,
-                   as a GPU's kernel requires; then the others, wide dtypes first, so that each is aligned to its
+    data           the tensors: first those whose size is a multiple of 64 bytes, each of which begins at a multiple of
+                   64, as a GPU's kernel requires; then the others, wide dtypes first, so that each is aligned to its
                    element size
 
 Any safetensors reader can open it. The checksum is XXH3-128 over the whole file, with the checksum's own digits
@@ -105,7 +105,7 @@ def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
 
 
 def read_container(path: Path, load: Load | None = None) -> Container:
-    """Map a file, or `load` its data, check the checksum over these bytes and return views of them.
+    """Map a file, or `load` its data, check the checksum and return views of the bytes that were checked.
 
     The map is private: writing to a tensor changes neither the file nor the tensors of other readers.
 
@@ -136,7 +136,7 @@ def read_container(path: Path, load: Load | None = None) -> Container:
 
 
 def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
-    """Check the checksum of a container's bytes and return views of them. where: name of the source in errors
+    """Check the checksum of a container's bytes and return views of the bytes. where: name of the source in errors
 
     Raises DamagedBlockError if any byte is wrong or missing.
     """

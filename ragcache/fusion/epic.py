@@ -25,7 +25,7 @@ class Epic(RecomputeMethod):
     chunk's last tokens again: `last_tokens`. The choice depends only on the chunks' lengths, so the cost grows only
     with the number of chunks.
 
-    first_tokens: tokens at the start of each chunk, except an exact first one, that run again in every layer
+    first_tokens: tokens at the start of each chunk that run again in every layer, except in an exact first chunk
     last_tokens:  the same for the end of each chunk
 
     With both 0 it is `reposition`.

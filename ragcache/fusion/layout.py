@@ -79,8 +79,9 @@ class AddedTokens:
 
     @classmethod
     def in_blocks(cls, spec: TrainedTokens | None) -> AddedTokens:
-        """Return the tokens that a checkpoint was trained to read in every passage, with any method: its packets or
-        anchors.
+        """Return the tokens that a checkpoint was trained to read in every passage, its packets or anchors.
+
+        Every method uses them.
         """
         return NO_ADDITIONS if spec is None else cls(markers=spec.packet, anchors=spec.anchors)
 
@@ -129,7 +130,7 @@ class Segment(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens that run. behind: whether all of them come after every block, and so see all blocks"""
+    """Tokens that run. behind: whether they all come after every block, and so see all blocks"""
 
     ids: list[int]
     positions: list[int]

@@ -138,8 +138,9 @@ class PrefillRequest:
         slots: Tensor | None = None,
         before_layer: BeforeLayer | None = None,
     ) -> PrefillOutput:
-        """Run tokens as `LanguageModel.run` does. Without ids, run every token that is not placed; each sees everything
-        before it.
+        """Run tokens as `LanguageModel.run` does.
+
+        Without ids, run every token that is not placed; each sees everything before it.
         """
         ordered = None
         if ids is None or positions is None:
@@ -238,9 +239,7 @@ class Placer:
             block.copy_values(layer, place)
 
     def _positions_by_head(self, layer: int) -> Tensor:
-        """Return the positions of the tokens that each head holds, over all blocks: int64 [num_kv_heads, tokens of a
-        head].
-        """
+        """Return the positions of all blocks' tokens that each head holds: int64 [num_kv_heads, tokens of a head]."""
         heads, parts = self._lm.shape.layers[layer].num_kv_heads, []
         for block, start, count in zip(self._blocks, self._starts, self._lengths[layer], strict=True):
             places = block.places(layer)
@@ -294,9 +293,7 @@ class FusionMethod:
     reruns_in_answers: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Make a method that overrides `prefill` share no context and take no sparse blocks, unless it states
-        otherwise.
-        """
+        """Make a method that overrides `prefill` share no context and take no sparse blocks, unless it states so."""
         if "prefill" in vars(cls):
             for name in {"shares_context", "takes_sparse"} - vars(cls).keys():
                 setattr(cls, name, False)
@@ -336,8 +333,8 @@ class FusionMethod:
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
-        """Return the ids before the first passage, whose KV `PrefillRequest.exact` holds for a method that reads
-        blocks.
+        """Return the ids before the first passage. A method that reads blocks gets their KV in
+        `PrefillRequest.exact`.
         """
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 

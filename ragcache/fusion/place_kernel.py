@@ -1,9 +1,9 @@
-"""A Triton kernel that rotates and places one layer of all blocks, and reads the blocks without moving them first.
+"""A Triton kernel that rotates and places a layer of all blocks, and reads the blocks without moving them first.
 
 The kernel reads a block in page-locked memory over the bus: there is no copy in between and no launch per block, of
 which a prompt of ten passages took 2,016. int8 blocks cross the bus encoded, with half the bytes. The results match the
-plain way of `Placer` within the rounding of one float32 operation; a model whose first use shows a larger difference
-uses the plain way. Tokens are written consecutively or to slots of pages: the same kernel fills vLLM's cache.
+plain way of `Placer` within the rounding of a float32 operation; a model whose first use shows a larger difference uses
+the plain way. Tokens are written consecutively or to slots of pages: the same kernel fills vLLM's cache.
 """
 
 from __future__ import annotations
@@ -61,14 +61,13 @@ def _place(
 ):  # fmt: skip
     """Place one tile of a block's tokens for one head: program (block, tile of its tokens, head).
 
-    table:  int64 [num_layers, blocks, 6]: addresses of keys and of values, each followed by those of scales and zero
-    points
-    spans:  int64 [blocks, 6]: first row, tokens, rows from head to head, tokens in a group of the keys, number of
-    groups,
-            and the first of the block's tokens
-    slots:  int64 [num_tokens]: where a row goes, with PAGE slots a page; PAGE 0: rows are consecutive
-    cos, sin: [num_tokens, HALF]; HALF 0: the layer does not rotate
-    first_head: the blocks' head that is written to head 0
+    table:        int64 [num_layers, blocks, 6]: addresses of keys and of values, each followed by those of scales and
+                  zero points
+    spans:        int64 [blocks, 6]: first row, tokens, rows from head to head, tokens in a group of the keys, number of
+                  groups, and the first of the block's tokens
+    slots:        int64 [num_tokens]: where a row goes, with PAGE slots a page; PAGE 0: rows are consecutive
+    cos, sin:     [num_tokens, HALF]; HALF 0: the layer does not rotate
+    first_head:   the blocks' head that is written to head 0
     keys, values: [num_kv_heads, num_pages, PAGE, dim] or [num_kv_heads, num_tokens, dim], with the strides given
     """
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

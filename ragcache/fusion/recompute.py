@@ -72,7 +72,7 @@ class RecomputeContext:
         return torch.arange(self.prefix_tokens, self.num_tokens, device=self.lm.device)
 
     def text_slots(self) -> Tensor:
-        """Return the slots of the text's tokens, int64: all of them always run, the suffix last."""
+        """Return the slots of the text's tokens, int64, the suffix last. The text always runs."""
         return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
     def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:

@@ -111,7 +111,7 @@ class KVBlock:
         return [(Stored((self.keys,), (self.values,)), [*range(self.num_layers)])]
 
     def places(self, layer: int) -> Tensor | None:
-        """Return which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all of them."""
+        """Return which tokens the heads of a layer hold: int64 [num_kv_heads, held], ascending; None: all tokens."""
         return None
 
     def layer_keys(self, layer: int) -> Tensor:

@@ -131,8 +131,9 @@ class BufferHandle:
 
 
 class SharedContext:
-    """The first tokens of a cache, which other caches extend. They are never written to again, and live as long as a
-    cache uses them.
+    """The first tokens of a cache, which other caches extend. They are never written to again.
+
+    They live as long as a cache uses them.
 
     num_tokens: in every layer
     states:     of recurrent layers, after these tokens

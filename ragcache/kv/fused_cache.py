@@ -34,7 +34,7 @@ class CacheMark(NamedTuple):
     """The contents of a cache at one moment, by layer.
 
     lengths: number of tokens
-    ran:     how many of them had run
+    ran:     number of these tokens that had run
     filled:  whether the context was placed
     states:  states of the recurrent layers
     """
@@ -122,8 +122,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         return 0 if self.base is None else self.base.num_tokens
 
     def share(self, num_tokens: int) -> SharedContext:
-        """Share the first tokens, so that other caches can extend them. This cache continues after them and keeps them
-        unchanged.
+        """Share the first tokens, so that other caches can extend them. This cache keeps them unchanged and goes on.
 
         Raises ConfigError if heads or layers hold different tokens, or a recurrent layer's state would have to be cut.
         """
@@ -194,8 +193,8 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Make room for `num_tokens` more tokens, and return where the cache's tokens are in the pool's arena.
 
         The result is the place of the base's first token, the base's number of tokens, the place of the cache's own
-        first token, and the number of all tokens including the new ones. The context is placed, or its placing has
-        begun.
+        first token, and the number of all tokens including the new ones. The context is placed, or its placing has been
+        queued.
 
         Returns None if the tokens are not in the arena, differ from layer to layer or head to head, or if scores are
         changed.
@@ -288,10 +287,10 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._pool.give(smaller)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a layer's keys and values, [1, num_kv_heads, length, head_dim], and key positions. With a `base` it is
-        a copy.
+        """Return a layer's keys and values, [1, num_kv_heads, length, head_dim], and key positions.
 
-        Positions are int64 [length], or [num_kv_heads, length] if heads hold different tokens.
+        Positions are int64 [length], or [num_kv_heads, length] if heads hold different tokens. With a `base` the
+        tensors are copies.
         """
         parts = self.parts(layer)
         keys, values, positions = parts[-1]
@@ -357,7 +356,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         return self._buffers.keys[layer][:, :, :end], self._buffers.values[layer][:, :, :end]
 
     def ensure(self, layer: int) -> None:
-        """Place a layer's context, or make the current stream wait for it if the lane places it."""
+        """Place a layer's context, or make the current stream wait for the lane that places it."""
         if self.fill is not None and not self._filled[layer]:
             started = time.perf_counter()
             if self._pool.lane is None or layer >= len(self.lengths):  # states are computed by the current stream

@@ -31,7 +31,7 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def run(self, work: Callable[[], None], held: object) -> Wait:
-        """Queue work and return a function that makes the current stream wait for it.
+        """Queue work and return a function that makes the current stream wait until the work is done.
 
         held: objects to keep until the work is done
         """

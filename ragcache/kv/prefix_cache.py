@@ -1,9 +1,9 @@
 """Exact KV, found by the tokens that lead to it: a radix tree over sequences.
 
-What a causal model computes for a token depends only on the tokens before it, so the KV of a sequence serves every
-sequence that begins with it, unchanged and in place: keys stay rotated to their positions 0, 1, ... vLLM's automatic
-prefix caching finds whole blocks of 16 tokens by hash; this tree follows RadixAttention (SGLang, arXiv 2312.07104) and
-matches to the token.
+The KV that a causal model computes for a token depends only on that token and the tokens before it, so the KV of a
+sequence serves every sequence that begins with it, unchanged and in place: keys stay rotated to their positions 0, 1,
+... vLLM's automatic prefix caching finds whole blocks of 16 tokens by hash; this tree follows RadixAttention (SGLang,
+arXiv 2312.07104) and matches to the token.
 
 The elements of a sequence are ints that the caller defines: token ids, or ids that also encode how a token was read, if
 reading it in another way gives other KV. Sequences of different namespaces never match.
@@ -67,7 +67,7 @@ class PrefixStats:
 class PrefixMatch:
     """The KV of the first `num_tokens` elements of a sequence, held until it is released. Use it as a context manager.
 
-    Deleting a document that it was computed over removes it from the tree at once; its bytes count until the release.
+    If a document that it was computed over is deleted, the tree drops it at once; its bytes count until the release.
     """
 
     _tree: PrefixCache
@@ -119,7 +119,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """The tree, held on the model's device in the model's dtype. Thread-safe.
+    """A radix tree of exact KV, held on the model's device in the model's dtype. Thread-safe.
 
     budget_bytes is never exceeded, not even briefly: room is reserved before anything is copied. 0 keeps nothing. The
     least recently used leaf is evicted first, from its end and a page at a time; nodes that a request reads (a lease)
@@ -177,7 +177,8 @@ class PrefixCache:
         owned: Sequence[Owned] = (),
         states: Sequence[State] = (),
     ) -> int:
-        """Store the new part of a sequence's KV, as much as there is room for. Returns the tokens held now.
+        """Store the new part of a sequence's KV, as much as there is room for. Return how many of its tokens are held
+        now.
 
         read:   a function of (layer, start, stop) that returns rotated keys and values of these elements,
                 [num_kv_heads, stop - start, head_dim] each; called without any lock
@@ -207,10 +208,10 @@ class PrefixCache:
         return held
 
     def drop(self, owners: Collection[int]) -> int:
-        """Remove everything computed over elements of these owners, and everything below it. Returns the removed
-        tokens.
+        """Remove everything computed over elements of these owners, and everything below it.
 
-        Leased entries become unreachable at once; their memory is freed when the lease is released.
+        Leased entries become unreachable at once; their memory is freed when the lease is released. Returns how many
+        tokens were removed.
         """
         with self._lock:
             before = self._counts["tokens"]
@@ -232,10 +233,9 @@ class PrefixCache:
                     self._truncate(child, 0)
 
     def lend(self, num_bytes: int) -> bool:
-        """Reserve `num_bytes` of the budget for KV held elsewhere, evicting as needed. Return whether they could be
-        reserved.
+        """Reserve `num_bytes` of the budget for KV held elsewhere, evicting as needed; `return_lent` returns them.
 
-        `return_lent` gives them back.
+        Returns whether they could be reserved.
         """
         if num_bytes > self.budget_bytes:
             return False
@@ -385,7 +385,9 @@ class PrefixCache:
         owned: Sequence[Owned],
         end: End | None,
     ) -> int:
-        """Attach the pages, which hold the KV from `start` on, to the tree as it is now. Returns the tokens held."""
+        """Attach the pages, which hold the KV from `start` on, to the tree as it is now. Return how many tokens
+        are held.
+        """
         slices = [Slice(page, 0, page.held.num_tokens) for page in pages]
         for page in pages:  # held here, so that unused pages are freed below
             page.uses += 1
@@ -421,10 +423,9 @@ class PrefixCache:
         return at
 
     def _split(self, node: Node, at: int) -> Node:
-        """Return the node whose edge ends after `at` elements of this node: itself, or a new node above it. Nothing is
-        copied.
+        """Return the node whose edge ends after `at` elements of this node: itself, or a new node above it.
 
-        The old object stays below, so that leases on it remain valid.
+        Nothing is copied. The old object stays below, so that leases on it remain valid.
         """
         if at == len(node.elements):
             return node
