@@ -111,11 +111,11 @@ class Codec(ABC):
         """
 
     def expected_bytes(self, layers: Sequence[LayerShape], num_tokens: int, itemsize: int, kept: float = 1.0) -> float:
-        """Compute the bytes of `encode`'s tensors for a block of this shape, without encoding anything or loading
-        PyTorch.
+        """Compute the bytes of `encode`'s tensors for a block of this shape.
 
-        It is an estimate for codecs whose bytes depend on the numbers, which are assumed to be normally distributed: of
-        all distributions with the same deviation, this has the largest entropy.
+        Nothing is encoded, and PyTorch is not loaded. The result is an estimate for codecs whose bytes depend on the
+        numbers, which are assumed to be normally distributed: of all distributions with the same deviation, this has
+        the largest entropy.
 
         itemsize: bytes of a number of the block
         kept:     share of its tokens that a head holds, as a mean over the layers; all layers are assumed to hold

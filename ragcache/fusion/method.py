@@ -293,7 +293,10 @@ class FusionMethod:
     reruns_in_answers: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Make a method that overrides `prefill` share no context and take no sparse blocks, unless it states so."""
+        """Make a method that overrides `prefill` share no context and take no sparse blocks, by default.
+
+        A class attribute of the method overrides this.
+        """
         if "prefill" in vars(cls):
             for name in {"shares_context", "takes_sparse"} - vars(cls).keys():
                 setattr(cls, name, False)
@@ -333,8 +336,9 @@ class FusionMethod:
         return lay_out(parts, recipe, self.added_to(lm, parts), separate=self.reuses_blocks)
 
     def prefix_ids(self, lm: ModelCard, prompt: Prompt) -> list[int]:
-        """Return the ids before the first passage. A method that reads blocks gets their KV in
-        `PrefillRequest.exact`.
+        """Return the ids before the first passage.
+
+        `PrefillRequest.exact` holds their KV for a method that reads blocks.
         """
         return [*prompt.prefix_ids, *self.added_to(lm, prompt.parts).behind_prefix]
 

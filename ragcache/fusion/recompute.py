@@ -76,8 +76,9 @@ class RecomputeContext:
         return torch.arange(self.num_tokens, self.ids.shape[0], device=self.lm.device)
 
     def edges(self, first_tokens: int, last_tokens: int = 0) -> Tensor:
-        """Return the slots of each chunk's first and last tokens, int64, ascending, without those of an exact first
-        chunk.
+        """Return the slots of each chunk's first and last tokens: int64, ascending.
+
+        An exact first chunk has none.
         """
         chunks = list(zip(self.chunk_starts, self.chunk_tokens, strict=True))[self.first_is_exact :]
         found = (edge_spans(Span(start, start + count), first_tokens, last_tokens) for start, count in chunks)
@@ -98,8 +99,9 @@ class Running:
     _point: LayerPoint
 
     def probe(self) -> Projected:
-        """Return queries, keys and values of the running tokens, suffix included, in this layer, without running it
-        further.
+        """Return the running tokens' queries, keys and values in this layer, suffix included.
+
+        The layer runs no further.
         """
         return self._point.probe()
 
@@ -125,8 +127,9 @@ class RecomputeMethod(FusionMethod, ABC):
 
     @abstractmethod
     def candidates(self, context: RecomputeContext) -> Tensor:
-        """Return the slots of the context tokens that may run in any layer, int64, ascending. With none, it is
-        `reposition`.
+        """Return the slots of the context tokens that may run in any layer: int64, ascending.
+
+        With no candidates, the method equals `reposition`.
         """
 
     def chooser(self, context: RecomputeContext) -> Choose | None:
@@ -142,8 +145,9 @@ class RecomputeMethod(FusionMethod, ABC):
 
 
 def open_cache(request: PrefillRequest, context: RecomputeContext) -> FusedCache:
-    """Return a cache ordered by slot: blocks and prefix are placed as each layer is reached, with room for the text
-    after them.
+    """Return a cache ordered by slot, with room for the text after all tokens that already have KV.
+
+    Their KV is placed as each layer is reached.
     """
     place_known, text = request.place(), context.text_slots()
 
@@ -193,8 +197,9 @@ def edge_spans(span: Span, first_tokens: int, last_tokens: int) -> list[Span]:
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` highest scores, ascending; of equal scores the first are taken, on every
-    device.
+    """Return the indices of the `count` highest scores, ascending.
+
+    Of equal scores the first are taken, on every device.
     """
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[:count].sort().values

@@ -67,10 +67,10 @@ class ExactBlock:
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Return the `read` function of `PrefixCache.insert` for a cache whose layers hold positions 0 to n - 1, in any
-    order.
+    """Return the `read` function of `PrefixCache.insert` for a cache whose layers hold positions 0 to n - 1.
 
-    The cache's base is read separately: joined with the cache's own tokens it would be copied for every page.
+    The positions may be in any order. The cache's base is read separately: joined with the cache's own tokens it would
+    be copied for every page.
     """
     order: dict[int, Tensor] = {}
 

@@ -385,9 +385,7 @@ class PrefixCache:
         owned: Sequence[Owned],
         end: End | None,
     ) -> int:
-        """Attach the pages, which hold the KV from `start` on, to the tree as it is now. Return how many tokens
-        are held.
-        """
+        """Attach the pages, which hold the KV from `start` on, to the current tree. Return how many tokens are held."""
         slices = [Slice(page, 0, page.held.num_tokens) for page in pages]
         for page in pages:  # held here, so that unused pages are freed below
             page.uses += 1

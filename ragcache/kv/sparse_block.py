@@ -90,13 +90,12 @@ class SparseBlock(KVBlock):
 
 
 def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
-    """Return the block with only the tokens that each head should hold, as a part for each layer. The rest is not kept
-    in memory.
+    """Return the block with only the tokens that each head should hold, as a part for each layer.
 
     masks: by layer, bool [num_kv_heads, num_tokens], with equally many tokens in every head of a layer
 
-    The division into parts does not depend on the masks, even if all layers hold equally many tokens, so that a codec's
-    basis (`kvtc`) fits all blocks.
+    The other tokens are not kept in memory. The division into parts does not depend on the masks, even if all layers
+    hold equally many tokens, so that a codec's basis (`kvtc`) fits all blocks.
     """
     layers = ((block.layer_keys(number), block.layer_values(number)) for number in range(block.num_layers))
     parts = [_keep(*one, mask) for one, mask in zip(layers, masks, strict=True)]
