@@ -145,8 +145,7 @@ class LayerCodec(Codec):
 
 
 class EncodedBlock(KVBlock):
-    """A KV block in its codec's tensors. `keys` and `values` decode all layers; `copy_keys` and the like decode a
-    single layer.
+    """A KV block in its codec's tensors, decoded all at once by `keys` and `values`, or by layer (`copy_keys` ...).
 
     tensors: as in a file; `num_bytes` counts these encoded bytes
 

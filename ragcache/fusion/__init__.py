@@ -49,8 +49,9 @@ def methods() -> list[MethodInfo]:
 
 
 def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
-    """Return a method by name, with its options. Raises ConfigError that lists the known methods or the method's
-    options.
+    """Return a method by name, with its options.
+
+    Raises ConfigError that lists the known methods or the method's options.
     """
     if isinstance(method, FusionMethod):
         if options:

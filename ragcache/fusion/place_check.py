@@ -53,9 +53,7 @@ def place_kernel(lm: LanguageModel, blocks: Sequence[KVBlock]) -> PlaceKernel | 
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernel may run on the device: it is not switched off, and CUDA or Triton's interpreter is
-    available.
-    """
+    """Return whether the kernel is not switched off and the device has CUDA, or Triton's interpreter is on."""
     return os.environ.get(SWITCH) != "plain" and (device.type == "cuda" or os.environ.get(INTERPRET) == "1")
 
 

@@ -90,8 +90,9 @@ class SnapKVObserver:
 
     @torch.inference_mode()
     def evict(self, cache: FusedCache, reserve_tokens: int) -> tuple[int, ...]:
-        """Drop the tokens that lost the vote, and return large buffers to the pool. Return the tokens that each layer's
-        heads hold.
+        """Drop the tokens that lost the vote, and return large buffers to the pool.
+
+        Returns how many tokens each head holds now, by layer.
         """
         before = tuple(cache.lengths)
         for layer, votes in self._votes.items():

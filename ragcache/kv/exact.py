@@ -67,7 +67,7 @@ class ExactBlock:
 
 
 def read_cache(cache: FusedCache | SharedContext) -> Read:
-    """Return the `read` function of `PrefixCache.insert` for a cache whose layers hold positions 0 to n - 1.
+    """Return a `read` function for `PrefixCache.insert`, over a cache whose layers hold positions 0 to n - 1.
 
     The positions may be in any order. The cache's base is read separately: joined with the cache's own tokens it would
     be copied for every page.

@@ -14,8 +14,7 @@ Wait = Callable[[], None]
 
 
 class Lane:
-    """Runs work in order on a second stream; the current stream waits for a piece of work only when it needs the
-    result.
+    """A second stream that runs work in order; the current stream waits for work only when it needs the result.
 
     The lane keeps the data that a piece of work reads and writes until the work is done. Thread-safe.
     """

@@ -177,14 +177,15 @@ class PrefixCache:
         owned: Sequence[Owned] = (),
         states: Sequence[State] = (),
     ) -> int:
-        """Store the new part of a sequence's KV, as much as there is room for. Return how many of its tokens are held
-        now.
+        """Store the new part of a sequence's KV, as much as there is room for.
 
         read:   a function of (layer, start, stop) that returns rotated keys and values of these elements,
                 [num_kv_heads, stop - start, head_dim] each; called without any lock
         owned:  the owners of the elements; see `drop`
         states: of recurrent layers after the sequence. A state cannot be cut: with such layers, either all of the
                 sequence is stored, with its states, or nothing
+
+        Returns how many of the sequence's tokens are held now.
         """
         wanted = np.asarray(elements, dtype=np.int64)
         with self._lock:
