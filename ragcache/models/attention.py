@@ -1,17 +1,17 @@
-"""The attention function that transformers calls in place of its own.
+"""The attention function that transformers calls instead of its own.
 
 Registered under "ragcache" through transformers' public AttentionInterface. It keeps KV heads unrepeated, reads keys
-where they are placed, and takes visibility from token positions instead of a prepared mask.
+where they are placed, and derives visibility from token positions instead of a prepared mask.
 
 Two kinds of pass run through it:
 
-- an *encode* pass reads chunks alone. The rotary module hands out the identity, so the keys that arrive are final but
+- an *encode* pass reads chunks alone. The rotary module returns the identity, so the keys that arrive are final but
   not rotated; they are recorded, and rotated here with the family's own function.
 - a *fused* pass runs tokens over a FusedCache. The model rotates them itself; placed keys are already rotated.
 
-Several fused passes may run as one (`models/batch.py`): a *joint* pass, whose rows are split by request here.
+Several fused passes may run as a single *joint* pass (`models/batch.py`), whose rows are split by request here.
 
-The current pass travels in a ContextVar: one model serves several threads at once.
+The current pass travels in a ContextVar, because one model serves several threads at once.
 """
 
 from __future__ import annotations
@@ -51,27 +51,28 @@ from ragcache.runtime import during
 Pair = tuple[Tensor, Tensor]
 NAME = "ragcache"
 RANK = "ragcache_rank"
-"""Attribute of attention modules of models with recurrent layers: their place among those that keep keys and values."""
-# Rows that share one mask: more of them attend to keys that only the last can see. A GPU repeats the KV heads for every
-# span and wants few of them.
+"""Attribute of attention modules in recurrent models: their index among the layers that keep keys and values."""
+# Rows that share one mask. With more rows, more of them attend to keys that only the last row can see. A GPU repeats
+# the KV heads for every span, so it gets few spans.
 CPU_SPAN_ROWS = 128
 GPU_SPAN_ROWS = 1024
-SCORES_AT_ONCE = 1 << 24  # attention weights that are looked at together: 64 MiB
+SCORES_AT_ONCE = 1 << 24  # attention weights that are computed together: 64 MiB
 
 
 @dataclass(eq=False)
 class EncodePass:
-    """Chunks read alone, or behind a shared prefix.
+    """Chunks read alone, or after a shared prefix.
 
     rope:   None in a plain pass, where the model rotates its keys itself
     prefix: rotated keys and values of the prefix by layer, [1, num_kv_heads, prefix_tokens, head_dim]; empty for none
-    numbers: int64 [batch, num_tokens] that say who sees whom of chunks with anchors; see `kv/anchor_tokens.py`
+    numbers: int64 [batch, num_tokens] that decide which tokens of chunks with anchors see which; see
+             `kv/anchor_tokens.py`
     angles: cos and sin by their source, as the model computed them; filled by the rotary hook
-    windows: the sliding window that each layer asked for; None where it sees everything
-    received: keys and values that each layer last attended to, in a plain pass alone
-    lengths: tokens of each chunk whose map of states is wanted; see `models/recurrence.py`
-    states:  that enter recurrent layers, those behind the prefix; empty for none
-    maps:    by chunk, of the recurrent layers so far
+    windows: the sliding window of each layer; None if the layer sees everything
+    received: keys and values that each layer last attended to; only in a plain pass
+    lengths: tokens of each chunk whose map of states is to be computed; see `models/recurrence.py`
+    states:  states that enter recurrent layers, from the end of the prefix; empty for none
+    maps:    by chunk, the maps of the recurrent layers so far
     """
 
     rope: Rope | None
@@ -103,10 +104,10 @@ class Projected(NamedTuple):
     window: int | None
 
     def weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
-        """Weights summed over heads, float32 [rows, length], of a few rows at a time, so that those of a long suffix
-        never stand in memory at once.
+        """Yield weights summed over heads, float32 [rows, length], a few rows at a time to bound the memory of a long
+        suffix.
 
-        key: [1, num_kv_heads, length, head_dim], rotated, over which the softmax is; each row sees at least one
+        key: [1, num_kv_heads, length, head_dim], rotated, the keys of the softmax; each row sees at least one key
         """
         query, positions = self.query, self.positions
         step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
@@ -117,7 +118,7 @@ class Projected(NamedTuple):
 
 
 class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is no error
-    """Carries what a probed layer projected out of the layer."""
+    """A signal that ends a probed layer early and carries its projections."""
 
     def __init__(self, projected: Projected) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class ProjectedSignal(Exception):  # noqa: N818 - it ends a layer early; it is n
 
 
 class RowSpan(NamedTuple):
-    """Rows that attend together to the first `num_keys` keys under `mask`; None: they see them all."""
+    """Rows that attend together to the first `num_keys` keys under `mask`; None: they see all these keys."""
 
     start: int
     end: int
@@ -138,9 +139,9 @@ class FusedPass:
     """Tokens run over a cache.
 
     positions: int64 [num_tokens] of all tokens of the pass
-    ordered:   they come after everything in the cache, in order, so that the last columns alone need a mask
-    rows:      which of them run, int64 [num_rows]; None: all
-    masks:     made so far, by (window, layer length), with the key positions they are for: most layers share one
+    ordered:   they come after everything in the cache, in order, so that only the last columns need a mask
+    rows:      the tokens that run, int64 [num_rows]; None: all
+    masks:     the masks so far, by (window, layer length), with their key positions; most layers share a mask
     """
 
     cache: FusedCache
@@ -151,20 +152,20 @@ class FusedPass:
 
     @property
     def running(self) -> Tensor:
-        """Positions of the tokens that run."""
+        """Return the positions of the tokens that run."""
         return self.positions if self.rows is None else self.positions[self.rows]
 
     @cached_property
     def last_position(self) -> int:
-        """The highest of all tokens'; read once a pass."""
+        """Return the highest position of all tokens; read once per pass."""
         return int(self.positions.max())
 
 
 @dataclass(frozen=True, eq=False)
 class BatchedPass:
-    """Passes of several requests as one; their rows stand one behind the other.
+    """Passes of several requests as a single pass, with their rows concatenated.
 
-    lengths: rows of each
+    lengths: number of rows of each pass
     """
 
     members: Sequence[FusedPass]
@@ -173,15 +174,15 @@ class BatchedPass:
 
 @dataclass(eq=False)
 class ArenaPass:
-    """Tokens of several requests, a row each, over caches in one arena, as a CUDA graph runs them: from pass to pass
-    nothing differs but the numbers in its tensors.
+    """Tokens of several requests, one request per row, over caches in a shared arena, as a CUDA graph runs them:
+    between passes only the numbers in its tensors differ.
 
     positions: int64 [rows, num_tokens]
-    slots:  int64 [rows * num_tokens]: where in the arena the tokens' keys and values go
-    places: int64 [rows, length]: where each row's keys are
-    order:  bool [rows, num_tokens, length]: keys that stand at or before each token
+    slots:  int64 [rows * num_tokens]: slots of the arena that the tokens' keys and values are written to
+    places: int64 [rows, length]: slots of each row's keys
+    order:  bool [rows, num_tokens, length]: True for keys at or before each token
     before_layer: called before anything of a layer is read
-    masks:  made so far, by window, layer where there is one, and repeats of the rows
+    masks:  the masks so far, by window, by layer if it has a window, and by repeats of the rows
     """
 
     arena: KVBuffers
@@ -193,7 +194,12 @@ class ArenaPass:
     masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
 
     def attend(self, module: nn.Module, query: Tensor, new: Pair, window: int | None, how: Scoring) -> Tensor:
-        """query, and what is returned: [1, num_heads, rows * num_tokens, head_dim]; new: what is kept of the tokens."""
+        """Write the tokens' keys and values into the arena and attend over each row's keys.
+
+        new: keys and values of the tokens, as the cache stores them
+
+        The query and the result are [1, num_heads, rows * num_tokens, head_dim].
+        """
         (rows, num_tokens), layer = self.positions.shape, layer_of(module)
         self.before_layer(layer)
         self.arena.positions[layer].index_copy_(0, self.slots, self.positions.flatten())
@@ -204,7 +210,7 @@ class ArenaPass:
         form = form_of(module, num_tokens)
         query = form.query(query.reshape(-1, rows, num_tokens, query.shape[3]).transpose(0, 1))
         keys, values = form.held((held[0], held[1]))
-        # Where nothing is scored by head, the queries of a KV head are rows of it: no key is repeated for them.
+        # With plain scores, the queries of a KV head become its rows: no key is repeated for them.
         repeats = query.shape[1] // keys.shape[1] if how.plain else 1
         folded = query.reshape(rows, -1, repeats * num_tokens, query.shape[3])
         out = attend(folded, keys, values, self._mask(layer, window, repeats), False, how)
@@ -212,7 +218,7 @@ class ArenaPass:
         return out.transpose(0, 1).flatten(1, 2)[None]
 
     def _mask(self, layer: int, window: int | None, repeats: int) -> Tensor:
-        """Additive, [rows, 1, repeats * num_tokens, length]."""
+        """Return the additive mask, [rows, 1, repeats * num_tokens, length]."""
         key, mask = (window, layer if window else 0, repeats), self.order
         if key not in self.masks:
             if window is not None:
@@ -223,11 +229,12 @@ class ArenaPass:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """One layer's attention in a fused pass, as it happens.
+    """One layer's attention in a fused pass, as an observer sees it.
 
     query:   [1, num_heads, num_rows, head_dim], rotated
     positions: int64 [num_rows], of the same tokens
-    weights: of the last so many rows over all that the layer holds: float32 [num_kv_heads, groups, rows, length]
+    weights: function from a number of last rows to their weights over all keys of the layer:
+             float32 [num_kv_heads, groups, rows, length]
     """
 
     layer: int
@@ -241,17 +248,19 @@ OBSERVER: ContextVar[Callable[[Attended], None] | None] = ContextVar("ragcache_o
 
 
 def observing(observer: Callable[[Attended], None]) -> AbstractContextManager[None]:
-    """Within, `observer` is called in every layer of every fused pass."""
+    """Return a context in which `observer` is called in every layer of every fused pass."""
     return during(OBSERVER, observer)
 
 
 def register() -> None:
-    """Make `attn_implementation="ragcache"` known to transformers. Idempotent."""
+    """Register `attn_implementation="ragcache"` with transformers. Idempotent."""
     AttentionInterface.register(NAME, attention)
 
 
 def hook_rotary(rotary: nn.Module) -> None:
-    """During an encode pass the rotary module hands out the identity and its true angles are kept for `attention`."""
+    """Hook the rotary module so that in an encode pass it returns the identity, and its true angles are kept for
+    `attention`.
+    """
     rotary.register_forward_hook(_identity_angles, with_kwargs=True)
 
 
@@ -265,7 +274,7 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def hook_latent(module: nn.Module, rotary: int, rank: int) -> None:
-    """In fused passes, what a latent layer's cache holds is left as it is until it is attended to, in the cheaper form.
+    """Make a latent layer keep its cached latents unexpanded in fused passes until attention takes the cheaper form.
 
     rotary, rank: widths of its rotary key and its latent
     """
@@ -281,7 +290,7 @@ def _expand_later(module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Te
 
 
 def layer_of(module: nn.Module) -> int:
-    """The place of an attention module's layer among those that keep keys and values."""
+    """Return the index of an attention module's layer among the layers that keep keys and values."""
     layer: int = getattr(module, RANK if hasattr(module, RANK) else "layer_idx")
     return layer
 
@@ -298,7 +307,9 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query: [batch, num_heads, num_tokens, head_dim]; key, value: [batch, num_kv_heads, length, head_dim].
+    """Compute a layer's attention as the current pass requires.
+
+    query: [batch, num_heads, num_tokens, head_dim]; key, value: [batch, num_kv_heads, length, head_dim].
 
     Returns [batch, num_tokens, num_heads, head_dim], as transformers' own attention functions do.
     """
@@ -325,7 +336,7 @@ def attention(
 def _encode_inputs(
     current: EncodePass, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is attended: rotated, behind the prefix."""
+    """Return the rotated query, key and value, with the prefix's keys and values prepended."""
     layer = layer_of(module)
     current.windows[layer] = window
     rope = current.rope
@@ -333,7 +344,7 @@ def _encode_inputs(
         current.received[layer] = (key, value)
     elif (source := rope.sources[layer]) is not None:
         cos, sin = current.angles[source]
-        still = query.shape[-1] - rope.key_dims[layer]  # in front of the rotary key, in heads made of latents
+        still = query.shape[-1] - rope.key_dims[layer]  # width before the rotary key, in heads made of latents
         turned = rope.apply(query[..., still:], key[..., still:], cos, sin)
         query, key = (
             torch.cat([a[..., :still], b], -1) if still else b for a, b in zip((query, key), turned, strict=True)
@@ -362,8 +373,9 @@ def _attend_encoded(
 def _attend_anchored(
     numbers: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring
 ) -> Tensor:
-    """Attention of chunks with anchors, a few rows at a time: every chunk has a mask of its own, and a long one's as a
-    whole would not fit in memory."""
+    """Compute the attention of chunks with anchors, a few rows at a time: each chunk has its own mask, and that of a
+    long chunk as a whole would not fit in memory.
+    """
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     numbers = nn.functional.pad(numbers, (first, 0), value=OPEN)
     positions = torch.arange(length, device=key.device)
@@ -387,12 +399,12 @@ def _attend_members(
     scoring: Scoring,
     own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Each request's rows over what its own cache holds, one request's behind the other's.
+    """Attend with each request's rows over the contents of its cache, and return the results concatenated by request.
 
-    A context that several caches stand on is read once for all of their rows (Hydragen, arXiv 2402.05099), unless
+    A context that several caches share is read once for all of their rows (Hydragen, arXiv 2402.05099), unless
     some rows must see all keys at once.
 
-    own: keys and values of all heads that the cache of a single member holds, its base aside; None: in the cache alone
+    own: keys and values of all heads in a single member's cache, without its base; None: read them from the cache
     """
     layer = layer_of(module)
     outs: list[Tensor] = [rows[0]] * len(members)
@@ -418,7 +430,7 @@ def _attend_members(
 def _attend_over_base(
     base: SharedContext, members: Sequence[FusedPass], module: nn.Module, rows: Sequence[Tensor], scoring: Scoring
 ) -> Tensor:
-    """The rows over the context that their caches stand on, merged with what each gets of its own tokens."""
+    """Attend with the rows over the context that their caches share, and merge with each cache's own tokens."""
     layer = layer_of(module)
     form = form_of(module, sum(query.shape[2] for query in rows))
     rows = [form.query(query) for query in rows]
@@ -432,7 +444,7 @@ def _attend_over_base(
 
 
 def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
-    """Every row sees every token of the context, by plain scores, and nobody watches."""
+    """Return whether every row sees every token of the context, with plain scores and without an observer."""
     if not current.ordered or current.cache.adjust is not None or OBSERVER.get() is not None:
         return False
     return window is None or current.last_position < window
@@ -477,7 +489,7 @@ def _attend_fused(
 
 
 def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window: int | None, scoring: Scoring) -> None:
-    """Tell the observer of this attention; the weights are computed when it asks for them."""
+    """Call the observer with this attention; the weights are computed only when it requests them."""
     observer, positions = OBSERVER.get(), current.running
     if observer is None:
         return
@@ -486,7 +498,7 @@ def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window:
         total = positions.shape[0]
         mask = additive(_mask(current, layer, positions, total - rows, total, window), torch.float32)
         found = attention_weights(query[:, :, -rows:], key, mask, False, scoring)[0]
-        held = current.cache.layer_state(layer)[0].shape[1]  # one for all heads, where they are made of latents
+        held = current.cache.layer_state(layer)[0].shape[1]  # a single head for all, if they are made of latents
         return found.reshape(held, -1, *found.shape[2:])
 
     observer(Attended(layer, query, positions, weights))
@@ -495,7 +507,7 @@ def _observe(current: FusedPass, layer: int, query: Tensor, key: Tensor, window:
 def _spans(
     current: FusedPass, layer: int, positions: Tensor, length: int, window: int | None, dtype: torch.dtype
 ) -> list[RowSpan]:
-    """The pass's mask, cut into spans of rows so that keys behind a span's last row cost nothing."""
+    """Return the pass's mask, cut into spans of rows so that keys after a span's last row cost nothing."""
     _, _, key_positions = current.cache.layer_state(layer)
     made = current.masks.get((window, length))
     if made is not None and (current.cache.is_even or torch.equal(made[0], key_positions)):
@@ -514,12 +526,14 @@ def _spans(
 
 
 def reads_freely(tensor: Tensor) -> bool:
-    """Whether the host may look at what it holds: a GPU would have to finish all that it was told before."""
+    """Return whether the host can read the tensor without waiting; a GPU would have to finish all its queued work
+    first.
+    """
     return tensor.device.type == "cpu"
 
 
 def _mask(current: FusedPass, layer: int, positions: Tensor, start: int, end: int, window: int | None) -> Tensor:
-    """The mask of the running rows from `start` to `end` over all that the layer holds; see `visible`."""
+    """Return the mask of the running rows from `start` to `end` over all keys of the layer; see `visible`."""
     _, _, key_positions = current.cache.layer_state(layer)
     mask = visible(positions[start:end], key_positions, window)
     if current.ordered:

@@ -1,4 +1,4 @@
-"""Attention of some rows over some keys: which computation is the fastest, and the explicit one where none other can.
+"""Attention of some rows over some keys: the fastest computation for each case, and an explicit version for all others.
 
 Softmax(cap(q k^T * scaling)) v, grouped-query, with KV heads unrepeated.
 """
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 _sdpa = nn.functional.scaled_dot_product_attention
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# A task of the kernel: so many rows of one head. Few tasks that are no multiple of the threads leave some idle: three
-# heads on two threads took 33 ms instead of 26 for eight rows behind 5,000 tokens in 30 layers.
+# A task of the kernel covers this many rows of a head. Few tasks that are no multiple of the threads leave some idle:
+# three heads on two threads took 33 ms instead of 26 for eight rows after 5,000 tokens in 30 layers.
 KERNEL_ROWS = 32
-EVEN_TASKS = 8  # tasks a thread from which on it no longer matters
+EVEN_TASKS = 8  # tasks per thread from which on an uneven split does not matter
 LEAST_PIECE = 256
 
 
@@ -26,7 +26,7 @@ class Scoring(NamedTuple):
 
     scaling: factor of the products
     softcap: Gemma 2's cap of the scores; None: none
-    sinks:   float [num_heads], GPT-OSS's score of a key that is not there; None: none
+    sinks:   float [num_heads], GPT-OSS's score of a key that does not exist; None: none
     adjust:  changes capped and masked scores, float32 [batch, num_kv_heads, groups, num_rows, length]; None: nothing
     """
 
@@ -37,14 +37,17 @@ class Scoring(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Nothing but the scaling: what PyTorch's kernels compute."""
+        """Return whether the scores are only scaled, as PyTorch's kernels compute them."""
         return self.softcap is None and self.sinks is None and self.adjust is None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring) -> Tensor:
-    """query: [batch, num_heads, num_rows, head_dim]; key, value: [batch, num_kv_heads, length, head_dim].
+    """Compute attention by the fastest computation available.
 
-    mask: see `additive`; None: every key is visible, or with `causal` as many as rows, the later ones last
+    query: [batch, num_heads, num_rows, head_dim]; key, value: [batch, num_kv_heads, length, head_dim].
+    mask: see `additive`; None: every key is visible, or with `causal` each row sees the keys up to its own
+    causal: with as many keys as rows
+
     Returns [batch, num_heads, num_rows, head_dim].
     """
     if not scoring.plain:
@@ -62,7 +65,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some of the keys, to be merged with that over the others.
+    """Attention over some of the keys, to be merged with the attention over the others.
 
     out: float32 [batch, num_heads, num_rows, head_dim], as if there were no other keys
     lse: float32 [batch, num_heads, num_rows], the logarithm of the sum of the exponentiated scores
@@ -73,33 +76,36 @@ class PartialAttention(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[PartialAttention]) -> PartialAttention:
-        """The parts of several requests' rows as one."""
+        """Concatenate the rows of several requests."""
         return cls(torch.cat([part.out for part in parts], dim=2), torch.cat([part.lse for part in parts], dim=2))
 
     def merge(self, other: PartialAttention) -> PartialAttention:
-        """Attention of the same rows over the keys of both."""
+        """Return the attention of the same rows over the keys of both."""
         lse = torch.logaddexp(self.lse, other.lse)
         out = self.out * (self.lse - lse).exp()[..., None] + other.out * (other.lse - lse).exp()[..., None]
         return PartialAttention(out, lse)
 
     def complete(self, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What attention returns once all keys are in."""
+        """Return the final attention, once all keys are merged: apply the sinks and convert to `dtype`."""
         if sinks is None:
             return self.out.to(dtype)
         return (self.out * (self.lse - sinks.float().view(1, -1, 1)).sigmoid()[..., None]).to(dtype)
 
 
 def has_kernel(key: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether a kernel computes a part of attention, sinks aside: without one, its weights stand in memory."""
+    """Return whether a kernel computes a part of attention, not counting sinks; without a kernel, the weights take
+    memory.
+    """
     no_changes = scoring.softcap is None and scoring.adjust is None
     return no_changes and key.device.type == "cpu" and key.shape[3] == value.shape[3]
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention:
-    """Attention of the tokens that the last keys belong to: each sees all keys up to its own; see `attend_part`.
+    """Compute the attention of the tokens that the last keys belong to: each sees all keys up to its own; see
+    `attend_part`.
 
-    Two parts, earlier keys without a mask and own ones: for 1,024 rows behind 5,000 tokens half the time of one part
-    under a mask.
+    Two parts, earlier keys without a mask and own keys: for 1,024 rows after 5,000 tokens this takes half the time of a
+    single part with a mask.
     """
     if query.shape[2] == 1:
         return attend_part(query, key, value, False, scoring)
@@ -111,9 +117,9 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring: Scoring) -> PartialAttention:
-    """`attend` over some of the keys, without the sinks and changes of scores that hold for all of them.
+    """Compute `attend` over some of the keys, without the sinks and score changes that need all of them.
 
-    causal: as many keys as rows, the later ones last; False: every row sees every key
+    causal: as many keys as rows, each row sees the keys up to its own; False: every row sees every key
     """
     if has_kernel(key, value, scoring):
         attended = _attend_causally if causal else _attend_folded
@@ -125,8 +131,10 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring
 
 
 def _attend_folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Every row over every key on a CPU, and the logarithm of the sum of exponentiated scores. The query heads of a KV
-    head are rows of it: keys are read once for all of them, and for all requests."""
+    """Attend with every row to every key on a CPU; also return the logarithm of the sum of exponentiated scores.
+
+    The query heads of a KV head become its rows, so that keys are read once for all query heads and all requests.
+    """
     batch, num_heads, num_rows, width = query.shape
     folded = query.reshape(batch, key.shape[1], -1, width)
     pieces = _num_pieces(folded, key)
@@ -138,7 +146,7 @@ def _attend_folded(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
 
 
 def _num_pieces(folded: Tensor, key: Tensor) -> int:
-    """Into how many pieces the keys are cut so that all threads get as many of the kernel's tasks."""
+    """Return the number of pieces to cut the keys into so that all threads get equally many kernel tasks."""
     batch, num_kv_heads, num_rows, _ = folded.shape
     threads = torch.get_num_threads()
     tasks = num_kv_heads * -(-num_rows // KERNEL_ROWS)
@@ -148,7 +156,7 @@ def _num_pieces(folded: Tensor, key: Tensor) -> int:
 
 
 def _attend_in_pieces(folded: Tensor, key: Tensor, value: Tensor, scaling: float, pieces: int) -> tuple[Tensor, Tensor]:
-    """`_attend_folded` of one request over pieces of its keys, merged (flash decoding: Dao et al., 2023).
+    """Compute `_attend_folded` of one request over pieces of its keys, merged (flash decoding: Dao et al., 2023).
 
     Returns float32 [1, num_kv_heads, num_rows, head_dim] and [1, num_kv_heads, num_rows].
     """
@@ -167,7 +175,9 @@ def _attend_in_pieces(folded: Tensor, key: Tensor, value: Tensor, scaling: float
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Every row over the keys up to its own, as many keys as rows, on a CPU; returns what `_attend_folded` does."""
+    """Attend with every row to the keys up to its own, as many keys as rows, on a CPU; returns the same as
+    `_attend_folded`.
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     attended: tuple[Tensor, Tensor] = _flash_on_cpu(query, key, value, 0.0, True, attn_mask=None, scale=scaling)
@@ -177,7 +187,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
 def attend_explicitly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring
 ) -> Tensor:
-    """`attend` written out: for what no kernel computes."""
+    """Compute `attend` without a kernel, for scores that no kernel supports."""
     batch, num_heads, num_tokens, _ = query.shape
     weights = attention_weights(query, key, mask, causal, scoring)
     weights = weights.to(value.dtype).view(batch, key.shape[1], -1, key.shape[2])
@@ -185,7 +195,7 @@ def attend_explicitly(
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring) -> Tensor:
-    """Softmax(cap(q k^T * scaling)): float32 [batch, num_kv_heads, groups, num_tokens, length]."""
+    """Compute softmax(cap(q k^T * scaling)): float32 [batch, num_kv_heads, groups, num_tokens, length]."""
     scores = _scores(query, key, mask, causal, scoring)
     if scoring.adjust is not None:
         scores = scoring.adjust(scores)
@@ -196,8 +206,10 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: b
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scoring: Scoring) -> Tensor:
-    """cap(q k^T * scaling), masked: float32 [batch, num_kv_heads, groups, num_tokens, length], with the query heads of
-    one KV head folded into its rows, so that no head repeats."""
+    """Compute cap(q k^T * scaling), masked: float32 [batch, num_kv_heads, groups, num_tokens, length].
+
+    The query heads of a KV head are folded into its rows, so that no head is repeated.
+    """
     batch, num_heads, num_tokens, width = query.shape
     folded = query.reshape(batch, key.shape[1], -1, width)
     scores = torch.matmul(folded * scoring.scaling, key.transpose(2, 3)).float()
@@ -213,9 +225,10 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scori
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window` back.
+    """Return bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window`
+    back.
 
-    [num_kv_heads, num_queries, num_keys] for key positions [num_kv_heads, num_keys]: after eviction heads may differ.
+    Key positions [num_kv_heads, num_keys] give [num_kv_heads, num_queries, num_keys]: after eviction heads may differ.
     """
     distance = query_positions[:, None] - key_positions[..., None, :]
     mask = distance >= 0
@@ -223,5 +236,8 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) 
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, the lowest value elsewhere. Made once a pass: a boolean mask is converted in every layer."""
+    """Return an additive mask: 0 for visible keys, the lowest value for others.
+
+    It is made once per pass, since a boolean mask would be converted in every layer.
+    """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

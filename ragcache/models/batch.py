@@ -1,7 +1,7 @@
 """Tokens of several requests in one forward pass, each over its own cache.
 
-The rows of all requests stand one behind the other in one sequence: every matrix product sees all of them at once, so
-that the weights are read once for all. Positions are each request's own. Only attention knows where one request ends
+The rows of all requests follow each other in one sequence, so that every matrix product covers all of them and the
+weights are read only once. Each request has its own positions. Only attention knows where one request ends
 and the next begins: a request's rows see that request's cache, by the same code as when they run alone. Nothing is
 padded and no cache is copied, so lengths, windows, sinks and changed scores may differ from request to request.
 
@@ -25,11 +25,11 @@ from ragcache.runtime import during
 
 @dataclass(eq=False)
 class ForwardRequest:
-    """Tokens that one caller wants to run over its cache.
+    """Tokens to run over one caller's cache.
 
     ids, positions: int64 [num_tokens]
     ordered:   they come after everything in the cache; only such runs can be cut into pieces
-    done:      tokens that have run
+    done:      number of tokens that have run
     """
 
     ids: Tensor
@@ -44,7 +44,7 @@ class ForwardRequest:
 
 
 class ScheduledTokens(NamedTuple):
-    """Tokens of a run that are next: so many from `start`. `mark`: what its cache held before."""
+    """The next tokens of a run: `num_tokens` from `start` on. `mark`: the state of its cache before them."""
 
     run: ForwardRequest
     start: int
@@ -73,12 +73,12 @@ class ScheduledTokens(NamedTuple):
         self.run.done = self.start + self.num_tokens
 
     def undo(self) -> None:
-        """After a failure: the cache holds again what it held before."""
+        """Restore the cache's earlier contents after a failure."""
         self.run.cache.rewind(self.mark)
 
 
 class JointCache(Cache):  # type: ignore[misc]
-    """Hands each request's new keys and values to the request's own cache."""
+    """A cache that passes each request's new keys and values to the request's own cache."""
 
     def __init__(self, pieces: Sequence[ScheduledTokens]) -> None:
         super().__init__(layers=[])
@@ -88,7 +88,7 @@ class JointCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Returns what came: `attention` reads what each cache holds from the cache itself."""
+        """Return the arguments unchanged: `attention` reads each request's contents from its own cache."""
         split = zip(torch.split(key_states, self._lengths, 2), torch.split(value_states, self._lengths, 2), strict=True)
         for cache, (keys, values) in zip(self._caches, split, strict=True):
             cache.update(keys, values, layer_idx)
@@ -100,7 +100,7 @@ class JointCache(Cache):  # type: ignore[misc]
 
 @torch.inference_mode()
 def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> list[Tensor]:
-    """One forward pass over all pieces; of each, its last token's logits: float32 [vocab_size].
+    """Run one forward pass over all pieces and return the logits of each piece's last token: float32 [vocab_size].
 
     A single piece runs as it would without this module.
     """

@@ -1,4 +1,4 @@
-"""What is known of a language model without its weights."""
+"""The description of a language model without its weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ModelCard:
 
     config, generation_config: transformers' own objects
     fingerprint:   SHA-256 that names the model in block keys
-    max_positions: longest prompt the model takes, in tokens
-    reuse:         what the checkpoint was trained for; None for one that was not trained for reuse
-    is_recurrent:  some layers keep a state in place of keys and values
+    max_positions: longest prompt that the model accepts, in tokens
+    reuse:         how the checkpoint was trained for reuse; None if it was not
+    is_recurrent:  True if some layers keep a state instead of keys and values
     """
 
     config: PreTrainedConfig
@@ -41,11 +41,11 @@ class ModelCard:
         self.num_layers = int(text.num_hidden_layers)
         self.is_recurrent = any(map(keeps_state, getattr(text, "layer_types", None) or ()))
         self.max_positions, self._ends = longest_alike(text)
-        self._checked: Recipe | None = None  # the last one with a primer: each question names it several times
+        self._checked: Recipe | None = None  # the last recipe with a primer: each question names it several times
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Raises ConfigError where the model's directory has no tokenizer."""
+        """Return the tokenizer. Raises ConfigError if the model's directory has none."""
         if self._tokenizer is None:
             raise ConfigError(f"{self.name} has no tokenizer files; only token ids can be used with it")
         return self._tokenizer
@@ -55,10 +55,10 @@ class ModelCard:
         return self._tokenizer is not None
 
     def recipe(self, given: str | Recipe) -> Recipe:
-        """Return the recipe with its primer as this model's ids, as many as it can attend to.
+        """Return the recipe with its primer as this model's ids, cut to the tokens that a chunk can attend to.
 
-        Raises ConfigError for an unknown recipe, a primer that leaves no room for a passage, and one that holds control
-        tokens or ids outside the vocabulary.
+        Raises ConfigError for an unknown recipe, a primer that leaves no room for a passage, and a primer that holds
+        control tokens or ids outside the vocabulary.
         """
         recipe = Recipe.of(given)
         if recipe.name != PRIMER or recipe == self._checked:
@@ -87,25 +87,28 @@ class ModelCard:
     def default_method(self) -> str:
         """Return the fusion method that the checkpoint was trained for.
 
-        An untrained model is read by a method that stays near full prefill on real models (docs/methods.md), and a
-        model with recurrent layers by the method that joins their states.
+        An untrained model gets a method that stays close to full prefill on real models (docs/methods.md); a model with
+        recurrent layers gets the method that joins their states.
         """
         untrained = "reposition" if self.is_recurrent else "cacheblend"
         return untrained if self.reuse is None else self.reuse.method
 
     @property
     def default_options(self) -> dict[str, Any]:
-        """Return options of `default_method` for an untrained model: the ratio at which it stays within 0.2 nats a
-        token of full prefill on real models, which the paper's 0.16 does not (docs/methods.md)."""
+        """Return the options of `default_method` for an untrained model.
+
+        The ratio keeps it within 0.2 nats a token of full prefill on real models; the paper's 0.16 does not
+        (docs/methods.md).
+        """
         return {"ratio": 0.3} if self.default_method == "cacheblend" else {}
 
     @property
     def suppress_tokens(self) -> frozenset[int]:
-        """Ids that training for reuse added, which no answer may hold."""
+        """Return the ids that training for reuse added; no answer may contain them."""
         return self.reuse.added_ids if self.reuse is not None else frozenset()
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
-        """Raises PromptError for ids outside the vocabulary, ContextTooLongError for too many."""
+        """Raise PromptError for ids outside the vocabulary, ContextTooLongError for too many ids."""
         if len(ids) > self.max_positions:
             raise ContextTooLongError(
                 f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}{self._ends}; use fewer or "
@@ -116,7 +119,8 @@ class ModelCard:
             raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
     def check_text(self, text: str, what: str) -> None:
-        """Raise ContextTooLongError if a text has far more tokens than the model reads, before all of it is tokenised.
+        """Raise ContextTooLongError if a text has far more tokens than the model reads, without tokenising all of the
+        text.
 
         Raises PromptError for half of a surrogate pair.
         """
@@ -142,9 +146,10 @@ class ModelCard:
 
 
 def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
-    """Positions up to which a model reads a passage alike wherever it stands, and what ends there, as errors say it.
+    """Return the number of positions within which a passage reads the same at any position, and an error text for the
+    limit.
 
-    Beyond, its tokens would need to know where they are going to stand: KV that was made before is another model's.
+    Beyond them, reading a token depends on its final position, so KV that was computed earlier would be wrong.
     """
     ends = [(int(getattr(text, "max_position_embeddings", 0)) or 1 << 20, "")]
     stated = getattr(text, "rope_parameters", None) or {}
@@ -163,7 +168,7 @@ def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
 
 
 def eos_token_ids(card: ModelCard) -> tuple[int, ...]:
-    """Ids that end an answer: the generation configuration's, the model's and the tokenizer's."""
+    """Return the ids that end an answer: the generation configuration's, the model's and the tokenizer's."""
     found: set[int] = set()
     for source in (card.generation_config, card.config, card.tokenizer):
         value = getattr(source, "eos_token_id", None)

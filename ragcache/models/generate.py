@@ -40,18 +40,18 @@ def decode(
 
     logits:     float32 [vocab_size] of the prompt's last token
     position:   of the first answer token
-    never:      ids that are not chosen, beside those that the checkpoint's training for reuse added
-    prompt_ids: what a repetition penalty counts as said, beside the answer
-    scores:     gets each token's log-probabilities before the token is yielded, if the sampling asks for them
-    limit:      when to give up, in place of `cancelled` alone
-    most:       tokens at which the answer ends, where that is before all else
-    thoughts:   holds the answer's form, where it has one, behind the model's thoughts (`ThoughtLimit`)
-    room:       tokens that there is memory for before `more` is asked for further ones; None: all
-    more:       waits for memory, in the thread that reads the answer; returns for how many tokens there is some
+    never:      ids that are never chosen, besides those that the checkpoint's training for reuse added
+    prompt_ids: ids that a repetition penalty counts as said, besides the answer
+    scores:     gets each token's log-probabilities before the token is yielded, if the sampling requests them
+    limit:      when to give up; replaces `cancelled`
+    most:       largest number of tokens in the answer, besides the other limits
+    thoughts:   wraps the answer's form, if any, so that it applies after the model's thoughts (`ThoughtLimit`)
+    room:       number of tokens that memory is reserved for before `more` is called; None: all
+    more:       waits for memory, in the thread that reads the answer; returns the number of tokens granted
 
-    Steps of sequences that are decoded at the same time share forward passes, and go on while the caller is busy with
-    what it got. Raises CancelledError once `cancelled` is set, what `limit` raises, and ConfigError for a form that the
-    model cannot be held to.
+    Steps of sequences that are decoded at the same time share forward passes, and continue while the caller processes
+    earlier tokens. Raises CancelledError once `cancelled` is set, the errors of `limit`, and ConfigError for a form
+    that cannot be enforced on the model.
     """
     grammar = sampling.grammar()
     form: Form | None = None if grammar is None else Constraint(grammar, lm.tokenizer, lm.vocab_size, eos_ids)
@@ -66,14 +66,14 @@ def decode(
 
 
 class Detokenizer:
-    """Turns ids into text pieces as they arrive.
+    """A converter of ids into pieces of text, as the ids arrive.
 
     A piece is held back while it may still change (an unfinished UTF-8 sequence) or may be the start of a stop
     string. Joined, the pieces equal the decoded ids, cut before the first stop string (law 7).
 
-    markers: special tokens that are part of the text; no others are
-    begun:   what the ids go on with, so that white space at their beginning is kept; its text is none of theirs
-    stops:   whether a stop string ends the text here; not while the model thinks, who is not answering yet
+    markers: special tokens that are part of the text; all others are left out
+    begun:   ids that the answer continues, so that white space at its beginning is kept; their text is not returned
+    stops:   whether a stop string ends the text now; False while the model thinks, since thoughts are not the answer
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that this token completes; may be empty. Sets `stopped` when a stop string was met."""
+        """Return the text that this token completes, possibly "". Sets `stopped` if a stop string was met."""
         if token not in self._left_out:
             self._ids.append(token)
         return self._emit(self._text(), final=False)
 
     def finish(self) -> str:
-        """The text that is still held back."""
+        """Return the text that is still held back."""
         return "" if self.stopped else self._emit(self._text(), final=True)
 
     def _text(self) -> str:
@@ -121,7 +121,9 @@ class Detokenizer:
         return piece
 
     def _held_back(self, text: str) -> int:
-        """Characters at the end that may still change, and before them those that may begin a stop string."""
+        """Return how many last characters to hold back: those that may change, and the possible start of a stop string
+        before.
+        """
         sure = text.rstrip("\ufffd")
         begun = (
             n for s in self._stop * self.stops for n in range(min(len(s) - 1, len(sure)), 0, -1) if sure.endswith(s[:n])

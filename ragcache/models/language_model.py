@@ -1,4 +1,4 @@
-"""A causal language model whose chunks can be read once and moved."""
+"""A causal language model that reads chunks once and moves their keys to other positions."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ from ragcache.models.support import text_config
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.runtime import during, team_ends
 
-# Padded tokens that are encoded together. On a CPU more only leaves its caches: 792 tokens/s at 512 against 723 at
-# 2,048 for the 135M shape on two cores. A GPU wants more.
+# Padded tokens that are encoded together. More of them overflow a CPU's caches: 792 tokens/s at 512 against 723 at
+# 2,048 for the 135M shape on two cores. A GPU is faster with more.
 CPU_BATCH_TOKENS = 512
 GPU_BATCH_TOKENS = 16384
-# Tokens of one pass while several callers want to run: what a new one waits for at most. Long runs are cut even where
-# nobody else is there, so that whoever comes is not kept waiting for thousands of tokens.
+# Tokens of one pass while several callers want to run: the longest that a new caller waits. A run with no others
+# waiting is cut too, so that a new caller does not wait for thousands of tokens.
 CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 64, 1024
 GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 16384
 DEFAULT_POOL_BYTES = 2 << 30
 
 
 class LanguageModel(ModelCard):
-    """A model from `rc.load_lm`. Thread-safe: passes carry their own state, and runs of several threads share passes.
+    """A model loaded by `rc.load_lm`.
+
+    Thread-safe: each pass carries its own state, and runs of several threads share passes.
 
     model, tokenizer: transformers' own objects
     rope:          rotates keys of any layer to any positions
     shape:         KV heads and their widths by layer, dtype and device of the KV
-    scheduler:     the thread that runs the model, and what waits for it
+    scheduler:     the thread that runs the model, and its queue of requests
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class LanguageModel(ModelCard):
 
     @property
     def batch_tokens(self) -> int:
-        """Padded tokens that this device best encodes together."""
+        """Return the number of padded tokens that this device encodes together fastest."""
         return CPU_BATCH_TOKENS if self.device.type == "cpu" else GPU_BATCH_TOKENS
 
     @property
@@ -106,20 +108,22 @@ class LanguageModel(ModelCard):
         wanted: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
-        """Run the model over each chunk alone; one KV block a chunk, in order, on the model's device.
+        """Run the model over each chunk alone and return one KV block per chunk, in order, on the model's device.
 
-        recipe: "isolated" (positions 0, 1, ...), "prefix" (behind prefix_ids, which every chunk attends to) or "primer"
-                (behind prefix_ids and a primer, which every chunk attends to); a Recipe with markers reads them around
-                the chunk and keeps their KV with it; one with kept below 1 has the model read each chunk again, and
-                drops what it attends to least; one with anchors keeps theirs
-        prefix: the KV of prefix_ids, and of the recipe's primer behind them, as far as the caller has it
-        batch_tokens: padded tokens that run together; what suits the device when None
-        wanted: asked in every layer of every pass; once it says no, AbandonedSignal is raised and nothing is returned
-        neighbours: by chunk, the ids of the chunks that it is read behind; a recipe with neighbours needs them
+        recipe: "isolated" (positions 0, 1, ...), "prefix" (after prefix_ids, which every chunk attends to) or "primer"
+                (after prefix_ids and a primer, which every chunk attends to). A Recipe with markers reads them around
+                the chunk and keeps their KV with it. A Recipe with `kept` below 1 lets the model read each chunk again
+                and drops the tokens that it attends to least. A Recipe with anchors keeps the KV of the anchors
+        prefix: the KV of prefix_ids and of the recipe's primer after them, or of their first tokens; the rest is
+                computed
+        batch_tokens: padded tokens that run together; None: as many as suit the device
+        wanted: called in every layer of every pass; if it returns False, AbandonedSignal is raised and nothing is
+                returned
+        neighbours: by chunk, the ids of the chunks that it is read after; required by a recipe with neighbours
 
-        Raises PromptError for an empty chunk or an id outside the vocabulary, ContextTooLongError for a chunk that
-        does not fit the model (behind its neighbours), ConfigError for an unknown recipe, or neighbours that are not
-        the recipe's.
+        Raises PromptError for an empty chunk or an id outside the vocabulary, ContextTooLongError for a chunk that is
+        too long for the model (with its neighbours), ConfigError for an unknown recipe or for neighbours that do not
+        fit the recipe.
         """
         self.scheduler.home.check()
         recipe = self.recipe(recipe)
@@ -158,7 +162,7 @@ class LanguageModel(ModelCard):
         prefix: Sequence[tuple[Tensor, Tensor]],
         wanted: Callable[[], bool] | None,
     ) -> KVBlock:
-        """What the recipe keeps of a block that holds every token."""
+        """Return the part of a complete block that the recipe keeps."""
         if recipe.is_dense:
             return block
         if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
@@ -171,7 +175,7 @@ class LanguageModel(ModelCard):
         return keep(block, [stays.to(self.device).expand(layer.num_kv_heads, -1) for layer in block.layers])
 
     def _read_before(self, recipe: Recipe) -> list[int]:
-        """Ids read in front of every chunk, whose KV is dropped: a lone BOS, or nothing."""
+        """Return the ids that are read before every chunk and whose KV is dropped: a lone BOS, or none."""
         if not recipe.bos:
             return []
         bos = text_config(self.model).bos_token_id
@@ -181,11 +185,11 @@ class LanguageModel(ModelCard):
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], known: Exact | None = None) -> SharedContext:
-        """Run plain text from position 0 on; its KV serves whatever begins with it.
+        """Run plain text from position 0 on and return its KV, for all prompts that begin with this text.
 
-        known: the KV of its first tokens, from an earlier pass; only the others run
+        known: the KV of its first tokens, from an earlier pass; only the other tokens run
 
-        Raises PromptError, ContextTooLongError, and what `run` raises.
+        Raises PromptError, ContextTooLongError, and every error of `run`.
         """
         self.check_ids(ids, "the prefix")
         start = 0 if known is None else known.num_tokens
@@ -196,12 +200,12 @@ class LanguageModel(ModelCard):
         return cache.share(len(ids))
 
     def finish(self) -> None:
-        """Wait until the device has done what it was told: a GPU has only been told so far."""
+        """Wait until the device has finished its queued work; only a GPU queues any."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def new_cache(self, capacity: int, fill: Place | None = None, base: SharedContext | None = None) -> FusedCache:
-        """A cache with room for `capacity` tokens; see FusedCache."""
+        """Return a cache with room for `capacity` tokens; see FusedCache."""
         return FusedCache(self.pool, capacity, fill, base)
 
     @torch.inference_mode()
@@ -216,27 +220,27 @@ class LanguageModel(ModelCard):
         before_layer: BeforeLayer | None = None,
         num_logits: int | None = None,
     ) -> Tensor:
-        """Run tokens over what the cache holds; their keys and values join it.
+        """Run tokens over the contents of the cache and add their keys and values to it.
 
         positions: int64 [num_tokens], or the position of the first of consecutive tokens
-        slots:     replace the entries at these places instead of appending (recompute methods): int64 [num_tokens] for
-                   every layer, or one such tensor a layer
-        ordered:   the tokens come after everything in the cache, in order, and see all of it; otherwise they see the
-                   entries at or before their own position. None: ordered unless `slots` are given
-        before_layer: decides before each layer which of the tokens go on; see layerwise.BeforeLayer
-        num_logits: of so many last tokens; None: of the last one, without an axis of its own
-        Returns logits, float32 [vocab_size] or [num_logits, vocab_size]. `cache.computed_tokens` counts what ran.
+        slots:     replace the entries in these slots instead of appending (recompute methods): int64 [num_tokens] for
+                   every layer, or one such tensor per layer
+        ordered:   True: the tokens come after everything in the cache, in order, and see all of it. False: they see the
+                   entries at or before their own position. None: True unless `slots` are given
+        before_layer: decides before each layer which of the tokens continue; see layerwise.BeforeLayer
+        num_logits: return the logits of this many last tokens; None: of the last token, without that axis
+        Returns logits, float32 [vocab_size] or [num_logits, vocab_size]. `cache.computed_tokens` counts the tokens run.
 
-        Runs of several threads share forward passes where they can (`models/scheduler.py`), and long ones may be cut
-        into pieces; results are those of one pass alone but for float rounding.
-        Raises CancelledError and TimedOutError within `limits.limited`.
+        Runs of several threads share forward passes where possible (`models/scheduler.py`), and long runs may be cut
+        into pieces. The results equal those of a single separate pass except for float rounding. Raises CancelledError
+        and TimedOutError within `limits.limited`.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + ids.shape[0], device=self.device)
         run = ForwardRequest(ids, positions, cache, slots is None if ordered is None else ordered)
         alone = partial(self._run_alone, run, slots, before_layer, num_logits)
-        if self.scheduler.is_current_thread:  # a method that runs the model while it places or chooses
+        if self.scheduler.is_current_thread:  # a method that runs the model while placing KV or choosing tokens
             return alone()
         special = slots is not None or before_layer is not None or num_logits is not None or OBSERVER.get() is not None
         return self.scheduler.run(run, alone if special or not run.left else None)
@@ -255,7 +259,7 @@ class LanguageModel(ModelCard):
                 position_ids=run.positions[None],
                 past_key_values=run.cache,
                 use_cache=True,
-                # By index: of a slice of rows torch makes a batched product, which copies the head's weights.
+                # By index: for a slice of rows torch runs a batched product, which copies the head's weights.
                 logits_to_keep=torch.arange(-(num_logits or 1), 0, device=self.device),
             )
         logits: Tensor = out.logits[0].float()
@@ -263,7 +267,7 @@ class LanguageModel(ModelCard):
 
 
 def _by_chunk(recipe: Recipe, num_chunks: int, neighbours: Sequence[Neighbours] | None) -> Sequence[Neighbours]:
-    """Each chunk's neighbours. Raises ConfigError where they are not given for every chunk, and are needed."""
+    """Return each chunk's neighbours. Raises ConfigError if the recipe needs them and not every chunk has them."""
     if neighbours is None and not recipe.neighbours:
         return [()] * num_chunks
     if neighbours is None or len(neighbours) != num_chunks:

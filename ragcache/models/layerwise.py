@@ -1,9 +1,9 @@
-"""Run tokens layer by layer, with a say before each layer over which of them go on.
+"""Passes that run layer by layer, with a callback before each layer that chooses which tokens continue.
 
-Recompute methods drop tokens on the way up, or take up tokens that stood aside below. A hook in front of every decoder
-layer narrows what transformers hands to it: hidden states, rotary angles, positions and inputs that a layer has of its
-own. Nothing of a family is known here but that its layers take the hidden states first and name those others as
-transformers does.
+Recompute methods drop tokens on the way up, or add tokens that were skipped in lower layers. A hook before every
+decoder layer narrows the inputs that transformers passes to it: hidden states, rotary angles, positions and per-layer
+inputs. The only assumptions about a family are that its layers take the hidden states first and name the other inputs
+as transformers does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_
 
 @dataclass(frozen=True, eq=False)
 class _LayerCall:
-    """One decoder layer and what transformers called it with, hidden states left out."""
+    """One decoder layer and the arguments that transformers called it with, without hidden states."""
 
     layer: nn.Module
     kwargs: Mapping[str, Any]
@@ -44,7 +44,7 @@ class LayerPoint:
     """The moment before a layer runs.
 
     layer: its index
-    rows:  int64 [num_rows], ascending: the tokens of the pass that have come so far
+    rows:  int64 [num_rows], ascending: the tokens of the pass that run up to here
     """
 
     layer: int
@@ -55,7 +55,7 @@ class LayerPoint:
     _attention: nn.Module = field(repr=False)
 
     def probe(self) -> Projected:
-        """Queries, keys and values of the running tokens in this layer, which goes no further than that."""
+        """Compute the queries, keys and values of the running tokens in this layer, without the rest of the layer."""
         cache = self._current.cache
         cache.probing = True
         try:
@@ -67,17 +67,20 @@ class LayerPoint:
         raise RuntimeError(f"layer {self.layer} did not reach its attention")
 
     def held(self) -> tuple[Tensor, Tensor, Tensor]:
-        """keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64 [length], as they stand: those
-        that `probe` gives of the running tokens stand behind them."""
+        """Return the layer's current keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64
+        [length].
+
+        Those of the running tokens, which `probe` returns, come after them.
+        """
         keys, values, positions = self._current.cache.layer_state(self.layer)
         return *expand(self._attention, (keys, values)), positions
 
 
 class Kept(NamedTuple):
-    """Tokens that run from a layer on, where the host knows enough of them not to wait for the device.
+    """Tokens that run from a layer on, for use if the host knows enough about them not to wait for the device.
 
-    rows: of the pass, int64, ascending, the last token among them
-    late: how many of them stood aside below: the first ones
+    rows: of the pass, int64, ascending, including the last token
+    late: how many of them, the first ones, were skipped in lower layers
     """
 
     rows: Tensor
@@ -85,9 +88,9 @@ class Kept(NamedTuple):
 
 
 BeforeLayer = Callable[[LayerPoint], Tensor | Kept | None]
-"""Says which tokens of the pass run from this layer on: int64, ascending, the last token among them; None: no change.
+"""Returns the tokens of the pass that run from this layer on: int64, ascending, including the last; None: no change.
 
-Tokens that stood aside below are run through the layers below first, over the cache as it is."""
+Tokens that were skipped in lower layers run through those layers first, over the cache as it is."""
 
 
 @dataclass(eq=False)
@@ -95,7 +98,7 @@ class _Walk:
     """State of one layer-by-layer pass.
 
     embedded: hidden states of all tokens before the first layer
-    calls:    the layers so far, for tokens that are taken up later
+    calls:    the layers so far, for tokens that are added later
     """
 
     before_layer: BeforeLayer
@@ -112,8 +115,10 @@ WALK: ContextVar[_Walk | None] = ContextVar("ragcache_walk", default=None)
 
 
 def hook_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> None:
-    """Let `walking` narrow the tokens before each decoder layer, which is what holds the attention module of its index.
-    Does nothing in other passes."""
+    """Let `walking` narrow the tokens before each decoder layer; does nothing in other passes.
+
+    The decoder layer of an index is the parent of that index's attention module.
+    """
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     for index, module in attention.items():
         layer = parents[id(module)]
@@ -122,7 +127,7 @@ def hook_layers(model: PreTrainedModel, attention: Mapping[int, nn.Module]) -> N
 
 
 def walking(before_layer: BeforeLayer | None) -> AbstractContextManager[None]:
-    """Within, the current fused pass asks `before_layer` in front of every layer."""
+    """Return a context in which the current fused pass calls `before_layer` before every layer."""
     current = CURRENT.get()
     if before_layer is None or not isinstance(current, FusedPass):
         return nullcontext()
@@ -157,7 +162,7 @@ def _before(
 
 
 def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tensor | Kept) -> Tensor:
-    """Hidden states of `kept` before layer `index`, given those of `rows`."""
+    """Return the hidden states of `kept` before layer `index`, given those of `rows`."""
     if isinstance(kept, Kept):
         late, known = kept.rows[: kept.late], hidden[:, torch.searchsorted(rows, kept.rows[kept.late :])]
         return torch.cat([_caught_up(walk, index, late), known], dim=1) if kept.late else known
@@ -172,7 +177,7 @@ def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tens
 
 
 def _caught_up(walk: _Walk, index: int, rows: Tensor) -> Tensor:
-    """Hidden states, before layer `index`, of tokens that stood aside until now."""
+    """Compute the hidden states, before layer `index`, of tokens that were skipped until now."""
     if walk.embedded is None or walk.current.rows is None or walk.embedded.shape[1] != walk.num_tokens:
         raise ConfigError("tokens can be taken up later only where all of them reached the first layer")
     before, hidden = walk.current.rows, walk.embedded[:, rows]
@@ -193,7 +198,7 @@ def _set_rows(current: FusedPass, rows: Tensor) -> None:
 
 
 def narrowed(kwargs: Mapping[str, Any], rows: Tensor | None, num_tokens: int) -> dict[str, Any]:
-    """Keyword arguments of a layer, with what is given by token cut down to `rows`."""
+    """Return a layer's keyword arguments, with per-token values cut down to `rows`."""
     if rows is None:
         return dict(kwargs)
     return {name: _take(value, rows, num_tokens) if name in BY_TOKEN else value for name, value in kwargs.items()}

@@ -61,28 +61,28 @@ def load_lm(
     device: str | torch.device = AUTO,
     packed: bool | None = None,
 ) -> LanguageModel:
-    """Load a model and learn how its keys move.
+    """Load a model and find out how its keys are rotated.
 
     name:  "mini" (bundled, trained for reuse), "mini-base" (before that training); "smollm2" (SmolLM2-135M-Instruct,
            fetched once: `models/pull.py`), a directory in Hugging Face layout, a hub id, an adapter's directory
            (`models/adapter.py`), a directory with a LoRA adapter (peft), which is merged into its base; a GGUF file (or
-           `hub id/file`, or a directory with that file alone), which is dequantised to `dtype`; or a model of
-           transformers that is loaded already
-    tokenizer: of a loaded model; None: the one where it was loaded from
-    dtype: "float32", "bfloat16", "float16", or "auto" for the one the weights were saved in (float32 where none is
-           stated, as in a GGUF file, and on a processor without instructions for it). None: "auto", and float32 for
-           the bundled models
-    device: "cpu", "cuda", ...; "auto": the first that there is of cuda, xpu, mps, cpu
-    packed: keep a second copy of the weights as a CPU multiplies by them fastest (`models/packed.py`): decoding and
-           short passes get faster. None: where the copy takes at most an eighth of the machine's memory
+           `hub id/file`, or a directory that holds only that file), which is dequantised to `dtype`; or a transformers
+           model that is already loaded
+    tokenizer: the tokenizer of a loaded model; None: load it from where the model was loaded
+    dtype: "float32", "bfloat16", "float16", or "auto" for the dtype that the weights were saved in (float32 if the
+           checkpoint states none, as in a GGUF file, or if the processor has no instructions for it). None: "auto",
+           and float32 for the bundled models
+    device: "cpu", "cuda", ...; "auto": the first available of cuda, xpu, mps, cpu
+    packed: keep a second copy of the weights in the layout that a CPU multiplies by fastest (`models/packed.py`), which
+            speeds up decoding and short passes. None: only if the copy takes at most an eighth of the machine's memory
 
-    A loaded model keeps its dtype and device. It runs by ragcache's attention and without gradients from then on, and
-    must not change any more.
+    An already loaded model keeps its dtype and device. From then on it runs with ragcache's attention and without
+    gradients, and must not be changed.
 
-    Raises ModelNotFoundError when there is no model under that name, AdapterError for an adapter that is damaged or of
-    another base, UnsupportedModelError naming the reason when its keys cannot be moved exactly, ConfigError for an
-    unknown dtype or device, or a checkpoint trained for reuse whose section in config.json fits neither its vocabulary
-    nor its tokenizer.
+    Raises ModelNotFoundError if there is no model with that name, AdapterError for an adapter that is damaged or
+    belongs to another base, UnsupportedModelError naming the reason if its keys cannot be moved exactly, ConfigError
+    for an unknown dtype or device, or for a checkpoint trained for reuse whose section in config.json does not fit its
+    vocabulary or tokenizer.
     """
     register()
     if isinstance(name, PreTrainedModel):
@@ -97,13 +97,18 @@ def load_lm(
         model = adapter.apply(model)
     if lora is not None:
         model = lora.merge(model)
-    if file := split_file(base_of(name))[1]:  # as transformers states it, so that a file and its copy are one model
+    if file := split_file(base_of(name))[
+        1
+    ]:  # as transformers states it, so that a file and its copy are the same model
         model.config.quantization_config = {"quant_method": "gguf", **file, "dequantize": False}
     return _learn(model, own_tokenizer, str(name), reuse, packed)
 
 
 def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | None) -> LanguageModel:
-    """A model that is loaded already. Its name cannot be loaded again: other weights may be where it came from."""
+    """Return a LanguageModel for a model that is already loaded.
+
+    Its name is marked so that it is never loaded by name: the place it came from may hold other weights by then.
+    """
     origin = model.name_or_path
     name = f"{LOADED}{Path(origin).name or model.config.model_type}"
     refuse_by_config(model.config, name)
@@ -135,9 +140,11 @@ def _learn(
 
 
 def load_card(name: str | Path, fingerprint: str) -> ModelCard:
-    """A model without its weights, for an engine elsewhere that has them. fingerprint: that `load_lm` would give it
+    """Load a model without its weights, for an engine elsewhere that has them.
 
-    Raises what `load_lm` raises of configuration and tokenizer.
+    fingerprint: the fingerprint that `load_lm` would give the model
+
+    Raises the errors of `load_lm` that concern configuration and tokenizer.
     """
     base, adapter, _, config, tokenizer, reuse = _find(name)
     if adapter is not None:
@@ -150,9 +157,11 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
 
 
 class _Found(NamedTuple):
-    """base: directory or hub id of weights and configuration; adapter, lora: of them, where the name is that of one
+    """The parts of a named model, except its weights.
 
-    reuse: what the adapter, or else the base, was trained for
+    base:    directory or hub id of weights and configuration
+    adapter, lora: the adapter, if the name is that of an adapter
+    reuse:   how the adapter, or else the base, was trained for reuse
     """
 
     base: str
@@ -164,7 +173,7 @@ class _Found(NamedTuple):
 
 
 def _find(name: str | Path) -> _Found:
-    """Everything but the weights. Raises what `load_card` raises."""
+    """Load all parts of a model but its weights. Raises the errors of `load_card`."""
     where = obtain(name)
     adapter = Adapter.find(where)
     lora = Lora.find(where) if adapter is None else None
@@ -187,7 +196,7 @@ def _find(name: str | Path) -> _Found:
 
 
 def base_of(name: str | Path) -> str:
-    """Directory or hub id of the weights and the configuration: `resolve`, or an adapter's base."""
+    """Return the directory or hub id of the weights and the configuration: `resolve`, or an adapter's base."""
     where = resolve(name)
     adapter = Adapter.find(where)
     if adapter is not None:
@@ -222,9 +231,10 @@ def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:
-    """SHA-256 over the weights' bytes, the configuration with its RoPE parameters, the tokenizer and the dtype.
+    """Return the SHA-256 over the weights' bytes, the configuration with its RoPE parameters, the tokenizer and the
+    dtype.
 
-    An adapter that is merged or attached changes the weights' names or bytes, and so the fingerprint.
+    A merged or attached adapter changes the weights' names or bytes, and so the fingerprint.
     """
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

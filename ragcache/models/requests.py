@@ -1,4 +1,4 @@
-"""Requests that wait for the model and run in its passes: the tokens of callers, and the sequences that are decoded."""
+"""Requests that wait for the model and run in its passes: callers' tokens, and sequences that are decoded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ragcache.models.deadline import NO_LIMIT, Limit
 class QueuedRequest:
     """Tokens that wait for a pass.
 
-    alone:    runs them in a pass of its own; None for a run that may share one
-    sequence: what they are the next token of; None where a caller waits for the logits
-    finished: has its logits, or what it failed with, once it has run
+    alone:    runs them in a separate pass; None for a run that may share a pass
+    sequence: the sequence whose next token this is; None if a caller waits for the logits
+    finished: gets the logits, or the error, once the tokens have run
     """
 
     run: ForwardRequest
@@ -34,7 +34,7 @@ class QueuedRequest:
 
 
 class ScheduledRequest(NamedTuple):
-    """A request in a pass, and the tokens of it that run there."""
+    """A request in a pass, with its tokens that run there."""
 
     request: QueuedRequest
     piece: ScheduledTokens
@@ -45,12 +45,12 @@ class DecodingSequence:
     """A sequence that is being decoded.
 
     choose:   picks a token from logits, float32 [vocab_size]
-    position: of the next token; `last`: the first one that is not decoded any more
-    granted:  the first one that there is no room for yet; None: for all of them
-    more:     gives further room, in the reader's thread: returns for how many tokens
-    tokens:   what the reader gets: ids, then None, or an exception in its place; where there is no room for the next
-              one, the request that brings it
-    over:     nobody reads it any more, or it has ended
+    position: of the next token; `last`: the first position that is not decoded
+    granted:  the first position that memory is not yet granted for; None: granted for all
+    more:     grants further memory, in the reader's thread: returns the number of tokens
+    tokens:   queue to the reader: ids, then None or an exception at the end; if there is no memory for the next token,
+              the request that computes it
+    over:     the reader has left, or the sequence has ended
     """
 
     cache: FusedCache
@@ -65,7 +65,7 @@ class DecodingSequence:
     over: bool = False
 
     def advance(self, logits: Tensor) -> QueuedRequest | None:
-        """Choose the next token and hand it out; the request that brings the one after it, None at the end."""
+        """Choose the next token and hand it out. Returns the request for the token after it; None at the end."""
         token = self.choose(logits)
         if token in self.eos_ids:
             self.end(None)
@@ -81,7 +81,7 @@ class DecodingSequence:
         following = QueuedRequest(run, alone, sequence=self, limit=self.limit)
         if self.granted is None or self.position <= self.granted:
             return following
-        self.tokens.put(following)  # the reader submits it, when it has found room
+        self.tokens.put(following)  # the reader submits it once it has been granted memory
         return None
 
     def end(self, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy or sampled, with penalties, biases, and log-probabilities of what was chosen."""
+"""Choice of the next token: greedy or sampled, with penalties, biases, and log-probabilities of the chosen tokens."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predic
     seed:        makes sampling repeatable
     stop:        strings at which the answer ends; they are not part of it
     json_schema: the answer is JSON that this schema (an object, or JSON) accepts; {"type": "object"}: any JSON object
-    regex:       the answer matches this regular expression, of Rust's syntax
+    regex:       the answer matches this regular expression, in Rust's syntax
     choices:     the answer is one of these texts
-    min_p:       leave out tokens with less than this share of the likeliest one's probability
-    presence_penalty, frequency_penalty: taken off the logit of a token that the answer holds, once, and once for each
-                 time (OpenAI)
+    min_p:       leave out tokens with less than this share of the likeliest token's probability
+    presence_penalty, frequency_penalty: subtracted from the logit of each token in the answer, once per token and once
+                 per occurrence (OpenAI)
     repetition_penalty: divides the positive and multiplies the negative logits of tokens of prompt and answer (CTRL)
     logit_bias:  added to the logits of these token ids
     stop_token_ids: ids at which the answer ends; they are not part of it
-    logprobs:    how many of the likeliest tokens to report beside each chosen one, by the model's own log-probability,
-                 before all of the above (`Answer.logprobs`); None: no report
+    logprobs:    how many of the likeliest tokens to report beside each chosen token, by the model's own
+                 log-probability, before all of the above (`Answer.logprobs`); None: no report
 
-    Of json_schema, regex and choices there may be one; they need the extra "structured". An answer that reaches
-    max_tokens is cut in mid-form. Raises ConfigError naming the field that is out of range, or what cannot be compiled.
+    At most one of json_schema, regex and choices may be given; they need the extra "structured". An answer that reaches
+    max_tokens is cut in mid-form. Raises ConfigError naming the field that is out of range or cannot be compiled.
     """
 
     max_tokens: int | None = None
@@ -100,16 +100,16 @@ class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predic
             object.__setattr__(self, "choices", (self.choices,) if isinstance(self.choices, str) else (*self.choices,))
         if sum(form is not None for form in (self.json_schema, self.regex, self.choices)) > 1:
             raise ConfigError("json_schema, regex and choices exclude each other; choose one")
-        self.grammar()  # whatever cannot be compiled is said before anything runs
+        self.grammar()  # a form that cannot be compiled is reported before anything runs
 
     def check_ids(self, vocab_size: int, name: str) -> None:
-        """Raises ConfigError for token ids that the model called `name` does not have."""
+        """Raise ConfigError for token ids that the model called `name` does not have."""
         for what, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             if bad := [id for id in ids if not 0 <= id < vocab_size]:
                 raise ConfigError(f"{what} names token id {bad[0]}; {name} has ids 0 to {vocab_size - 1}", what)
 
     def grammar(self) -> str | None:
-        """The answer's form as llguidance reads it; None: any."""
+        """Return the grammar of the answer's form, for llguidance; None: any form."""
         if isinstance(self.json_schema, str):
             return json_grammar(self.json_schema)
         if self.regex is not None:
@@ -118,14 +118,14 @@ class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predic
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities where one token was chosen: its own, and ids of the likeliest ones with theirs."""
+    """Log-probabilities of one chosen token and of the likeliest tokens at its place, with their ids."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class Penalties:
-    """Lowers the logits of tokens that were said, in vLLM's order: biases, repetition, frequency, presence."""
+    """Penalties on the logits of tokens said before, in vLLM's order: biases, repetition, frequency, presence."""
 
     def __init__(self, sampling: Sampling, device: torch.device, prompt_ids: Sequence[int]) -> None:
         self._sampling = sampling
@@ -140,7 +140,7 @@ class Penalties:
         return bool(said or sampling.logit_bias)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """logits: float32 [vocab_size]"""
+        """Return the logits with biases and penalties applied. logits: float32 [vocab_size]"""
         if self._counts is None:
             self._counts = torch.zeros_like(logits)
         counts, by = self._counts, self._sampling
@@ -158,12 +158,12 @@ class Penalties:
 
 
 class Sampler:
-    """Picks the next token from logits. Sampling follows transformers' own order: temperature, top-k, top-p, min-p.
+    """A function from logits to the next token. Sampling follows transformers' order: temperature, top-k, top-p, min-p.
 
     never: ids that are not chosen, whatever their logits
-    constraint: says what may come next
-    prompt_ids: what a repetition penalty counts as said, beside the answer
-    scores: gets each token's log-probabilities, if the sampling asks for them
+    constraint: the form that restricts the next token
+    prompt_ids: ids that a repetition penalty counts as said, besides the answer
+    scores: gets each token's log-probabilities, if the sampling requests them
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Sampler:
         self._scores = scores
         self._logprobs = sampling.logprobs
         self._never = torch.tensor(sorted(never), dtype=torch.int64, device=device)
-        # Logits divided by less than this overflow float32; the likeliest token has all of the probability long before.
+        # Logits divided by less than COLD overflow float32; by then the likeliest token has all of the probability.
         self._greedy = sampling.temperature < COLD
         self._warpers = LogitsProcessorList()
         if self._greedy:
@@ -219,7 +219,10 @@ class Sampler:
 
 
 def token_scores(logits: Tensor, token: int, count: int) -> TokenScores:
-    """logits: float32 [vocab_size], behind which the token stands. count: likeliest tokens to name beside it"""
+    """Return the log-probabilities of a chosen token and of the likeliest tokens.
+
+    logits: float32 [vocab_size], that the token was chosen from. count: how many of the likeliest tokens to include
+    """
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(count, len(logprobs)))
     return TokenScores(float(logprobs[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

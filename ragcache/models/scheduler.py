@@ -1,18 +1,19 @@
-"""One thread that runs the model: it forms every pass, chooses next tokens and hands them out.
+"""The thread that runs the model: it forms every pass, chooses next tokens and hands them out.
 
-Callers submit tokens to run (`run`), something that needs the model to itself (`run` with `alone`), or a sequence to
+Callers submit tokens to run (`run`), a call that needs the model to itself (`run` with `alone`), or a sequence to
 decode (`decode`), and wait for a result or read a queue. Iteration-level scheduling as in Orca (Yu et al., OSDI 2022),
 with long prompts cut into pieces as in SARATHI (Agrawal et al., 2023).
 
-- *Sharing*: everything that waits may share one pass, except what needs a pass of its own (replaced slots, a say before
-  each layer, an observer, logits of several tokens). Those run alone, in turn.
-- *Order*: first in, first out. A prompt that has waited longest takes other short prompts along and no next tokens:
-  somebody waits for a first token. A run too long for a pass is cut, and goes to the end of the queue after each piece.
-- *Errors*: where a shared pass fails, each of its members is tried alone, so that only the faulty one fails.
-- *Giving up*: see `models/deadline.py`. A request is withdrawn while it waits and between its pieces; not amid a pass,
-  which works on its cache.
+- *Sharing*: all waiting requests may share one pass, except those that need a pass to themselves (replaced slots, a
+  callback before each layer, an observer, logits of several tokens). Those run alone, in turn.
+- *Order*: first in, first out. When a short prompt has waited longest, its pass takes other short prompts along but no
+  next tokens, because its caller waits for a first token. A run too long for a pass is cut, and returns to the end of
+  the queue after each piece.
+- *Errors*: if a shared pass fails, each of its members is tried alone, so that only the faulty member fails.
+- *Cancelling*: see `models/deadline.py`. A request is withdrawn while it waits and between its pieces, but not during a
+  pass, which works on its cache.
 
-The thread starts with the first request and ends when there has been none for a while. A fork of the process has none,
+The thread starts with the first request and ends after a while without requests. A forked process has no such thread,
 and every call there raises ForkedError.
 """
 
@@ -36,9 +37,9 @@ from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.models.requests import DecodingSequence, QueuedRequest, ScheduledRequest
 from ragcache.runtime import end_team, working_alone
 
-# Without requests for so long, the thread ends; the next request starts another.
+# After this long without requests, the thread ends; the next request starts another.
 IDLE_S = 5.0
-# The part of a pass that a cut run gets at least when it comes first, and the smallest piece that is worth cutting.
+# A cut run that comes first gets at least 1 / FIRST_SHARE of a pass. LEAST_PIECE: the smallest piece worth cutting.
 FIRST_SHARE = 4
 LEAST_PIECE = 16
 
@@ -47,9 +48,9 @@ LEAST_PIECE = 16
 class PassStats:
     """Counts of the passes so far.
 
-    passes:  how many
-    tokens:  that ran in them
-    members: passes by how many runs they held: {1: 12, 8: 340}
+    passes:  number of passes
+    tokens:  number of tokens that ran in them
+    members: number of passes by how many runs they held: {1: 12, 8: 340}
     """
 
     passes: int = 0
@@ -59,13 +60,13 @@ class PassStats:
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """The queue of one model and the thread that works it off. Thread-safe.
+    """The queue of one model and the thread that serves it. Thread-safe.
 
-    forward:      runs pieces in one pass and returns each one's last logits
-    pass_tokens:  most tokens of a pass while others wait, next tokens of decoded sequences aside; a run that cannot be
-                  cut may exceed it
-    alone_tokens: most tokens of a pass while nobody else is there
-    sharing:      False gives every run a pass of its own
+    forward:      runs pieces in one pass and returns each piece's last logits
+    pass_tokens:  most tokens of a pass while others wait, not counting next tokens of decoded sequences; a run that
+                  cannot be cut may exceed it
+    alone_tokens: most tokens of a pass while no other request waits
+    sharing:      False gives every run a separate pass
     """
 
     forward: Callable[[Sequence[ScheduledTokens]], list[Tensor]]
@@ -90,33 +91,33 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a pass."""
+        """Return the number of requests that wait for a pass."""
         return len(self._waiting)
 
     @property
     def decoding(self) -> int:
-        """Sequences that are being decoded."""
+        """Return the number of sequences that are being decoded."""
         return len(self._decoding)
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the calling thread is the one that runs the model: what it runs has its turn already."""
+        """Return whether the calling thread is the thread that runs the model; its calls need not wait for a turn."""
         return threading.current_thread() is self._thread
 
-    # What callers do
+    # Called by callers' threads
 
     def run(self, run: ForwardRequest, alone: Callable[[], Tensor] | None = None) -> Tensor:
-        """Run all of its tokens, in one or several passes; the last one's logits.
+        """Run all tokens of the request, in one or several passes, and return the last token's logits.
 
-        alone: runs it in a pass of its own, in the caller's context
+        alone: runs the request in a separate pass, in the caller's context
 
-        Raises what the pass raises, CancelledError and TimedOutError (`LIMIT`) while it waits, ForkedError.
+        Raises the errors of the pass, CancelledError and TimedOutError (`LIMIT`) while it waits, ForkedError.
         """
         self.home.check()
         if run.cache.fill is not None and self._is_busy():
-            with working_alone():  # beside the others' pass, not in it: a slow disk must not stop them
+            with working_alone():  # outside the shared pass: a slow disk must not delay others
                 run.cache.place()
-        if alone is not None:  # with what the calling thread's context variables are now (observers)
+        if alone is not None:  # with the calling thread's current context variables (observers)
             alone = partial(contextvars.copy_context().run, alone)
         request = QueuedRequest(run, alone, limit=LIMIT.get())
         self._submit(request)
@@ -125,8 +126,9 @@ class Scheduler:
     def decode(self, decoding: DecodingSequence, logits: Tensor) -> Generator[int, None, None]:
         """Yield the ids of an answer until one of its `eos_ids` (not yielded) or the position `last`.
 
-        Decoding goes on while the caller is busy with what it got, as far as there is room; it ends when the generator
-        is closed. Raises what a pass raises, what the limit and `DecodingSequence.more` raise, and ForkedError.
+        Decoding continues while the caller processes earlier tokens, if memory is granted for further ones; it ends
+        when the generator is closed. Raises the errors of a pass, of the limit and of `DecodingSequence.more`, and
+        ForkedError.
         """
         self.home.check()
         decoding.limit.check()
@@ -135,7 +137,7 @@ class Scheduler:
         with self._changed:
             self._decoding.add(decoding)
         try:
-            with working_alone():  # the first token at once, beside the passes of others
+            with working_alone():  # the first token at once, outside other callers' passes
                 following = decoding.advance(logits)
             if following is not None:
                 self._submit(following)
@@ -163,7 +165,7 @@ class Scheduler:
             self._submit(token)
 
     def _abandon(self, decoding: DecodingSequence) -> None:
-        """No further token of it is wanted. Returns when no pass works on its cache any more."""
+        """Stop decoding a sequence. Returns once no pass works on its cache."""
         decoding.over = True
         if not self.home.is_here:
             return
@@ -174,7 +176,7 @@ class Scheduler:
                 self._changed.wait()
 
     def _submit(self, request: QueuedRequest) -> None:
-        end_team()  # whatever the caller computed before: it waits now, and the model's thread has the processors
+        end_team()  # of the caller's own computing: it waits now, and the model's thread uses the processors
         with self._changed:
             self._waiting.append(request)
             if self._thread is None:
@@ -183,7 +185,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def _await(self, request: QueuedRequest) -> Tensor:
-        """Its logits, once it is finished. Raises what its limit raises while no pass holds it."""
+        """Return the request's logits, once it has finished. Raises the errors of its limit while no pass holds it."""
         limit = request.limit
         try:
             while not wait([request.finished], limit.poll_s()).done:
@@ -191,7 +193,7 @@ class Scheduler:
                     if request in self._waiting:
                         limit.check()
         except BaseException:
-            with self._changed:  # a pass that holds it is waited for: it works on the caller's cache
+            with self._changed:  # wait for a pass that holds it: it works on the caller's cache
                 while request in self._running:
                     self._changed.wait()
                 if request in self._waiting:
@@ -203,7 +205,7 @@ class Scheduler:
         with self._changed:
             return bool(self._running or self._waiting or self._decoding)
 
-    # What the thread does
+    # Called by the scheduler's thread
 
     def _work(self) -> None:
         with torch.inference_mode():
@@ -211,7 +213,7 @@ class Scheduler:
                 self._work_once()
 
     def _work_once(self) -> None:
-        """Run one pass. What it held is let go of before the thread waits: an idle model keeps nobody's cache."""
+        """Run one pass. Its requests are forgotten before the thread waits, so that an idle model keeps no cache."""
         members = self._take()
         try:
             if members and (alone := members[0].request.alone) is not None:
@@ -220,7 +222,7 @@ class Scheduler:
                 rows = self.forward([member.piece for member in members])
                 for member, logits in zip(members, rows, strict=True):
                     self._advance(member, logits)
-        except BaseException as error:  # whatever it is, it is the caller's: this thread goes on for the others
+        except BaseException as error:  # every error goes to its caller; this thread continues for the others
             if len(members) == 1:
                 self._finish(members[0].request, error=error)
             else:
@@ -229,13 +231,13 @@ class Scheduler:
             self._end(members)
 
     def _await_work(self) -> bool:
-        """Wait for a request; False when the thread has ended."""
+        """Wait for a request; return False when the thread has ended."""
         with self._changed:
             until = time.monotonic() + IDLE_S
             if not self._waiting:
-                end_team()  # while there is nothing to run, others have the processors
+                end_team()  # while there is nothing to run, other threads use the processors
             while not self._waiting:
-                # Polling: at the interpreter's end nobody wakes a thread that it waits for.
+                # Polling: the interpreter waits for this thread at its end, but does not wake it.
                 self._changed.wait(POLL_S)
                 if not self._waiting and (time.monotonic() > until or not threading.main_thread().is_alive()):
                     self._thread = None
@@ -243,9 +245,9 @@ class Scheduler:
             return True
 
     def _take(self) -> list[ScheduledRequest]:
-        """Take what runs in the next pass out of the queue."""
+        """Take the requests of the next pass out of the queue."""
         with self._changed:
-            for request in list(self._waiting):  # their callers may be busy elsewhere and not look for long
+            for request in list(self._waiting):  # their callers may be busy and not check for a long time
                 try:
                     request.limit.check()
                 except Exception as error:
@@ -258,12 +260,15 @@ class Scheduler:
             self._waiting = [request for request in self._waiting if request not in self._running]
             for request in self._running:
                 request.run.cache.acquire_reference()
-            # Held first, looked at then: the garbage collector may close an abandoned stream at any moment.
+            # Checked only once held: the garbage collector may close an abandoned stream at any moment.
             shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
 
     def _shares(self, first: QueuedRequest) -> list[tuple[QueuedRequest, int]]:
-        """Runs, with how many tokens: next tokens of sequences always, then others by arrival, long runs last."""
+        """Return the runs of the next pass, with their token counts.
+
+        Next tokens of sequences come first, then other runs by arrival, long runs last.
+        """
         run = first.run
         if first.alone is not None or not self.sharing:
             return [(first, run.left)]
@@ -282,17 +287,17 @@ class Scheduler:
         return [(first, min(run.left, kept + max(0, room))), *shares]
 
     def _is_question(self, run: ForwardRequest) -> bool:
-        """Short, and no next token of a sequence: somebody waits for a first token."""
+        """Return whether a run is short and not a sequence's next token, so that its caller waits for a first token."""
         return 1 < run.left <= self.pass_tokens
 
     def _share(self, run: ForwardRequest, room: int) -> int:
-        """How many of its tokens go into what is left of a pass. Only what fits no pass is cut."""
+        """Return how many of a run's tokens fit into the rest of a pass. Only a run that fits in no pass is cut."""
         if run.left == 1 or run.left <= room:
             return run.left
         return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
 
     def _one_by_one(self, members: Sequence[ScheduledRequest]) -> None:
-        """After a shared pass failed: only what fails by itself has failed."""
+        """Run the members of a failed pass one by one, so that only those that fail by themselves fail."""
         for member in members:
             member.piece.undo()
         for member in members:

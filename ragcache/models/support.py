@@ -1,12 +1,12 @@
-"""Which models can be moved exactly, and why the others cannot.
+"""Which models can be moved exactly, and the reason why others cannot.
 
-A model is taken by what it does, not by its name: the configuration is read for the known obstacles, then a few
-tokens are run to see that every layer calls transformers' attention interface, which layers rotate, and that what
-every recipe records gives the model's own keys and values. A new family that follows transformers' conventions needs
-no code here.
+Support is decided by a model's behaviour, not by its name: the configuration is read for the known obstacles, then a
+few tokens are run to check that every layer calls transformers' attention interface, to find the layers that rotate,
+and to check that the recordings of every recipe reproduce the model's own keys and values. A new family that follows
+transformers' conventions needs no code here.
 
-Every layer is judged alone, on the input that it had in the plain pass. Rounding in 16 bits would otherwise add up over
-the layers, and by far the most where activations are massive (special tokens, the first token): a model's own bfloat16
+Every layer is checked alone, on the input that it had in the plain pass. Otherwise rounding in 16 bits would add up
+over the layers, by far the most where activations are massive (special tokens, the first token): a model's own bfloat16
 is 0.4 to 0.8 away from its own float32 there. That noise says nothing about moved keys.
 """
 
@@ -53,7 +53,7 @@ _PROBE_TOKENS = 5
 
 
 def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
-    """Raises UnsupportedModelError for obstacles that the configuration states, before any weights are read."""
+    """Raise UnsupportedModelError for obstacles stated in the configuration, before any weights are read."""
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(config, name, "it is an encoder-decoder model; ragcache needs a causal language model")
     text = config.get_text_config(decoder=True)
@@ -74,8 +74,8 @@ class _Plain(NamedTuple):
     """A plain pass over the probe's tokens, by layer.
 
     seen:    rotated keys and values, [1, num_kv_heads, num_tokens, head_dim]
-    windows: sliding windows; None where a layer sees everything
-    sources: where the layer has its angles from; None where it is given none
+    windows: sliding windows; None if a layer sees everything
+    sources: the source of the layer's angles; None if it gets none
     """
 
     seen: dict[int, tuple[Tensor, Tensor]]
@@ -85,14 +85,14 @@ class _Plain(NamedTuple):
 
 
 def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, CacheShape]:
-    """Run a few tokens and learn the model's rotation. Raises UnsupportedModelError naming what stands in the way."""
+    """Run a few tokens and find out the model's rotation. Raises UnsupportedModelError naming the obstacle."""
     try:
         return _inspect(model)
     except UnsupportedModelError as reason:
         raise unsupported(model.config, name, reason) from reason.__cause__
 
 
-# From here to the watched pass, an UnsupportedModelError says the reason alone.
+# From here on, the message of an UnsupportedModelError is only the reason; `inspect` adds the model's name.
 
 
 @torch.inference_mode()
@@ -107,13 +107,13 @@ def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
         raise UnsupportedModelError("it gives out logits of every token, not of those that are asked for alone")
     calls, layers = plain.watch.calls, sorted(plain.seen)
     kinds = _layer_types(model) or []
-    kept = [kind for kind in kinds if keeps_kv(kind)]  # counted as attention is
+    kept = [kind for kind in kinds if keeps_kv(kind)]  # numbered like attention modules
     expected = len(kept) if mixers and kinds else int(text_config(model).num_hidden_layers)
     if layers != list(range(expected)):
         raise UnsupportedModelError(f"only {len(layers)} of {expected} layers keep keys and values")
     if not mixers and set(plain.watch.left) != set(layers):  # LongCat
         raise UnsupportedModelError("its decoder layers hold several attentions each: no token can stand aside in one")
-    # A window that reaches attention only inside a ready-made mask would be lost here.
+    # A window that reaches attention only inside a prepared mask would be ignored here.
     sliding = [layer for layer, kind in enumerate(kept) if kind == "sliding_attention"]
     if hidden := [layer for layer in sliding if plain.windows.get(layer) is None]:
         raise UnsupportedModelError(f"sliding layer {hidden[0]} does not say how far it sees")
@@ -136,7 +136,7 @@ def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
     for rotary in rope.modules:
         hook_rotary(rotary)
     _verify(model, rope, shape, plain)
-    if not mixers:  # whoever runs some of the tokens alone has no state between them
+    if not mixers:  # running some of the tokens alone would lose the state between them
         _verify_narrowing(model, shape, plain)
     return rope, shape
 
@@ -155,7 +155,7 @@ def _learn_states(model: PreTrainedModel, mixers: Sequence[Mixer]) -> tuple[Stat
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The part of the configuration that describes the decoder; all of it where the model reads nothing but text."""
+    """Return the part of the configuration that describes the decoder; all of it if the model reads only text."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -173,7 +173,10 @@ def _rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Ordinary tokens from all over the vocabulary: special ones, on which activations are massive, are at its ends."""
+    """Return ordinary tokens from all over the vocabulary, and their positions.
+
+    Special tokens, on which activations are massive, are at the vocabulary's ends.
+    """
     vocab, config = model.get_input_embeddings().weight.shape[0], text_config(model)
     named = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
     special = {id for ids in named for id in (ids if isinstance(ids, list) else [ids])}
@@ -185,7 +188,7 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def _run_probe(model: PreTrainedModel) -> _Plain:
     probe, plain, watch = KeptCache(), EncodePass(None), Watch()
     ids, positions = _probe_ids(model)
-    given: dict[int, nn.Module] = {}  # rotary modules by the identity of what they gave
+    given: dict[int, nn.Module] = {}  # rotary modules by the identity of their output
     kept: list[object] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -196,7 +199,7 @@ def _run_probe(model: PreTrainedModel) -> _Plain:
     try:
         with watch.watching(model), during(CURRENT, plain):
             model.base_model(input_ids=ids, position_ids=positions, past_key_values=probe, use_cache=True)
-    except Exception as error:  # a foreign architecture may fail in any way; the reason is all that can be said
+    except Exception as error:  # an unknown architecture may fail in any way; only the reason can be reported
         dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()})
         mixed = f"; its weights mix {' and '.join(dtypes)}: bring it to one dtype, such as by model.float()"
         reason = f"it does not run on transformers' cache interface ({error}){mixed if len(dtypes) > 1 else ''}"
@@ -205,20 +208,20 @@ def _run_probe(model: PreTrainedModel) -> _Plain:
         for handle in handles:
             handle.remove()
     ranked = any(hasattr(call.module, RANK) for call in watch.calls.values())
-    if ranked:  # by place, as attention counts
+    if ranked:  # by index, as attention modules are numbered
         probe.seen = {rank: probe.seen[number] for rank, number in enumerate(sorted(probe.seen))}
     if not probe.seen or set(watch.calls) != set(probe.seen):
         raise UnsupportedModelError("its layers do not hand keys and values to transformers' cache")
     if set(plain.windows) != set(probe.seen):
         raise UnsupportedModelError("its layers do not call transformers' attention interface")
     sources: dict[int, Source | None] = {}
-    for layer, call in watch.calls.items():  # DiffLlama halves values behind its cache, JetMoE repeats heads
+    for layer, call in watch.calls.items():  # DiffLlama halves values after its cache, JetMoE repeats heads
         received, (keys, values) = plain.received[layer], expand(call.module, _in_order(call.module, probe.seen[layer]))
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
             raise UnsupportedModelError(f"layer {layer} attends to other keys or values than its cache gives it")
         alone = called.pop() if len(called := set(given.values())) == 1 else None
         rotary = given.get(id(call.given.get("position_embeddings")), alone)
-        kinds = None if ranked else _layer_types(model)  # types are of all layers, and ranks of some
+        kinds = None if ranked else _layer_types(model)  # types cover all layers, ranks only some
         by_type = rotary is not None and kinds is not None and takes_layer_type(rotary)
         sources[layer] = None if rotary is None else (rotary, kinds[layer] if by_type and kinds else None)
     seen = {layer: _in_order(watch.calls[layer].module, pair) for layer, pair in probe.seen.items()}
@@ -226,7 +229,7 @@ def _run_probe(model: PreTrainedModel) -> _Plain:
 
 
 def _in_order(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What rotates first; see `CacheShape.in_order`."""
+    """Return the pair with the rotated part first; see `CacheShape.in_order`."""
     return (pair[1], pair[0]) if hasattr(module, LATENT) else pair
 
 
@@ -236,15 +239,17 @@ def _rotation_function(module: nn.Module) -> Apply:
         return turn_pairs
     if apply is None:
         raise UnsupportedModelError("its modelling file has no apply_rotary_pos_emb")
-    if list(signature(apply).parameters)[1] == "cos":  # one tensor a call (Gemma 4)
+    if list(signature(apply).parameters)[1] == "cos":  # one tensor per call (Gemma 4)
         return _with_partial(lambda query, key, cos, sin: (apply(query, cos, sin), apply(key, cos, sin)))
     return _with_partial(apply)
 
 
 def _with_partial(apply: Apply) -> Apply:
-    """Some families cut the rotated dimensions out before they call their function (Phi, Persimmon): do it for them.
+    """Wrap a rotation function so that it also takes heads that are wider than the angles.
 
-    A function that handles partial rotary itself gets the whole head: `_verify` tells whether the guess was right.
+    Some families cut the rotated dimensions out before they call their function (Phi, Persimmon); the wrapper does the
+    same. A function that handles partial rotary itself gets the whole head: `_verify` shows whether the guess was
+    right.
     """
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +266,10 @@ def _with_partial(apply: Apply) -> Apply:
 
 
 def _rotates(model: PreTrainedModel, call: Call, source: Source | None, layer: int) -> Source | None:
-    """Call a layer's attention as it was called, all its tokens at one position: its keys differ where it rotates."""
+    """Return the source of a layer's angles, or None if the layer does not rotate.
+
+    Its attention is called again with all tokens at one position, then at another: if it rotates, its keys differ.
+    """
     if source is None:
         return None
     given = {**call.given, "attention_mask": None}
@@ -289,11 +297,11 @@ def _shape(seen: dict[int, tuple[Tensor, Tensor]], latent: frozenset[int]) -> Ca
 
 
 def _verify(model: PreTrainedModel, rope: Rope, shape: CacheShape, plain: _Plain) -> None:
-    """Encode the probe's tokens by every recipe, as they are always encoded, and compare with the plain pass.
+    """Encode the probe's tokens by every recipe, as in normal use, and compare with the plain pass.
 
-    A model is causal, so that the beginning of a row is what it is in a longer row: a shorter chunk stands in each
-    batch, behind which there is padding. The prefix is the plain pass's own: scores may be so large that the last bit
-    of a key decides who attends to whom.
+    A model is causal, so the beginning of a row is the same in a longer row: each batch has a shorter chunk, with
+    padding after it. The prefix is the plain pass's own, because scores may be so large that the last bit of a key
+    decides which token attends to which.
     """
     ids = _probe_ids(model)[0][0].tolist()
     _verify_recipe(model, rope, shape, plain, [ids, ids[:3]])
@@ -309,7 +317,7 @@ def _verify_recipe(
     chunks: list[list[int]],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
-    """Blocks at their places against the plain pass, layer by layer."""
+    """Compare blocks, moved to their positions, with the plain pass, layer by layer."""
     start, recipe = (prefix[0][0].shape[2], "prefix") if prefix else (0, "isolated")
     watch = Watch()
     try:
@@ -333,9 +341,10 @@ def _verify_recipe(
 
 
 def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) -> None:
-    """Run the last tokens over the others' keys, with two that stand aside, as recompute methods run what they choose.
+    """Run the last tokens over the others' keys, while two more are skipped, as recompute methods run the tokens they
+    choose.
 
-    A family whose layers take more by token than what is narrowed fails here.
+    A family whose layers take more per-token inputs than are narrowed fails here.
     """
     ids, positions = _probe_ids(model)
     cache, held = FusedCache(BufferPool(shape, 0), _PROBE_TOKENS), _PROBE_TOKENS - 2
@@ -343,7 +352,7 @@ def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) 
     cache.begin(first[0])
     with Watch().watching(model, plain.watch, slice(held)), during(CURRENT, FusedPass(cache, first[0], True)):
         model.base_model(input_ids=ids[:, :held], position_ids=first, past_key_values=cache, use_cache=True)
-    aside = torch.tensor([held, held], device=model.device)  # any tokens at all, in front of the last two
+    aside = torch.tensor([held, held], device=model.device)  # arbitrary tokens, before the last two
     ids, positions = (
         torch.cat([ids[:, aside], ids[:, held:]], 1),
         torch.cat([positions[:, aside], positions[:, held:]], 1),
@@ -367,30 +376,35 @@ def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) 
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    """[any, num_tokens, width], computed from the same input: a few roundings apart at most."""
+    """Return whether two results, [any, num_tokens, width], of the same input differ by at most a few roundings."""
     return bool(_distances(ours, theirs).max() < _tolerance(ours))
 
 
 def _same_mostly(ours: Tensor, theirs: Tensor) -> bool:
-    """`_same` of layers' outputs. In 16 bits a single token may differ: rounding gave it to another expert."""
+    """Apply `same` to layers' outputs. In 16 bits a single token may differ, if rounding sent it to another expert."""
     distances = _distances(ours, theirs)
     return bool((distances.max() if ours.dtype == torch.float32 else distances.median()) < _tolerance(ours))
 
 
 def _tolerance(ours: Tensor) -> float:
-    """A rotation in bfloat16 is up to 0.007 away from one in float32, a layer's output up to 0.015 from another
-    kernel's; wrong ones are away by 0.1 and more."""
+    """Return the largest relative distance that counts as the same.
+
+    A rotation in bfloat16 is up to 0.007 away from one in float32, a layer's output up to 0.015 from another kernel's;
+    wrong results are away by 0.1 and more.
+    """
     return 1e-4 if ours.dtype == torch.float32 else 8 * torch.finfo(ours.dtype).eps
 
 
 def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
-    """By token, relative to the token's own norm."""
+    """Return the distance of each token, relative to the token's own norm."""
     apart, own = (ours.float() - theirs.float()).norm(dim=(0, 2)), theirs.float().norm(dim=(0, 2))
     distances: Tensor = apart / own.clamp_min(1e-12)
     return distances
 
 
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The configuration as JSON values, without what does not change a key: file names and library versions."""
+    """Return the configuration as JSON values, without entries that do not affect keys: file names and library
+    versions.
+    """
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
     return {key: value for key, value in config.to_dict().items() if key not in ignored}
