@@ -1,17 +1,18 @@
-"""An adapter: trained embedding rows of added ids, in a small directory beside a base model that stays as it is.
+"""An adapter: trained embedding rows of added ids, in a small directory next to a base model that stays unchanged.
 
-    adapter.json          the base, what it has to be like, the added tokens, and the section "ragcache" of the model's
-                          configuration
+    adapter.json          the base, the properties it must have, the added tokens, and the section "ragcache" of the
+                          model's configuration
     adapter.safetensors   ids: int64 [n]; rows: float32 [n, hidden_size] (version 1)
     tokenizer files       the base's, with the added tokens
 
-Where LoRA's matrices were trained too (version 2), they and the rows stand in peft's own files, which peft reads over a
+If LoRA's matrices were trained too (version 2), they and the rows are in peft's own files, which peft reads over a
 base with room for the ids:
 
     adapter_config.json, adapter_model.safetensors
 
-`ragcache train` writes it (--freeze, --lora-rank) and `load_lm` takes it for a model: the base with room for the ids,
-their rows and the section, and the matrices merged. Fingerprint, block keys and methods then know it as any other.
+`ragcache train` writes it (--freeze, --lora-rank) and `load_lm` loads it as a model: the base with room for the ids,
+their rows and the section, and the matrices merged. Fingerprint, block keys and methods then treat it like any other
+model.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Base:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a field of another type."""
+        """Raise ValueError for a field of another type."""
         for name, kind in get_type_hints(type(self)).items():
             if type(getattr(self, name)) is not kind:
                 raise ValueError(f"its {name} is {getattr(self, name)!r}")
@@ -62,11 +63,11 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What adapter.json says.
+    """The contents of adapter.json.
 
-    directory: where it stands; spec: the way of reuse that it was trained for, None for none
+    directory: the adapter's directory; spec: the way of reuse that it was trained for, None for none
     has_lora:  whether LoRA's matrices belong to it
-    tokens:    the added tokens by ascending id; none in the first adapters
+    tokens:    the added tokens by ascending id; empty in the first adapters
     """
 
     directory: Path
@@ -77,7 +78,7 @@ class Adapter:
 
     @classmethod
     def find(cls, where: str | Path) -> Adapter | None:
-        """The adapter in a directory; None where there is none. Raises AdapterError for one that cannot be read."""
+        """Return the adapter in a directory; None if there is none. Raises AdapterError if it cannot be read."""
         path = Path(where) / ADAPTER
         if not path.is_file():
             return None
@@ -95,16 +96,16 @@ class Adapter:
 
     @property
     def added_ids(self) -> list[int]:
-        """The ids that have rows of their own, ascending."""
+        """Return the ids that have trained rows, ascending."""
         return [] if self.spec is None else sorted(self.spec.added_ids)
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, with those of the added ids."""
+        """Return the number of rows of the embedding, with those of the added ids."""
         return grown(self.base.vocab_size, self.added_ids)
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Raises AdapterError for another model than the base, or another tokenizer than the adapter's."""
+        """Raise AdapterError for a model other than the base, or a tokenizer other than the adapter's."""
         text = config.get_text_config(decoder=True)
         for what, field, own in (
             ("layers", "num_hidden_layers", self.base.num_layers),
@@ -130,7 +131,7 @@ class Adapter:
                 )
 
     def check_base(self, checkpoint: str | None) -> None:
-        """Raises AdapterError where the base's files have another digest than those that it was trained beside."""
+        """Raise AdapterError if the base's files differ in digest from those that it was trained with."""
         if checkpoint != self.base.checkpoint:
             digests = f"{self.base.checkpoint[:12]}, and these are {(checkpoint or 'nowhere')[:12]}"
             raise AdapterError(
@@ -139,7 +140,7 @@ class Adapter:
             )
 
     def extend(self, config: PreTrainedConfig) -> None:
-        """State in the base's configuration what the adapter adds."""
+        """Add the adapter's vocabulary size and section to the base's configuration."""
         config.get_text_config(decoder=True).vocab_size = self.vocab_size
         if self.spec is not None:
             setattr(config, SECTION, self.spec.section())
@@ -148,12 +149,12 @@ class Adapter:
 
     @torch.no_grad()
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The base with the rows in its embedding and LoRA's matrices in its weights.
+        """Return the base with the rows in its embedding and LoRA's matrices in its weights.
 
-        New rows of a head of its own are zero: no answer may hold their ids. New rows of other tables (Gemma 4 has one
-        for all layers) are copies of the first, as training takes them to be.
+        New rows of a separate output head are zero, because no answer may contain their ids. New rows of other tables
+        (Gemma 4 has one for all layers) are copies of the first row, as in training.
 
-        Raises AdapterError for rows or matrices that are missing or damaged, ConfigError where they need peft and it is
+        Raises AdapterError for rows or matrices that are missing or damaged, ConfigError if they need peft and it is
         not installed.
         """
         rows = self.rows()
@@ -177,7 +178,7 @@ class Adapter:
         return model
 
     def rows(self) -> dict[int, Tensor]:
-        """The trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError where they cannot be used."""
+        """Load the trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError if they cannot be used."""
         wanted = self.added_ids
         if not wanted:
             return {}
@@ -204,9 +205,9 @@ def write_adapter(
     rows: dict[int, Tensor] | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write rows by id, and adapter.json last: with it the directory is an adapter.
+    """Write rows by id, and adapter.json last, which makes the directory an adapter.
 
-    rows: None: they and LoRA's matrices are there already, as peft writes them
+    rows: None: they and LoRA's matrices were already written by peft
     tokenizer: with the added tokens
     """
     if rows is not None:

@@ -104,10 +104,9 @@ class Projected(NamedTuple):
     window: int | None
 
     def weights(self, key: Tensor, key_positions: Tensor) -> Iterator[Tensor]:
-        """Yield weights summed over heads, float32 [rows, length], a few rows at a time to bound the memory of a long
-        suffix.
+        """Yield weights summed over heads, float32 [rows, length], a few rows at a time to save memory.
 
-        key: [1, num_kv_heads, length, head_dim], rotated, the keys of the softmax; each row sees at least one key
+        key: [1, num_kv_heads, length, head_dim], rotated, the keys of the softmax; each row sees some of them
         """
         query, positions = self.query, self.positions
         step = max(1, SCORES_AT_ONCE // (query.shape[1] * key.shape[2]))
@@ -174,8 +173,9 @@ class BatchedPass:
 
 @dataclass(eq=False)
 class ArenaPass:
-    """Tokens of several requests, one request per row, over caches in a shared arena, as a CUDA graph runs them:
-    between passes only the numbers in its tensors differ.
+    """Tokens of several requests, a row per request, over caches in a shared arena, as a CUDA graph runs them.
+
+    Between passes only the numbers in its tensors differ.
 
     positions: int64 [rows, num_tokens]
     slots:  int64 [rows * num_tokens]: slots of the arena that the tokens' keys and values are written to
@@ -229,7 +229,7 @@ class ArenaPass:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """One layer's attention in a fused pass, as an observer sees it.
+    """A layer's attention in a fused pass, as an observer sees it.
 
     query:   [1, num_heads, num_rows, head_dim], rotated
     positions: int64 [num_rows], of the same tokens
@@ -258,9 +258,7 @@ def register() -> None:
 
 
 def hook_rotary(rotary: nn.Module) -> None:
-    """Hook the rotary module so that in an encode pass it returns the identity, and its true angles are kept for
-    `attention`.
-    """
+    """Hook the rotary module: encode passes get the identity, and the true angles are kept for `attention`."""
     rotary.register_forward_hook(_identity_angles, with_kwargs=True)
 
 
@@ -526,9 +524,7 @@ def _spans(
 
 
 def reads_freely(tensor: Tensor) -> bool:
-    """Return whether the host can read the tensor without waiting; a GPU would have to finish all its queued work
-    first.
-    """
+    """Return whether the host can read the tensor at once; on a GPU, all queued work would have to finish first."""
     return tensor.device.type == "cpu"
 
 

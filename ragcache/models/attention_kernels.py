@@ -93,16 +93,13 @@ class PartialAttention(NamedTuple):
 
 
 def has_kernel(key: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Return whether a kernel computes a part of attention, not counting sinks; without a kernel, the weights take
-    memory.
-    """
+    """Return whether a kernel computes a part of attention (sinks aside); otherwise the weights take memory."""
     no_changes = scoring.softcap is None and scoring.adjust is None
     return no_changes and key.device.type == "cpu" and key.shape[3] == value.shape[3]
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> PartialAttention:
-    """Compute the attention of the tokens that the last keys belong to: each sees all keys up to its own; see
-    `attend_part`.
+    """Compute the attention of the last keys' own tokens, each of which sees all keys up to its own; see `attend_part`.
 
     Two parts, earlier keys without a mask and own keys: for 1,024 rows after 5,000 tokens this takes half the time of a
     single part with a mask.
@@ -117,7 +114,7 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring: Scoring) -> PartialAttention:
-    """Compute `attend` over some of the keys, without the sinks and score changes that need all of them.
+    """Compute `attend` over some of the keys, without the sinks and score changes that apply to all keys together.
 
     causal: as many keys as rows, each row sees the keys up to its own; False: every row sees every key
     """
@@ -156,7 +153,7 @@ def _num_pieces(folded: Tensor, key: Tensor) -> int:
 
 
 def _attend_in_pieces(folded: Tensor, key: Tensor, value: Tensor, scaling: float, pieces: int) -> tuple[Tensor, Tensor]:
-    """Compute `_attend_folded` of one request over pieces of its keys, merged (flash decoding: Dao et al., 2023).
+    """Compute `_attend_folded` of a single request over pieces of its keys, merged (flash decoding: Dao et al., 2023).
 
     Returns float32 [1, num_kv_heads, num_rows, head_dim] and [1, num_kv_heads, num_rows].
     """
@@ -175,9 +172,7 @@ def _attend_in_pieces(folded: Tensor, key: Tensor, value: Tensor, scaling: float
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attend with every row to the keys up to its own, as many keys as rows, on a CPU; returns the same as
-    `_attend_folded`.
-    """
+    """Compute `_attend_folded` with as many keys as rows, where each row sees only the keys up to its own."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     attended: tuple[Tensor, Tensor] = _flash_on_cpu(query, key, value, 0.0, True, attn_mask=None, scale=scaling)
@@ -225,8 +220,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scori
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Return bool [num_queries, num_keys]: keys at or before the query and, in a sliding layer, less than `window`
-    back.
+    """Return bool [num_queries, num_keys]: keys at or before the query, in a sliding layer less than `window` back.
 
     Key positions [num_kv_heads, num_keys] give [num_kv_heads, num_queries, num_keys]: after eviction heads may differ.
     """

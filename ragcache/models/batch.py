@@ -1,9 +1,9 @@
-"""Tokens of several requests in one forward pass, each over its own cache.
+"""Tokens of several requests in a single forward pass, each over its own cache.
 
-The rows of all requests follow each other in one sequence, so that every matrix product covers all of them and the
-weights are read only once. Each request has its own positions. Only attention knows where one request ends
-and the next begins: a request's rows see that request's cache, by the same code as when they run alone. Nothing is
-padded and no cache is copied, so lengths, windows, sinks and changed scores may differ from request to request.
+The rows of all requests follow each other in a single sequence, so every matrix product covers all requests and the
+weights are read only once. Each request has its own positions. Only attention knows the boundaries between requests: a
+request's rows see that request's cache, by the same code as when they run alone. Nothing is padded and no cache is
+copied, so lengths, windows, sinks and changed scores may differ from request to request.
 
 As Orca's selective batching (Yu et al., OSDI 2022), with SARATHI's pieces of long prompts (Agrawal et al., 2023).
 """
@@ -25,7 +25,7 @@ from ragcache.runtime import during
 
 @dataclass(eq=False)
 class ForwardRequest:
-    """Tokens to run over one caller's cache.
+    """Tokens to run over a caller's cache.
 
     ids, positions: int64 [num_tokens]
     ordered:   they come after everything in the cache; only such runs can be cut into pieces
@@ -100,7 +100,7 @@ class JointCache(Cache):  # type: ignore[misc]
 
 @torch.inference_mode()
 def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> list[Tensor]:
-    """Run one forward pass over all pieces and return the logits of each piece's last token: float32 [vocab_size].
+    """Run a forward pass over all pieces and return the logits of each piece's last token: float32 [vocab_size].
 
     A single piece runs as it would without this module.
     """

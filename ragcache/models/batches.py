@@ -1,4 +1,4 @@
-"""Which texts run together. A module of its own: the embedder, which needs it, loads no language model."""
+"""Batches of texts to run together. A separate module, since the embedder uses it without loading a language model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_items: int = sys.maxsize) -> Iterator[list[int]]:
-    """Ranks of texts to run together: of like length, at most `max_tokens` padded tokens (or one text alone) and
-    `max_items` texts. Ties keep their order, so the batches are deterministic."""
+    """Yield ranks of texts of similar length to run together.
+
+    A batch has at most `max_tokens` padded tokens (or a single text) and `max_items` texts. Ties keep their order, so
+    the batches are deterministic.
+    """
     order = sorted(range(len(lengths)), key=lambda rank: -lengths[rank])
     start = 0
     while start < len(order):

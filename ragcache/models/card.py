@@ -119,8 +119,7 @@ class ModelCard:
             raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
     def check_text(self, text: str, what: str) -> None:
-        """Raise ContextTooLongError if a text has far more tokens than the model reads, without tokenising all of the
-        text.
+        """Raise ContextTooLongError if a text has far more tokens than the model reads, before tokenising all of it.
 
         Raises PromptError for half of a surrogate pair.
         """
@@ -146,8 +145,7 @@ class ModelCard:
 
 
 def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
-    """Return the number of positions within which a passage reads the same at any position, and an error text for the
-    limit.
+    """Return the number of positions at which a passage reads the same, and an error text for the limit.
 
     Beyond them, reading a token depends on its final position, so KV that was computed earlier would be wrong.
     """

@@ -38,7 +38,7 @@ from ragcache.models.support import unsupported
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 LOADED = "loaded:"  # begins the name of a model that was not loaded here
-# What transformers and the readers of its formats raise for files that are not what they should be.
+# The errors of transformers and the readers of its formats for unusable files.
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
 
 
@@ -69,8 +69,10 @@ def load_config(where: str, name: str | Path) -> PreTrainedConfig:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """What makes a model of this configuration. A model that reads images too, and has no class for text alone, is
-    loaded as a whole, and read by its text part."""
+    """Return the transformers class that makes a model of this configuration.
+
+    A model that also reads images, and has no class for text alone, is loaded as a whole; only its text part is used.
+    """
     alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in IMAGE_READERS
     return AutoModelForCausalLM if alone else AutoModelForImageTextToText
 
@@ -97,10 +99,10 @@ def load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, devic
             raise _other_weights(where, config, "some have other shapes") from error
         raise ModelNotFoundError(f"cannot load a causal language model from {where!r}: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers would go on with random numbers in their place
+    if missing:  # transformers would continue with random numbers instead
         raise ModelNotFoundError(f"{where} lacks {len(missing)} of its weights, such as {missing[0]}; get it again")
     known = {f"{place}." for place, module in model.named_modules() if getattr(module, "weight", None) is not None}
-    for name in sorted(report["unexpected_keys"]):  # such as a bias that this family has not: another model's
+    for name in sorted(report["unexpected_keys"]):  # such as a bias that this family lacks: another model's
         if name.removesuffix(name.rpartition(".")[2]) in known:
             raise _other_weights(where, config, f"{name} has no place in it")
     if file:
@@ -134,14 +136,17 @@ def load_tokenizer(where: str) -> Tokenizer | None:
 
 
 def find_directory(name: str) -> Path | None:
-    """Where a model's files are on this machine; None where they are not. name: a directory or hub id"""
+    """Return the directory of a model's files on this machine; None if they are not here.
+
+    name: a directory or hub id
+    """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # the hub's client raises its own errors, httpx's and the system's: all say that it is not here
+    except Exception:  # the hub's client raises its own errors, httpx's and the system's: all mean that it is not here
         return None
 
 
@@ -171,4 +176,4 @@ def load_generation(where: str) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(place)
     except (OSError, ValueError):
-        return None  # transformers then makes one of the model's configuration, which is asked anyway
+        return None  # transformers then makes one of the model's configuration, which is read anyway

@@ -1,5 +1,5 @@
-"""A checkpoint's files, by a digest that needs no model: what another engine loads is compared with what a store was
-made with.
+"""A digest of a checkpoint's files that needs no model: it compares the model that another engine loads with the model
+that a store was made with.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def checkpoint_digest(name: str) -> str | None:
-    """SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows); None where the
-    model is no directory here and not in the hub's cache either, or merged as it is loaded.
+    """Return the SHA-256 over the weights' and the configuration's bytes (an adapter's: its base's, and the rows).
 
-    name: a directory or hub id, or a GGUF file of one
+    Returns None if the model is neither a directory here nor in the hub's cache, or is merged while it is loaded.
+
+    name: a directory or hub id, or a GGUF file in one of these
 
     Raises AdapterError for an adapter that cannot be read.
     """
@@ -34,7 +35,7 @@ def checkpoint_digest(name: str) -> str | None:
         return file_digest(directory / file["gguf_file"]).hex()
     if Lora.find(directory) is not None:  # its weights are in no file
         return None
-    if (adapter := Adapter.find(directory)) is not None:  # wherever its base is: loading compares that
+    if (adapter := Adapter.find(directory)) is not None:  # the base's files are compared when they are loaded
         rows = file_digest(directory / ROWS_FILE).hex()
         return digest([adapter.base.checkpoint, adapter.spec and adapter.spec.section(), rows])
     whole = hashlib.sha256()

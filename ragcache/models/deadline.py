@@ -1,4 +1,4 @@
-"""How long a caller waits: a deadline, and an event by which it gives up."""
+"""The time that a caller waits: a deadline, and an event by which the caller gives up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ragcache.errors import CancelledError, TimedOutError
 from ragcache.runtime import during
 
-# A wait looks up so often whether its caller has given up; never more often than the latter.
+# How often a wait checks whether its caller has given up. LEAST_POLL_S: the shortest time between checks.
 POLL_S = 0.05
 LEAST_POLL_S = 0.005
 
@@ -22,7 +22,7 @@ class Limit:
 
     cancelled: the caller sets it to give up
     deadline:  on the clock of `time.perf_counter`; None: none
-    timeout_s: what the deadline was made from, for the message
+    timeout_s: the timeout that the deadline was computed from, for the message
     """
 
     cancelled: threading.Event | None = None
@@ -34,7 +34,7 @@ class Limit:
         return cls(cancelled, None if timeout_s is None else started + timeout_s, timeout_s)
 
     def check(self) -> None:
-        """Raises CancelledError once `cancelled` is set, TimedOutError once the deadline is over."""
+        """Raise CancelledError once `cancelled` is set, TimedOutError once the deadline has passed."""
         if self.cancelled is not None and self.cancelled.is_set():
             raise CancelledError("the request was cancelled")
         if self.deadline is not None and time.perf_counter() >= self.deadline:
@@ -44,7 +44,7 @@ class Limit:
             )
 
     def allows(self) -> bool:
-        """Whether `check` passes."""
+        """Return whether `check` passes."""
         try:
             self.check()
         except (CancelledError, TimedOutError):
@@ -52,7 +52,7 @@ class Limit:
         return True
 
     def poll_s(self) -> float | None:
-        """How long to wait before the next check; None: for ever, as nothing can end the wait."""
+        """Return how long to wait before the next check; None: for ever, since nothing can end the wait."""
         if self.deadline is None:
             return None if self.cancelled is None else POLL_S
         left = max(LEAST_POLL_S, self.deadline - time.perf_counter())
@@ -64,5 +64,8 @@ LIMIT: ContextVar[Limit] = ContextVar("ragcache_limit", default=NO_LIMIT)
 
 
 def limited(limit: Limit) -> AbstractContextManager[None]:
-    """Within, runs of the model that wait for their turn obey `limit`. Not to be held across a generator's yield."""
+    """Return a context in which runs of the model obey `limit` while they wait.
+
+    Do not hold it across a generator's yield.
+    """
     return during(LIMIT, limit)

@@ -1,4 +1,4 @@
-"""Read chunks once and keep their keys (before RoPE) and values."""
+"""Encoding of chunks: they are read once, and their keys (before RoPE) and values are kept."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ragcache.runtime import during
 
 
 class AbandonedSignal(Exception):  # noqa: N818 - it ends a pass early; it is no error
-    """Nobody wants the blocks any more."""
+    """A signal that the blocks are no longer wanted."""
 
 
 class Recorder(Cache):  # type: ignore[misc]
-    """Writes every layer's keys and values straight into the blocks, without the padding.
+    """A cache that writes every layer's keys and values directly into the blocks, without the padding.
 
     skips:  by row, how many first tokens are left out
-    wanted: asked in every layer; raises AbandonedSignal when it says no
+    wanted: called in every layer; AbandonedSignal is raised if it returns False
     """
 
     def __init__(
@@ -71,16 +71,17 @@ def encode_batch(
     anchors: Anchors | None = None,
     states: Sequence[State] = (),
 ) -> list[KVBlock]:
-    """One forward pass of the decoder over right-padded chunks.
+    """Encode right-padded chunks by a forward pass of the decoder, and return their blocks.
 
-    Padding stands behind every real token, so causal attention never sees it and needs no mask.
+    The padding comes after every real token, so causal attention never sees it and needs no mask.
 
     prefix: rotated keys and values by layer, [1, num_kv_heads, prefix_tokens, head_dim], seen by every chunk; the
-            chunks then stand at positions prefix_tokens, prefix_tokens + 1, ...
-    skips:  by chunk, its first tokens whose KV is dropped (a lone BOS, neighbours); None: none of any
-    wanted: asked in every layer; the pass ends with AbandonedSignal when it says no
-    anchors: that the chunks hold, their first `skips` tokens aside; these and the prefix are seen by all
-    states: of recurrent layers behind the prefix; empty for no prefix
+            chunks then have positions prefix_tokens, prefix_tokens + 1, ...
+    skips:  by chunk, how many first tokens' KV is dropped (a lone BOS, neighbours); None: no tokens
+    wanted: called in every layer; AbandonedSignal is raised if it returns False
+    anchors: anchors in the chunks, not counting their first `skips` tokens; all tokens see those first tokens and the
+             prefix
+    states: of recurrent layers after the prefix; empty for no prefix
     """
     longest = max(len(chunk) for chunk in chunks)
     rows = [[*chunk, *([0] * (longest - len(chunk)))] for chunk in chunks]

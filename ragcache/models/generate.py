@@ -121,9 +121,7 @@ class Detokenizer:
         return piece
 
     def _held_back(self, text: str) -> int:
-        """Return how many last characters to hold back: those that may change, and the possible start of a stop string
-        before.
-        """
+        """Return the number of characters to hold back: they may still change, or may begin a stop string."""
         sure = text.rstrip("\ufffd")
         begun = (
             n for s in self._stop * self.stops for n in range(min(len(s) - 1, len(sure)), 0, -1) if sure.endswith(s[:n])

@@ -1,10 +1,10 @@
-"""What the keys and tensors of a GGUF file say of a model: each is honoured, or refused by name.
+"""The keys and tensors of a GGUF file that describe a model: each is honoured, or refused by name.
 
-transformers reads some keys of a file and drops the others without a word, and the model that it builds then computes
-something else. `TABLE` has a row for each key that changes what a model computes or where it ends. A row sets the
+transformers reads some keys of a file and silently drops the others, so that the model it builds computes something
+else. `TABLE` has a row for each key that changes the model's computation or where its answers end. A row sets the
 configuration or the tokenizer, or refuses. A key of the file's architecture without a row is refused, and so is a
-tensor that no parameter of the model takes. A key means what llama.cpp makes of it (llama-model.cpp, llama-context.cpp,
-llama-vocab.cpp), and so does its absence.
+tensor that no parameter of the model takes. A present or absent key means the same as in llama.cpp (llama-model.cpp,
+llama-context.cpp, llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from ragcache.errors import UnsupportedModelError
 MAGIC = b"GGUF"
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY, FLOAT32 = 8, 9, 0
-ROPE_BASE = 10_000.0  # llama.cpp's, of a file that states none
+ROPE_BASE = 10_000.0  # llama.cpp's, for a file that states none
 
 
 class TensorPlace(NamedTuple):
-    """shape: outermost dimension first; start: in the file"""
+    """A tensor in the file.
+
+    shape: outermost dimension first
+    start: offset in the file
+    """
 
     shape: tuple[int, ...]
     kind: int
@@ -41,7 +45,7 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A GGUF file's metadata and the places of its tensors. Of an array of strings the count is kept alone."""
+    """A GGUF file's metadata and the places of its tensors. An array of strings is reduced to its length."""
 
     path: Path
     keys: dict[str, Any]
@@ -68,7 +72,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read a GGUF file's metadata. Raises ValueError for a file that is none or is cut short, OSError."""
+    """Read a GGUF file's metadata. Raises ValueError for a file that is not GGUF or is cut short, OSError."""
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} does not start with GGUF's magic bytes")
@@ -80,7 +84,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads values from the front of a file's bytes."""
+    """A reader of values from a file's bytes, from the start on."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -142,14 +146,14 @@ class _Reader:
 
 
 class _RefusalError(Exception):
-    """Why a key cannot be honoured."""
+    """The reason why a key cannot be honoured."""
 
 
 Rule = Callable[[Header, PreTrainedConfig, Any], None]
 
 
 def _ignored(header: Header, config: PreTrainedConfig, value: Any) -> None:
-    """Take any value: it changes neither what the model computes nor where it ends, or another rule reads it."""
+    """Accept any value: it changes neither the model's computation nor the end of answers, or another rule reads it."""
 
 
 def _only(*values: Any) -> Rule:
@@ -161,7 +165,10 @@ def _only(*values: Any) -> Rule:
 
 
 def _sets(*attributes: str, off: Any = None) -> Rule:
-    """Set the first of these attributes that the configuration has. off: the value that a model without them has."""
+    """Return a rule that sets the first of these attributes that the configuration has.
+
+    off: the value that needs no such attribute
+    """
 
     def rule(header: Header, config: PreTrainedConfig, value: Any) -> None:
         attribute = next((name for name in attributes if hasattr(config, name)), None)
@@ -174,7 +181,7 @@ def _sets(*attributes: str, off: Any = None) -> Rule:
 
 
 def _for(*architectures: str) -> Rule:
-    """Take a key that transformers itself reads for these architectures, and refuse it for others."""
+    """Return a rule that accepts a key only for these architectures, for which transformers reads it."""
 
     def rule(header: Header, config: PreTrainedConfig, value: Any) -> None:
         if header.architecture not in architectures:
@@ -213,7 +220,10 @@ def _scale(header: Header, config: PreTrainedConfig, value: float) -> None:
 
 
 def _gating(header: Header, config: PreTrainedConfig, value: int) -> None:
-    """llama.cpp: 1 is a softmax over all experts, 2 sigmoids, 3 a softmax over those that are used."""
+    """Check the gating of experts.
+
+    llama.cpp: 1 is a softmax over all experts, 2 sigmoids, 3 a softmax over the used experts.
+    """
     usual = {"gpt_oss": 3, "minimax_m2": 2}.get(config.model_type, 1)
     if value not in (0, usual):
         raise _RefusalError(f"transformers' {config.model_type} weighs its experts otherwise")
@@ -223,7 +233,7 @@ def _window(header: Header, config: PreTrainedConfig, value: int) -> None:
     slides = getattr(config, "layer_types", None)
     if value == 0 or value >= header.get("context_length", math.inf):
         if slides is None and hasattr(config, "sliding_window"):
-            config.sliding_window = None  # it reaches as far as the context
+            config.sliding_window = None  # it covers the whole context
         elif slides is not None and value:
             config.sliding_window = value
     elif hasattr(config, "sliding_window") and (slides is None or "sliding_attention" in slides):
@@ -233,7 +243,7 @@ def _window(header: Header, config: PreTrainedConfig, value: int) -> None:
 
 
 def _window_pattern(header: Header, config: PreTrainedConfig, value: Any) -> None:
-    """An array: which layers slide. A number n: each n-th does not."""
+    """Set the layers' types. An array states which layers slide; a number n: all but each n-th layer slide."""
     layers = range(config.num_hidden_layers)
     slides = value[: len(layers)] if isinstance(value, list) else [value > 1 and n % value < value - 1 for n in layers]
     if not hasattr(config, "layer_types"):
@@ -247,7 +257,7 @@ def _window_pattern(header: Header, config: PreTrainedConfig, value: Any) -> Non
 
 
 def _rope(config: PreTrainedConfig, kind: str = "full_attention") -> dict[str, Any]:
-    """The configuration's RoPE parameters, of one type of layers where these differ."""
+    """Return the configuration's RoPE parameters, those for `kind` if layer types have different ones."""
     rope = config.rope_parameters
     return rope.get(kind, rope)  # type: ignore[no-any-return]
 
@@ -282,7 +292,7 @@ YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 
 
 def _rope_scaling(header: Header, config: PreTrainedConfig, _value: Any) -> None:
-    """Read all keys of positions' scaling together. A factor without a type is linear, as in llama.cpp."""
+    """Read all keys about the scaling of positions together. A factor without a type is linear, as in llama.cpp."""
     kind = header.get("rope.scaling.type", "linear")
     factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear") or 1.0
     attention = header.get("rope.scaling.attn_factor", 1.0)
@@ -309,7 +319,7 @@ def _rope_scaling(header: Header, config: PreTrainedConfig, _value: Any) -> None
 
 
 def _rope_freqs(header: Header, config: PreTrainedConfig, _value: Any) -> None:
-    """Find the parameters of Llama 3.1's scaling that give these divisors of the frequencies."""
+    """Find the parameters of Llama 3.1's scaling that yield these divisors of the frequencies."""
     rope = _rope(config)
     divisors = header.floats("rope_freqs.weight").astype(np.float64)
     if np.allclose(divisors, 1.0, rtol=1e-6):
@@ -336,7 +346,7 @@ def _two_frequencies(header: Header, config: PreTrainedConfig, _value: Any) -> N
     raise _RefusalError("positions' frequencies change with the length of the text")
 
 
-# The tokenizer. A rule for what transformers reads itself is `_ignored`.
+# The tokenizer. Keys that transformers reads itself have the rule `_ignored`.
 
 
 def _tokens(header: Header, config: PreTrainedConfig, value: int) -> None:
@@ -364,7 +374,7 @@ TABLE: dict[str, Rule] = {
     "nextn_predict_layers": _for("qwen35", "qwen35moe"),
     "feed_forward_length": _sets("intermediate_size", "ffn_hidden_size", "n_inner"),
     "use_parallel_residual": _sets("use_parallel_residual"),
-    "tensor_data_layout": _ignored,  # the projections' rows are as llama.cpp has them in any case
+    "tensor_data_layout": _ignored,  # the projections' rows are in llama.cpp's order in any case
     "pooling_type": _only(0),
     # Experts.
     "expert_count": _sets("num_experts", "num_local_experts", off=0),
@@ -445,7 +455,7 @@ def refuse_arrays(header: Header) -> None:
 
 
 def amend_config(config: PreTrainedConfig, header: Header) -> None:
-    """Make a configuration that transformers read from a GGUF file say all that the file says.
+    """Add to a configuration that transformers read from a GGUF file everything else that the file states.
 
     Raises UnsupportedModelError naming the key or tensor that cannot be honoured.
     """
@@ -472,7 +482,7 @@ def _refuse(header: Header, key: str, value: Any, reason: object) -> Unsupported
 
 
 def _amend_unstated(config: PreTrainedConfig, header: Header) -> None:
-    """Set what llama.cpp takes from the tensors, or by architecture, where no key states it."""
+    """Set the values that no key states and that llama.cpp derives from tensors or the architecture."""
     if "token_embd.weight" in header.tensors:
         config.vocab_size = header.tensors["token_embd.weight"].shape[0]
         if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:
@@ -494,7 +504,7 @@ def _amend_unstated(config: PreTrainedConfig, header: Header) -> None:
 def refuse_unread_tensors(model: PreTrainedModel, header: Header) -> None:
     """Raise UnsupportedModelError naming a tensor of the file that no parameter of the model takes.
 
-    transformers skips those of the architectures that its older reader reads; its newer one reports them.
+    transformers silently skips such tensors for the architectures of its older reader; its newer reader reports them.
     """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -507,11 +517,11 @@ def refuse_unread_tensors(model: PreTrainedModel, header: Header) -> None:
             raise _refuse(header, name, None, f"transformers' {model.config.model_type} has no place for this tensor")
 
 
-# Where answers end, and how text is split.
+# The ends of answers, and the splitting of text.
 
 
 def end_ids(header: Header) -> list[int]:
-    """Return the ids that end an answer: of the text, of a turn, of a message to a tool."""
+    """Return the ids that end an answer: those of the end of text, of a turn, and of a message to a tool."""
     ids = (header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(int(one) for one in ids if one is not None))
 
@@ -528,11 +538,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
         ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum"), ()
     ),
 }
-"""Name of a pre-tokenizer -> what llama.cpp splits text by, one after another. None: GPT-2's words, as transformers."""
+"""Name of a pre-tokenizer -> llama.cpp's patterns, applied in order. Empty: GPT-2's words, as in transformers."""
 
 
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""Pre-tokenizers whose pieces are tokens at once where the vocabulary has them, whatever the merges say."""
+"""Pre-tokenizers whose pieces become tokens directly if the vocabulary has them, whatever the merges say."""
 
 
 def _splits_of_transformers() -> frozenset[str]:
@@ -542,7 +552,7 @@ def _splits_of_transformers() -> frozenset[str]:
 
 
 def amend_tokenizer(tokenizer: Tokenizer, header: Header) -> None:
-    """Make a tokenizer that transformers read from a GGUF file split text as the file says, and begin it so."""
+    """Make a tokenizer that transformers read from a GGUF file split and begin text as the file states."""
     keys, backend = header.keys, tokenizer.backend_tokenizer
     if keys["tokenizer.ggml.model"] == "gpt2":
         pre = keys.get("tokenizer.ggml.pre", "default")
@@ -555,6 +565,6 @@ def amend_tokenizer(tokenizer: Tokenizer, header: Header) -> None:
         backend.pre_tokenizer, pre_tokenizers.Metaspace
     ):
         backend.pre_tokenizer.prepend_scheme = "never"
-    # A template writes the token where it wants it; raw text begins with it if the tokenizer has one.
+    # A template places the token itself; raw text begins with it if the tokenizer has one.
     if keys.get("tokenizer.ggml.add_bos_token") is False and "bos_token" not in (tokenizer.chat_template or ""):
         tokenizer.bos_token = None

@@ -1,11 +1,13 @@
-"""Short passes as CUDA graphs: a question's tokens, and every decoding step, without the cost of their launches.
+"""Short passes as CUDA graphs: a question's tokens, and every decoding step, without the cost of launching kernels.
 
-Such a pass is a thousand kernels, whose launches from Python take longer than they do. A graph launches them at once:
-always the same ones, over the same memory. So passes are recorded in a few sizes (`Bucket`), and from pass to pass
-nothing differs but numbers in one tensor: ids, positions, and where in the pool's arena each row's KV is and goes. Rows
-and tokens that a pass lacks are padding, which reads zeros and writes where nobody reads.
+Such a pass consists of a thousand kernels, and launching them from Python takes longer than running them. A graph
+launches them together: always the same kernels, over the same memory. So passes are recorded in a few sizes
+(`Bucket`), and between passes only the numbers in a single tensor differ: ids, positions, and each row's places in the
+pool's arena for reading and writing KV. Missing rows and tokens are padding, which reads zeros and writes to an unused
+slot.
 
-A graph is used once it has read random prompts as a plain pass does. Where none fits, `run_pieces` runs the pass.
+A graph is used once it has given the same result as a plain pass on random prompts. If none fits, `run_pieces` runs
+the pass.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ PART_LAYERS = 4  # later layers' KV may be on its way while these run
 
 
 class Bucket(NamedTuple):
-    """Room of a recorded pass: requests, new tokens of each, and tokens of each in all."""
+    """The size of a recorded pass: number of requests, new tokens of each, and all tokens of each."""
 
     rows: int
     tokens: int
     context: int
 
 
-CONTEXTS = (1024, 3072, 6144, 12288)  # attention takes as long as what there is room for
+CONTEXTS = (1024, 3072, 6144, 12288)  # attention takes time for all places, used or not
 SIZES = (*product((1, 2, 4, 8), (1,), CONTEXTS), *product((1, 8), (32, 64), CONTEXTS))
 BUCKETS = sorted((Bucket(*sizes) for sizes in SIZES), key=lambda one: one.rows * (one.tokens + 64) * one.context)
 MOST_ROWS, MOST_TOKENS = 8, 64
@@ -53,14 +55,18 @@ BeforeLayer = Callable[[int], None]
 
 
 class Recorded(NamedTuple):
-    """parts: run the pass again, one after the other; each with the layer before which it ends. out: its logits"""
+    """A recorded pass.
+
+    parts: functions that replay the pass in order, each with the layer before which it ends
+    out:   the pass's logits
+    """
 
     parts: list[tuple[int, Callable[[], None]]]
     out: Tensor
 
 
 class CudaRecorder:
-    """Records passes as CUDA graphs. They share their scratch memory, as they never run at the same time."""
+    """A recorder of passes as CUDA graphs. They share scratch memory, as they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +77,7 @@ class CudaRecorder:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def record(self, run: Callable[[BeforeLayer], Tensor], num_layers: int) -> Recorded:
-        """run: is told what to call before each layer"""
+        """Record a pass. run: runs it, and calls its argument before each layer"""
         ends: list[int] = []
         graphs = [torch.cuda.CUDAGraph()]
 
@@ -95,9 +101,9 @@ class CudaRecorder:
 
 
 class GraphedPasses:
-    """Recorded passes of a model, and `forward`, which takes the place of `run_pieces`.
+    """Recorded passes of a model, and `forward`, which replaces `run_pieces`.
 
-    recorded: by bucket, with the tensor of numbers that a pass is given
+    recorded: by bucket, the pass with the tensor of numbers that it reads
     """
 
     def __init__(self, lm: LanguageModel, num_bytes: int, recorder: CudaRecorder) -> None:
@@ -109,7 +115,7 @@ class GraphedPasses:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[ScheduledTokens]) -> list[Tensor]:
-        """The same as `run_pieces`."""
+        """Run the pieces as `run_pieces` does, by a recorded pass if one fits."""
         tokens = max(piece.num_tokens for piece in pieces)
         if not self.recorded or tokens > MOST_TOKENS:
             return run_pieces(self._model, pieces)
@@ -131,7 +137,7 @@ class GraphedPasses:
         return run_pieces(self._model, pieces)
 
     def _places(self, pieces: Sequence[ScheduledTokens]) -> list[tuple[int, int, int, int]]:
-        """Where each one's KV is; nothing where a graph cannot read it."""
+        """Return the place of each piece's KV; an empty list if a graph cannot read all pieces."""
         found = [piece.run.cache.places(piece.num_tokens) for piece in pieces if piece.run.ordered]
         places = [place for place in found if place is not None]
         return places if len(places) == len(pieces) else []
@@ -162,7 +168,7 @@ class GraphedPasses:
         return list(out[: len(pieces)].clone().unbind(0))
 
     def _run(self, bucket: Bucket, given: Tensor, before_layer: BeforeLayer) -> Tensor:
-        """What is recorded. A row's new tokens are its last ones, behind its padding."""
+        """Run the pass to be recorded. A row's new tokens are its last ones, after its padding."""
         rows, tokens, context = bucket
         count = rows * tokens
         ids, positions, slots = given[: 3 * count].view(3, count)
@@ -180,7 +186,7 @@ class GraphedPasses:
 
     @torch.inference_mode()
     def _warm(self, lm: LanguageModel, recorder: CudaRecorder, least_free: int) -> None:
-        """Record and compare what memory and WARM_S allow, the smallest first."""
+        """Record and compare buckets, the smallest first, while memory and WARM_S allow."""
         until = time.monotonic() + WARM_S
         for bucket in (one for one in BUCKETS if one.context < 2 * min(lm.max_positions, self._arena.capacity)):
             if recorder.free_bytes() < least_free or time.monotonic() > until:
@@ -193,7 +199,10 @@ class GraphedPasses:
             self._compare(lm, bucket)
 
     def _compare(self, lm: LanguageModel, bucket: Bucket) -> None:
-        """Read the last tokens of random prompts both ways. Raises ArithmeticError where more than roundings differ."""
+        """Read the last tokens of random prompts both ways.
+
+        Raises ArithmeticError if the results differ by more than rounding.
+        """
         ids = torch.randint(lm.vocab_size, (bucket.rows, 2 * MOST_TOKENS), generator=torch.Generator().manual_seed(0))
         positions = torch.arange(2 * MOST_TOKENS, device=lm.device)
         runs = [ForwardRequest(row, positions, lm.new_cache(len(row)), ordered=True) for row in ids.to(lm.device)]
@@ -217,9 +226,9 @@ _lock = threading.Lock()
 
 
 def use_graphs(lm: LanguageModel, num_bytes: int | None = None, recorder: CudaRecorder | None = None) -> None:
-    """Let a model on CUDA run its short passes as graphs. Once: what it was first asked with counts.
+    """Let a model on CUDA run its short passes as graphs. Only the first call for a model has an effect.
 
-    num_bytes: of the device's memory, for KV and graphs' scratch; None: an eighth of what is free; 0: no graphs
+    num_bytes: of the device's memory, for KV and graphs' scratch; None: an eighth of the free memory; 0: no graphs
     """
     if num_bytes == 0 or (recorder is None and lm.device.type != "cuda"):
         return
@@ -227,7 +236,7 @@ def use_graphs(lm: LanguageModel, num_bytes: int | None = None, recorder: CudaRe
         if lm in _tried:
             return
         _tried.add(lm)
-        try:  # others that ask meanwhile wait
+        try:  # other callers wait meanwhile
             if lm.shape.states:
                 raise UnsupportedModelError(f"{lm.name} has recurrent layers")
             recorder = recorder or CudaRecorder(lm.device)

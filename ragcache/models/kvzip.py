@@ -1,14 +1,14 @@
-"""Which keys and values of a chunk are worth keeping: KVzip (Kim et al., arXiv 2505.23416).
+"""Selection of the keys and values of a chunk to keep: KVzip (Kim et al., arXiv 2505.23416).
 
-The model is asked to repeat the chunk and reads the repetition behind the chunk's own KV. A pair of a key and a value
-is worth the largest attention that it receives on the way, over all rows and the query heads of its KV head (section
-3): what the model never looks at to say the text again, no question will need. Nothing is known of the questions.
+The model is prompted to repeat the chunk and reads the repetition after the chunk's own KV. The score of a key-value
+pair is the largest attention that it receives in this, over all rows and the query heads of its KV head (section
+3): a pair that the model does not need to repeat the text is not needed by any question either. No questions are used.
 
-With a task or examples in place of the repetition the same attention tells what those need (Finch, arXiv 2408.00167;
-Beyond RAG, arXiv 2503.04973).
+With a task or examples instead of the repetition, the same attention shows which pairs those need (Finch, arXiv
+2408.00167; Beyond RAG, arXiv 2503.04973).
 
-What differs from the paper: the heads of one layer keep equally many tokens, where KVzip ranks the pairs of all heads
-together (layers share a block's tokens by that ranking here, too, `evict_lowest`); the first tokens of a chunk and its
+Differences from the paper: the heads of a layer keep equally many tokens, while KVzip ranks the pairs of all heads
+together (layers do share a block's tokens by that ranking here, `evict_lowest`); the first tokens of a chunk and its
 recipe's markers always stay; a long text is repeated as a whole and not in parts of 2,048 tokens.
 """
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from ragcache.kv.rope import Rope
 
 REPEAT = "\n\nRepeat the previous text exactly.\n\n"
-FIRST_TOKENS = 4  # attention sinks where a chunk is read alone
-ROWS = 256  # of the repetition that run together: their attention weights stand in memory, a layer at a time
+FIRST_TOKENS = 4  # attention sinks of a chunk that is read alone
+ROWS = 256  # of the repetition that run together: their attention weights take memory, a layer at a time
 
 
 def replay_ids(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> list[int]:
-    """Ids that run behind a chunk so that its KV's worth shows; none where the recipe keeps all of it.
+    """Return the ids that run after a chunk to score its KV; an empty list if the recipe keeps the whole chunk.
 
-    A model without a tokenizer repeats without being asked. Raises ConfigError for a task that it cannot read then.
+    A model without a tokenizer gets only the chunk again, without a prompt. Raises ConfigError if it is given a task.
     """
     if recipe.kept == 1:
         return []
@@ -57,14 +57,14 @@ def replay_ids(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> lis
 def check_replay(
     card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], what: str
 ) -> None:
-    """Raises ContextTooLongError where a chunk fits the model and what has to run behind it does not."""
+    """Raise ContextTooLongError if a chunk fits the model, but not together with its `replay_ids`."""
     if recipe.kept < 1:
         ids = [*prefix_ids, *recipe.marked(chunk_ids), *replay_ids(card, recipe, chunk_ids)]
         card.check_ids(ids, f"{what}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
 
 
 def num_kept(recipe: Recipe, num_tokens: int) -> int:
-    """Tokens that a head holds of a block of `num_tokens`, markers or anchors included: mean over the layers."""
+    """Return how many tokens a head keeps of a block of `num_tokens`, with markers or anchors: a mean over layers."""
     if recipe.anchors is not None:
         return recipe.anchors.held(num_tokens)
     always = len(recipe.front) + FIRST_TOKENS + len(recipe.back)
@@ -73,10 +73,10 @@ def num_kept(recipe: Recipe, num_tokens: int) -> int:
 
 @dataclass
 class KVzipScorer:
-    """Watches passes over a cache for the largest attention that some of its tokens receive (KVzip).
+    """An observer of passes over a cache that finds the largest attention that some of its tokens receive (KVzip).
 
     start, num_tokens: the tokens, by their slot
-    by_layer:          float32 [num_kv_heads, num_tokens], so far
+    by_layer:          scores so far, float32 [num_kv_heads, num_tokens]
     """
 
     start: int
@@ -100,11 +100,11 @@ def measure_scores(
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
     wanted: Callable[[], bool] | None = None,
 ) -> list[Tensor]:
-    """Worth of a block's tokens by layer, float32 [num_kv_heads, num_tokens].
+    """Compute the scores of a block's tokens by layer, float32 [num_kv_heads, num_tokens].
 
-    behind_ids: what runs behind the block
-    prefix:     rotated keys and values that the chunk was encoded behind; see `encode_batch`
-    wanted:     asked before every pass; AbandonedSignal is raised when it says no
+    behind_ids: ids that run after the block
+    prefix:     rotated keys and values that the chunk was encoded after; see `encode_batch`
+    wanted:     called before every pass; AbandonedSignal is raised if it returns False
     """
     start = prefix[0][0].shape[2] if prefix else 0
     end = start + block.num_tokens
@@ -131,10 +131,10 @@ def measure_scores(
 
 
 def evict_lowest(block: KVBlock, layer_scores: Sequence[Tensor], recipe: Recipe) -> KVBlock:
-    """The block with what is worth most of it, as much as the recipe keeps; of equally good tokens the first stay.
+    """Return the block's tokens with the highest scores, as many as the recipe keeps; of equal tokens the first stay.
 
-    A layer's heads keep equally many. Its j-th place is worth what the heads' j-th best tokens are worth, on average,
-    and the best places of all layers are filled: layers that the model hardly looks at hold little.
+    A layer's heads keep equally many tokens. The score of the layer's j-th place is the mean of the heads' j-th best
+    scores, and the best places of all layers are filled, so layers that receive little attention keep few tokens.
     """
     length = block.num_tokens
     first, last = len(recipe.front) + FIRST_TOKENS, length - len(recipe.back)

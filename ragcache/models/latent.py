@@ -1,9 +1,9 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a cache holds one latent and one rotary key a token.
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a cache holds a latent and a rotary key per token.
 
-Keys and values of the heads are products of the latent and the weights of one linear layer. They are either made before
-they are attended to (*expanded*), which costs as much for one row as for many, or the weights are multiplied into the
-queries and the outputs instead (*absorbed*): all heads then attend to one key, the latent beside the rotary key. Few
-rows behind many tokens are faster in the absorbed form; which one is taken is arithmetic (`form_of`).
+Keys and values of the heads are products of the latent and the weights of a linear layer. Either they are computed
+before attention (*expanded*), which costs the same for few rows as for many, or the weights are multiplied into the
+queries and the outputs instead (*absorbed*): all heads then attend to a single key, the latent next to the rotary key.
+A few rows after many tokens are faster in the absorbed form; `form_of` computes which form is cheaper.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-LATENT = "expand_kv"  # what transformers calls the method of an attention that caches latents and makes KV of them
+LATENT = "expand_kv"  # transformers' name of the method by which an attention that caches latents makes KV of them
 ABSORBED = "ragcache_absorbed"
 """Attribute of attention modules whose latents can be attended to as they are: their `Absorbed`."""
-_TOKENS = 3  # that are tried
+_TOKENS = 3  # number of tokens to try
 
 
 def expand(module: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads, of those that a cache holds: a latent layer makes them of what is kept."""
+    """Return the keys and values of all heads for a cached pair; only a latent layer has to compute them."""
     make: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = getattr(type(module), LATENT, None)
     return pair if make is None else make(module, pair[1], pair[0])
 
 
 class Expanded(NamedTuple):
-    """Attention to keys and values of the heads; of any layer."""
+    """Attention to keys and values of the heads, for any layer."""
 
     module: nn.Module
 
@@ -58,7 +58,7 @@ class Absorbed(NamedTuple):
         return torch.cat([query[..., :width] @ self.keys, query[..., width:]], dim=-1)
 
     def held(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Gives values as wide as keys, so that one kernel takes both; `output` leaves the rotary part out."""
+        """Return keys and values of equal width, for a single kernel; `output` drops the values' rotary part."""
         both = torch.cat([pair[1], pair[0]], dim=-1)
         return both, both
 
@@ -66,21 +66,24 @@ class Absorbed(NamedTuple):
         return out[..., : self.values.shape[2]] @ self.values.transpose(1, 2)
 
     def pays(self, num_rows: int) -> bool:
-        """Whether attending to latents, which are wider, costs these rows less than making keys and values costs."""
+        """Return whether these rows attend to latents, which are wider, at less cost than making keys and values."""
         (_, width, rank), value_dim = self.keys.shape, self.values.shape[1]
         wider = 2 * (rank + self.rotary) - (width + self.rotary + value_dim)
         return num_rows * wider < rank * (width + value_dim)
 
 
 def form_of(module: nn.Module, num_rows: int) -> Expanded | Absorbed:
-    """The cheaper form for so many rows."""
+    """Return the cheaper form for this number of rows."""
     absorbed: Absorbed | None = getattr(module, ABSORBED, None)
     return absorbed if absorbed is not None and absorbed.pays(num_rows) else Expanded(module)
 
 
 @torch.inference_mode()
 def absorbed_of(module: nn.Module, rotary: int, rank: int) -> Absorbed | None:
-    """Weights of an attention whose keys and values are made by one linear layer, as random latents show; else None."""
+    """Return the weights of an attention whose keys and values are made by a linear layer; None for other attention.
+
+    Random latents show whether the weights reproduce the keys and values.
+    """
     linear, width = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
     if not isinstance(linear, nn.Linear) or linear.bias is not None or type(linear.weight) is not nn.Parameter:
         return None

@@ -30,7 +30,7 @@ BY_TOKEN = ("position_embeddings", "position_ids", "cache_position", "per_layer_
 
 @dataclass(frozen=True, eq=False)
 class _LayerCall:
-    """One decoder layer and the arguments that transformers called it with, without hidden states."""
+    """A decoder layer and the arguments that transformers called it with, without hidden states."""
 
     layer: nn.Module
     kwargs: Mapping[str, Any]
@@ -67,10 +67,10 @@ class LayerPoint:
         raise RuntimeError(f"layer {self.layer} did not reach its attention")
 
     def held(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the layer's current keys and values, [1, num_kv_heads, length, head_dim], and key positions, int64
-        [length].
+        """Return the layer's current keys, values and key positions.
 
-        Those of the running tokens, which `probe` returns, come after them.
+        Keys and values are [1, num_kv_heads, length, head_dim], positions int64 [length]. Those of the running tokens,
+        which `probe` returns, come after them.
         """
         keys, values, positions = self._current.cache.layer_state(self.layer)
         return *expand(self._attention, (keys, values)), positions
@@ -80,7 +80,7 @@ class Kept(NamedTuple):
     """Tokens that run from a layer on, for use if the host knows enough about them not to wait for the device.
 
     rows: of the pass, int64, ascending, including the last token
-    late: how many of them, the first ones, were skipped in lower layers
+    late: how many of the rows, the first ones, were skipped in lower layers
     """
 
     rows: Tensor
@@ -95,7 +95,7 @@ Tokens that were skipped in lower layers run through those layers first, over th
 
 @dataclass(eq=False)
 class _Walk:
-    """State of one layer-by-layer pass.
+    """State of a layer-by-layer pass.
 
     embedded: hidden states of all tokens before the first layer
     calls:    the layers so far, for tokens that are added later

@@ -97,9 +97,7 @@ def load_lm(
         model = adapter.apply(model)
     if lora is not None:
         model = lora.merge(model)
-    if file := split_file(base_of(name))[
-        1
-    ]:  # as transformers states it, so that a file and its copy are the same model
+    if file := split_file(base_of(name))[1]:  # as transformers states it: a file and its copy are the same model
         model.config.quantization_config = {"quant_method": "gguf", **file, "dequantize": False}
     return _learn(model, own_tokenizer, str(name), reuse, packed)
 
@@ -231,8 +229,7 @@ def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:
-    """Return the SHA-256 over the weights' bytes, the configuration with its RoPE parameters, the tokenizer and the
-    dtype.
+    """Return the SHA-256 over the weights, the configuration with its RoPE parameters, the tokenizer and the dtype.
 
     A merged or attached adapter changes the weights' names or bytes, and so the fingerprint.
     """

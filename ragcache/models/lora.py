@@ -1,6 +1,6 @@
-"""A LoRA adapter as peft saves it: a directory beside a base model, into whose weights it is merged (Hu et al., 2021).
+"""A LoRA adapter as peft saves it: a directory for a base model, into whose weights it is merged (Hu et al., 2021).
 
-The fingerprint is that of the merged weights, so blocks of the base are never served for it, nor the other way round.
+The fingerprint is that of the merged weights, so blocks of the base are never used for the adapter, or vice versa.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ DELTA = ".token_adapter.trainable_tokens_delta"  # ends the name of the rows in 
 
 @dataclass(frozen=True)
 class Lora:
-    """directory: where the adapter stands; base: directory or hub id of the model that it belongs to"""
+    """A LoRA adapter.
+
+    directory: the adapter's directory
+    base:      directory or hub id of the model that it belongs to
+    """
 
     FILE: ClassVar[str] = "adapter_config.json"
     BASE: ClassVar[str] = "base_model_name_or_path"
@@ -30,8 +34,10 @@ class Lora:
 
     @classmethod
     def find(cls, where: str | Path) -> Lora | None:
-        """The adapter in a directory; None where there is none, or where there is a whole model beside it. Raises
-        AdapterError for one that cannot be read, or of another kind."""
+        """Return the adapter in a directory; None if there is none, or if the directory also holds a whole model.
+
+        Raises AdapterError for an adapter that cannot be read, or is of another kind.
+        """
         path = Path(where) / cls.FILE
         if not path.is_file() or (path.parent / "config.json").is_file():
             return None
@@ -47,8 +53,10 @@ class Lora:
         return cls(path.parent, base)
 
     def merge(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The base with the adapter added to its weights. Raises AdapterError for one that does not fit, ConfigError
-        when peft is not installed."""
+        """Return the base with the adapter added to its weights.
+
+        Raises AdapterError for an adapter that does not fit, ConfigError if peft is not installed.
+        """
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""What this machine computes on, and in which numbers it is fast."""
+"""The devices of this machine, and the number types that it computes fast."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DEVICES = ("cuda", "xpu", "mps", "cpu")
 
 
 def find_device(device: str | torch.device = AUTO) -> torch.device:
-    """The device of this name; "auto": the first of DEVICES that is there.
+    """Return the device of this name; "auto": the first available of DEVICES.
 
-    Raises ConfigError for a device that is unknown or not there.
+    Raises ConfigError for a device that is unknown or unavailable.
     """
     if device == AUTO:
         return torch.device(next(kind for kind in DEVICES if has_device(kind)))
@@ -31,7 +31,7 @@ def find_device(device: str | torch.device = AUTO) -> torch.device:
 
 
 def has_device(kind: str) -> bool:
-    """Whether there is a device of this kind, of DEVICES."""
+    """Return whether there is a device of this kind, which must be in DEVICES."""
     if kind == "mps":
         return torch.backends.mps.is_available()
     return kind == "cpu" or bool(getattr(torch, kind).is_available())
@@ -41,13 +41,13 @@ _failures: list[str] = []
 
 
 def device_failure() -> str | None:
-    """What ended all work of this process on its device, if anything did."""
+    """Return the message of the failure that ended this process's work on its device; None if there was none."""
     return _failures[0] if _failures else None
 
 
 @contextmanager
 def translate_device_errors() -> Iterator[None]:
-    """Raises DeviceError for what a GPU's driver reports; other errors pass through."""
+    """Raise DeviceError for errors of a GPU's driver; other errors pass through."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -62,13 +62,15 @@ def translate_device_errors() -> Iterator[None]:
             f"the model's device failed ({first_line(error)}), and nothing runs there any more; what is stored is "
             "whole. Start again, with --device cpu if it fails again"
         )
-        _failures[:] = _failures or [failure]  # the first is the cause; others would pile up
+        _failures[:] = _failures or [failure]  # the first is the cause; later ones would only accumulate
         raise DeviceError(failure) from error
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the processor has instructions for products of this dtype. Without them a product in bfloat16 takes 4
-    times as long as in float32, one in float16 75 times."""
+    """Return whether the processor has instructions for products of this dtype.
+
+    Without them a product in bfloat16 takes 4 times as long as in float32, one in float16 75 times.
+    """
     if dtype == torch.bfloat16 and platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if dtype in (torch.bfloat16, torch.float16):
@@ -80,12 +82,12 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def suits(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype are no slower there than float32."""
+    """Return whether weights of this dtype are at least as fast on the device as float32."""
     return device.type != "cpu" or multiplies(dtype)
 
 
 def advice_on(dtype: object) -> str | None:
-    """What an owner of KV in this dtype ("bfloat16") should know of this machine; None: nothing."""
+    """Return a warning for an owner of KV in this dtype ("bfloat16") if this machine is slow in it; else None."""
     own = getattr(torch, str(dtype), None)
     if own is None or suits(own, find_device()):
         return None

@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""The size of the machine's memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def machine_bytes() -> int | None:
-    """Memory of the machine; None where the system does not say."""
+    """Return the size of the machine's memory in bytes; None if the system does not report it."""
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,9 +1,9 @@
 """Linear layers whose weights are packed once for oneDNN, with which PyTorch multiplies matrices on a CPU.
 
-A plain linear layer packs its weights anew in every call, or multiplies a few rows by a slow kernel. Packed once,
-measured for all linear layers of the 135M shape on two busy cores: one row 40 ms instead of 59 (bfloat16); eight rows
-38 instead of 50 (bfloat16) and 73 instead of 96 (float32); a question of 30 rows 55 instead of 65 and 103 instead of
-146. The copies take as much memory as the weights themselves, which others still read.
+A plain linear layer packs its weights in every call, or multiplies a few rows with a slow kernel. With weights packed
+once, measured for all linear layers of the 135M shape on two busy cores: one row takes 40 ms instead of 59 (bfloat16);
+eight rows 38 instead of 50 (bfloat16) and 73 instead of 96 (float32); a question of 30 rows 55 instead of 65 and 103
+instead of 146. The copies take as much memory as the weights themselves, which are still needed elsewhere.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from torch import Tensor, nn
 
 from ragcache.models.machine_memory import machine_bytes
 
-# Without a word of the user's: the share of the machine's memory that packed weights may take.
+# Unless the user decides: packed weights may take 1 / DEFAULT_SHARE of the machine's memory.
 DEFAULT_SHARE = 8
-# Rows in float32 that packed weights multiply faster: 512 rows take 890 ms instead of 768, one row 47 instead of 33.
+# Numbers of rows in float32 that packed weights multiply faster. Outside, 512 rows take 890 ms instead of 768, one row
+# 47 instead of 33.
 FLOAT32_ROWS = range(4, 129)
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that multiplies by a packed copy of its weight, which must not change any more.
+    """A linear layer that multiplies by a packed copy of its weight, which must not be changed afterwards.
 
-    A copy of the layer, and one that gradients are asked of, multiplies by the weight itself.
+    A copy of the layer, and a layer with gradients enabled, multiplies by the weight itself.
     """
 
     _packed: Tensor | None = None
 
     @classmethod
     def take_over(cls, linear: nn.Linear) -> None:
-        """Make a packed layer of a plain one, which keeps its parameters."""
+        """Turn a plain linear layer into a packed layer, which keeps its parameters."""
         linear.__class__ = cls
         linear._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
@@ -48,7 +49,7 @@ class PackedLinear(nn.Linear):
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether PyTorch multiplies by packed weights here, in the model's dtype."""
+    """Return whether PyTorch can multiply by packed weights here, in the model's dtype."""
     weight = next(model.parameters())
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -60,9 +61,9 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def pack(model: nn.Module, packed: bool | None = None) -> int:
-    """Pack the weights of all linear layers, where that can be done; the bytes that the copies take.
+    """Pack the weights of all linear layers, if possible, and return the bytes that the copies take.
 
-    packed: False: none; None: only where they take at most an eighth of the machine's memory
+    packed: False: pack nothing; None: pack only if the copies take at most an eighth of the machine's memory
     """
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
     num_bytes = sum(layer.weight.nbytes for layer in layers)

@@ -1,8 +1,9 @@
-"""The primers that ship: neutral text that passages are read behind and that is left out afterwards.
+"""The bundled primers: neutral text that passages are read after and that is left out afterwards.
 
-A passage that is read alone has nothing in front of it: its first tokens become attention sinks, and the rest is read
-as a beginning. Behind a primer it is read as the middle of a text, as it will stand in a prompt. The primer's own KV is
-computed once a store and dropped. It says nothing that a question could ask for: no name, number or date.
+A passage that is read alone has nothing before it: its first tokens become attention sinks, and the rest is read
+as the beginning of a text. After a primer it is read as the middle of a text, as it will be used in a prompt. The
+primer's own KV is computed once per store and dropped. It contains nothing that a question could ask for: no name,
+number or date.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _PARTS = (
     "hold the ground with their roots and give shade to the fish.\n",
 )
 PRIMERS = {"64": _PARTS[0], "128": "".join(_PARTS[:2]), "256": "".join(_PARTS)}
-"""By name, which is about how many tokens they have."""
+"""By name, which is roughly the number of tokens."""
 DEFAULT_PRIMER = "128"
 
 
 def text_ids(primer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of a shipped primer or of a text; none for a text without any character."""
+    """Return the ids of a bundled primer or of a text; an empty tuple for a text without any character."""
     text = PRIMERS.get(primer, primer).strip()
     return tuple(encode_text(tokenizer, f"{text}\n")) if text else ()
 
 
 def check_primer(ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check ids that were given as such.
+    """Check a primer that was given as ids.
 
     Raises ConfigError for ids of control tokens: a passage would be read in another place of the template.
     """
@@ -61,9 +62,9 @@ def check_primer(ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def read_primer(named: str) -> str | tuple[int, ...]:
-    """Return a shipped primer's name as it is, else the text of the file of that name; no ids for an empty file.
+    """Return a bundled primer's name unchanged, else the text of the file of that name; () for an empty file.
 
-    Raises ConfigError for a file that cannot be read or is no text.
+    Raises ConfigError for a file that cannot be read or is not text.
     """
     if named in PRIMERS:
         return named
@@ -77,14 +78,16 @@ def read_primer(named: str) -> str | tuple[int, ...]:
 
 
 def bound_primer(properties: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the ids of the primer that a store with these properties was made with; none without a primer."""
+    """Return the ids of the primer that a store with these properties was made with; empty if it has none."""
     bound = properties.get(PRIMER)
     return tuple(bound) if isinstance(bound, list) else ()
 
 
 def visible(ids: tuple[int, ...], config: PreTrainedConfig) -> tuple[int, ...]:
-    """Cut a primer to the tokens that a chunk's first token can attend to: all of them unless every layer has a
-    sliding window."""
+    """Cut a primer to the tokens that a chunk's first token can attend to.
+
+    These are all tokens unless every layer has a sliding window.
+    """
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"]
     if not window or getattr(config, "use_sliding_window", True) is False or set(types) != {"sliding_attention"}:

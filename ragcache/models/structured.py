@@ -1,4 +1,4 @@
-"""Answers of a given form: a grammar says after every token which ones may follow (llguidance)."""
+"""Answers of a given form: after every token, a grammar states which tokens may follow (llguidance)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ragcache.errors import ConfigError
 
 EXAMPLE = '{"type": "object"}'
 MAX_GRAMMAR = 1 << 20
-"""Characters of a schema, an expression or choices: no grammar takes unbounded time."""
+"""Most characters of a schema, an expression or choices, so that no grammar takes unbounded time."""
 KEPT = 32
-"""Grammars of each kind that are not compiled again."""
+"""Number of compiled grammars of each kind to keep."""
 
 
 @lru_cache(maxsize=KEPT)
 def json_grammar(schema: str) -> str:
-    """The grammar of a JSON schema (JSON), on one line: left free, white space may go on for ever.
+    """Return the grammar of a JSON schema (JSON), on a single line: flexible white space could continue for ever.
 
-    Raises ConfigError where it cannot be compiled.
+    Raises ConfigError if it cannot be compiled.
     """
     _check_size("json_schema has", len(schema))
     return _checked(
@@ -34,14 +34,14 @@ def json_grammar(schema: str) -> str:
 
 @lru_cache(maxsize=KEPT)
 def regex_grammar(expression: str) -> str:
-    """The grammar of a regular expression. Raises ConfigError where it cannot be compiled."""
+    """Return the grammar of a regular expression. Raises ConfigError if it cannot be compiled."""
     _check_size("regex has", len(expression))
     return _checked(_library().LLMatcher.grammar_from_regex(expression), "regex")
 
 
 @lru_cache(maxsize=KEPT)
 def choice_grammar(choices: tuple[str, ...]) -> str:
-    """The grammar of one of these texts. Raises ConfigError for none at all."""
+    """Return the grammar of a choice between these texts. Raises ConfigError for an empty text, or without any text."""
     if not choices or not all(isinstance(one, str) and one for one in choices):
         raise ConfigError("choices must be texts with something in them, at least one")
     _check_size("choices have", sum(map(len, choices)))
@@ -49,7 +49,7 @@ def choice_grammar(choices: tuple[str, ...]) -> str:
 
 
 def as_json(schema: Mapping[str, Any] | str) -> str:
-    """A schema as JSON. Raises ConfigError for what is no JSON object."""
+    """Convert a schema to JSON text. Raises ConfigError if it is not a JSON object."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         found = json.loads(text)
@@ -83,7 +83,7 @@ def _library() -> Any:
 
 
 class Constraint:
-    """One answer on its way through a grammar. Raises ConfigError for a model that it cannot be put on."""
+    """The state of an answer in its grammar. Raises ConfigError for a model that cannot be constrained."""
 
     def __init__(
         self, grammar: str, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: Collection[int]
@@ -94,7 +94,7 @@ class Constraint:
         self._matcher = _library().LLMatcher(self._vocabulary, grammar, log_level=0)
 
     def allow(self, logits: Tensor) -> Tensor:
-        """The logits, float32 [vocab_size], with every token at -inf that may not come next."""
+        """Return the logits, float32 [vocab_size], with -inf for every token that may not come next."""
         allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         if self._matcher.is_error():
             raise ConfigError(f"the answer's form is too complex: {self._matcher.get_error()}")
@@ -103,13 +103,13 @@ class Constraint:
         return logits.masked_fill(forbidden.to(logits.device), float("-inf"))
 
     def accept(self, token: int) -> None:
-        """Go on behind this token."""
+        """Advance past this token."""
         self._matcher.consume_token(token)
 
 
 @lru_cache(maxsize=8)
 def _vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:
-    """The tokenizer as the library reads it, which takes a second for a large one."""
+    """Convert the tokenizer to llguidance's form, which takes a second for a large tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError("answers of a given form need the model's fast tokenizer (tokenizer.json), and it has none")

@@ -155,7 +155,7 @@ def _learn_states(model: PreTrainedModel, mixers: Sequence[Mixer]) -> tuple[Stat
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the part of the configuration that describes the decoder; all of it if the model reads only text."""
+    """Return the part of the configuration that describes the decoder; for a model that reads only text, the whole."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -268,7 +268,7 @@ def _with_partial(apply: Apply) -> Apply:
 def _rotates(model: PreTrainedModel, call: Call, source: Source | None, layer: int) -> Source | None:
     """Return the source of a layer's angles, or None if the layer does not rotate.
 
-    Its attention is called again with all tokens at one position, then at another: if it rotates, its keys differ.
+    Its attention is called twice, each time with all tokens at the same position: if it rotates, its keys differ.
     """
     if source is None:
         return None
@@ -341,8 +341,7 @@ def _verify_recipe(
 
 
 def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) -> None:
-    """Run the last tokens over the others' keys, while two more are skipped, as recompute methods run the tokens they
-    choose.
+    """Run the last tokens over the others' keys, with two more tokens skipped, as recompute methods run chosen tokens.
 
     A family whose layers take more per-token inputs than are narrowed fails here.
     """
@@ -403,8 +402,6 @@ def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the configuration as JSON values, without entries that do not affect keys: file names and library
-    versions.
-    """
+    """Return the configuration as JSON values, without entries that change no key: file names and library versions."""
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
     return {key: value for key, value in config.to_dict().items() if key not in ignored}

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: where that stands in its output, and what ends it."""
+"""A model's reasoning before its answer: its place in the output, and the ways to end it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """OpenAI's levels of `reasoning_effort`."""
 EFFORTS = get_args(Effort)
 TEMPLATE_OPTIONS = ("reasoning_effort", "enable_thinking", "chat_template_kwargs")
-"""Options that a chat template is told."""
+"""Options that are passed to a chat template."""
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a chat template has its model think.
+    """How a chat template makes its model think.
 
-    open, close: stand around its thoughts
-    answer:      what stands between them and the answer, where that is written too
+    open, close: texts around the thoughts
+    answer:      text between `close` and the answer, if the model writes any
     """
 
     open: str
@@ -35,18 +35,23 @@ class Thinking:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """What a chat template writes that has its model think; some write the end alone, to drop earlier thoughts."""
+        """Return the texts that show that a chat template makes its model think.
+
+        Some templates contain only the end, to drop earlier thoughts.
+        """
         return (self.open, self.close) if "/" in self.close else (self.open,)
 
     def markers(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-        """Special tokens that are found by their text, and so are no part of any other."""
+        """Return the special tokens in `open`, `close` and `answer`, which are part of no other text."""
         written = self.open + self.close + self.answer
         special = control_tokens(tokenizer, special_only=True)
         return tuple(spelling for spelling in special.values() if spelling and spelling in written)
 
     def is_open(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], *, inside: bool = False) -> bool:
-        """Whether the template has begun the thoughts: the prompt ends with their opening, or, `inside`, with anything
-        behind it but their end."""
+        """Return whether the template has begun the thoughts, so that the prompt ends with their opening.
+
+        inside: also accept any text after the opening that does not contain their end
+        """
         last = list(prompt_ids if inside else prompt_ids[-16:])
         _, opened, behind = str(tokenizer.decode(last, clean_up_tokenization_spaces=False)).rpartition(
             self.open.rstrip()
@@ -63,7 +68,7 @@ FORMS = (
 
 
 def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
-    """How the tokenizer's chat template has the model think; None: it does not."""
+    """Return how the tokenizer's chat template makes the model think; None: it does not."""
     template = tokenizer.chat_template
     written = "\n".join(template.values()) if isinstance(template, dict) else template or ""
     return next((form for form in FORMS if any(sign in written for sign in form.signs)), None)
@@ -75,10 +80,10 @@ def template_variables(
     enable: Any,
     given: Any,
 ) -> dict[str, Any]:
-    """What the chat template is told about thinking, beside what the caller tells it.
+    """Return the chat template's variables about thinking, together with those that the caller gives.
 
-    Raises ConfigError for an unknown effort, for values that contradict each other, for names that a template's own
-    input has, and where a model is asked to think whose template does not know how.
+    Raises ConfigError for an unknown effort, for values that contradict each other, for names reserved for a template's
+    own input, and for a model that is to think although its template has no thinking.
     """
     check_type("enable_thinking", enable, (bool, NoneType), "give True, False or None")
     check_type("chat_template_kwargs", given, (Mapping, NoneType), "give a mapping of names")
@@ -117,7 +122,7 @@ RESERVED = {
 
 
 class Form(Protocol):
-    """Says what may come next in an answer."""
+    """The form of an answer, which restricts its next token."""
 
     def allow(self, logits: Tensor) -> Tensor: ...
 
@@ -125,10 +130,10 @@ class Form(Protocol):
 
 
 class ThoughtLimit:
-    """Ends thoughts at a budget, and holds the answer behind them to its form.
+    """A form that ends thoughts at a budget, and applies the answer's own form after them.
 
-    form:    of the answer; it has no say inside the thoughts
-    budget:  tokens of thoughts after which their end is written; None: no limit
+    form:    of the answer; it does not apply inside the thoughts
+    budget:  number of thought tokens after which their end is written; None: no limit
     is_open: whether the prompt has begun them
     """
 
@@ -152,7 +157,7 @@ class ThoughtLimit:
         self._ids: list[int] = []
 
     def allow(self, logits: Tensor) -> Tensor:
-        """The logits, float32 [vocab_size], with every token at -inf that may not come next."""
+        """Return the logits, float32 [vocab_size], with -inf for every token that may not come next."""
         if self._due:
             only = torch.full_like(logits, float("-inf"))
             only[self._due[0]] = 0.0
@@ -160,7 +165,7 @@ class ThoughtLimit:
         return logits if self._is_open or self._form is None else self._form.allow(logits)
 
     def accept(self, token: int) -> None:
-        """Go on behind this token."""
+        """Advance past this token."""
         self._ids.append(token)
         if self._due:
             self._due.pop(0)

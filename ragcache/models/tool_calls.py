@@ -1,4 +1,4 @@
-"""Calls of tools: the formats that chat templates teach their models, and how each is read."""
+"""Calls of tools: the formats that chat templates teach their models, and a reader for each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 from ragcache.errors import ConfigError, check_choice
 from ragcache.models.thoughts import Thinking
 
-UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)  # what json and ast raise for a text
+UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError)  # the errors of json and ast for unreadable text
 START = "\ue000"
 TEXT = {"content": "text", "content_args": {"strip": False}}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model asks for.
+    """A tool call that a model requests.
 
-    arguments: a JSON object; where there is an error, what the model wrote
+    arguments: a JSON object; if there is an error, the text that the model wrote
     error:     why the call cannot be executed; None: it can
     """
 
@@ -31,12 +31,12 @@ class ToolCall:
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Return the call in OpenAI's form."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class Written(NamedTuple):
-    """A call as it was read: its name, and its arguments as a JSON object."""
+    """A parsed call: its name, and its arguments as a JSON object."""
 
     name: str
     arguments: str
@@ -47,17 +47,17 @@ Read = Callable[[str], list[Written]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """The way in which a model writes calls.
 
-    read:    the calls that a region's text states; raises one of UNREADABLE
+    read:    returns the calls that a region's text states; raises one of UNREADABLE
     calls:   regions of calls, as a response template of transformers names them
-    said:    regions whose text is part of the answer, beside what is in no region
-    thoughts: regions whose text is not
-    markers: control tokens that the regions are found by
-    signs:   words of a chat template that teach the format: all of one group, and none of `unlike`
+    said:    regions whose text is part of the answer, besides text outside all regions
+    thoughts: regions whose text is not part of the answer
+    markers: control tokens that mark the regions
+    signs:   words of a chat template that teach the format: all words of one group, and none of `unlike`
     untyped: arguments are written as text, whatever their type
-    bare:    regions without a marker are calls only where this matches
-    name:    of the function, where its arguments alone are written
+    bare:    regions without a marker are calls only if this matches
+    name:    the function's name, for a format that writes only its arguments
     """
 
     read: Read
@@ -82,13 +82,13 @@ class ToolFormat:
 
 
 class Thought(str):
-    """What a model thinks before it answers."""
+    """Text of the reasoning that a model writes before it answers."""
 
 
 def answer_format(
     tools: ToolFormat | None, thinking: Thinking | None, markers: tuple[str, ...], *, is_open: bool
 ) -> ToolFormat | None:
-    """The format of an answer with tools, thoughts or both; None: it is all text.
+    """Return the format of an answer with tools, thoughts or both; None if the answer is only text.
 
     markers: special tokens of the thoughts. is_open: whether the prompt has begun them
     """
@@ -116,7 +116,7 @@ def _arguments(found: Any) -> str:
 
 
 def _written(found: Any) -> Written:
-    """Raises ValueError for what is no call."""
+    """Convert a JSON value to a call. Raises ValueError if it is not a call."""
     one = found.get("function", found) if isinstance(found, dict) else None
     if not isinstance(one, dict) or not isinstance(one.get("name"), str):
         raise ValueError(f"a call is an object with a name and arguments, not {json.dumps(found)[:80]}")
@@ -124,7 +124,7 @@ def _written(found: Any) -> Written:
 
 
 def read_json(text: str) -> list[Written]:
-    """Objects with a name and arguments, behind each other or in lists."""
+    """Read objects with a name and arguments, in sequence or in lists."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while (at := _behind(r"[\s;,]*", text, at)) < len(text):
         one, at = decoder.raw_decode(text, at)
@@ -133,13 +133,13 @@ def read_json(text: str) -> list[Written]:
 
 
 def read_mistral(text: str) -> list[Written]:
-    """A list of objects, or a name and its arguments."""
+    """Read a list of objects, or a name and its arguments."""
     named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", text)
     return read_json(text) if named is None else [Written(named[1], _arguments(json.loads(text[named.end() :])))]
 
 
 def read_harmony(text: str) -> list[Written]:
-    """A name, a header and arguments."""
+    """Read a name, a header and arguments."""
     name, found, arguments = text.partition("<|message|>")
     if not found:
         raise ValueError("the call ends before its arguments")
@@ -147,7 +147,7 @@ def read_harmony(text: str) -> list[Written]:
 
 
 def read_gemma(text: str) -> list[Written]:
-    """A name and arguments, whose keys have no quotes and whose strings have marks of their own."""
+    """Read a name and arguments, whose keys have no quotes and whose strings have special delimiters."""
     from transformers.utils.chat_parsing.content_parsers import parse_content
 
     named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", text)
@@ -159,7 +159,7 @@ def read_gemma(text: str) -> list[Written]:
 
 
 def read_python(text: str) -> list[Written]:
-    """Calls of Python with named arguments, which are literals: one a line, or in a list."""
+    """Read calls in Python with named arguments that are literals: a call per line, or in a list."""
     found = []
     for line in ast.parse(text.strip()).body:
         value = _Literals().visit(line.value) if isinstance(line, ast.Expr) else line
@@ -168,7 +168,7 @@ def read_python(text: str) -> list[Written]:
 
 
 class _Literals(ast.NodeTransformer):
-    """Takes JSON's names of values for Python's."""
+    """A transformer that replaces JSON's true, false and null by Python's values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         named = {"true": True, "false": False, "null": None}
@@ -185,7 +185,7 @@ def _python_call(node: ast.AST) -> Written:
 
 
 def read_xml(text: str) -> list[Written]:
-    """A function element with an element for each argument, whose values are text."""
+    """Read a function element with an element for each argument, whose values are text."""
     function = re.fullmatch(r"(?s)\s*<function=([\w.-]+)>(.*)</function>\s*", text)
     if function is None:
         raise ValueError("a call is <function=name> with its parameters </function>")
@@ -259,7 +259,10 @@ FORMATS = {
 
 
 def format_of(template: str, name: str | None = None) -> ToolFormat:
-    """The format of this name; None: the one that the chat template teaches. Raises ConfigError naming the choices."""
+    """Return the format of this name; None: the format that the chat template teaches.
+
+    Raises ConfigError naming the choices.
+    """
     if name is not None:
         check_choice("tool_format", name, FORMATS)
         return FORMATS[name]

@@ -1,7 +1,7 @@
-"""Splits an answer, as it arrives, into text and calls of tools.
+"""A parser that splits an answer, as it arrives, into text and calls of tools.
 
-transformers' `ResponseParser` finds the regions of a format in a stream of text. What one says is read by `tools.py`: a
-call that cannot be read is reported with its text.
+transformers' `ResponseParser` finds the regions of a format in a stream of text. `tool_calls.py` parses the text of a
+region; a call that cannot be read is reported with its text.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Parsed = str | Thought | ToolCall
 
 @dataclass(eq=False, repr=False)
 class ToolParser:
-    """Splits an answer, as it arrives, into text, thoughts and calls.
+    """A parser that splits an answer, as it arrives, into text, thoughts and calls.
 
-    White space around thoughts and calls is part of no text. is_thinking: whether what comes next is a thought.
+    White space around thoughts and calls belongs to no text. is_thinking: whether the next text is a thought.
 
-    most:   calls, of which later ones are dropped; None: all
+    most:   number of calls after which further ones are dropped; None: all are kept
     tools:  functions in OpenAI's form, for the types of arguments
-    opened: what opens the thoughts that the prompt has begun
+    opened: the opening of the thoughts that the prompt has begun
     """
 
     _format: ToolFormat
@@ -51,11 +51,11 @@ class ToolParser:
         return self._calls == self._most
 
     def push(self, text: str) -> list[Parsed]:
-        """What this text completes."""
+        """Return the pieces that this text completes."""
         return self._pieces(self._parser.feed(text))
 
     def finish(self) -> list[Parsed]:
-        """What is still held back. A call that was cut has an error, if it cannot be read."""
+        """Return the pieces still held back. A call that was cut off has an error, if it cannot be read."""
         pieces = self._pieces(self._parser.finalize()[1])
         return [*pieces, self._space] if self._space and not self._calls else pieces
 
@@ -105,7 +105,7 @@ class ToolParser:
 
 
 def _name_in(text: str) -> str:
-    """The name that a broken call begins with; "" if none can be told."""
+    """Return the name that a broken call begins with; "" if none is found."""
     named = re.search(r'"name"\s*:\s*"([^"]+)"', text)
     named = named or re.match(r"[\s\[<]*(?:call:|function=)?([A-Za-z_][\w.-]*)", text)
     return named[1] if named else ""
@@ -116,7 +116,7 @@ def new_id() -> str:
 
 
 def typed(call: Written, tools: Sequence[Mapping[str, Any]]) -> Written:
-    """The call with its arguments, all text, read as JSON where the tool's schema wants no text."""
+    """Convert a call's arguments, all text, to JSON values, except those that the tool's schema declares as text."""
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     wanted = functions.get(call.name, {}).get("properties")
     schemas = wanted if isinstance(wanted, dict) else {}
@@ -131,11 +131,11 @@ def _typed(text: str, schema: Any) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text  # the tool says what is wrong with it
+        return text  # the tool reports the error
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema allows; empty where it does not say."""
+    """Return the types that a schema allows; an empty set if it does not state any."""
     if not isinstance(schema, dict):
         return set()
     kinds = schema.get("type")

@@ -8,8 +8,8 @@
      "trailer_tokens": 8}
     {"version": 1, "method": "reposition", "recipe": "isolated"}
 
-A "link" section may state a packet as well: blocks then hold its tokens, and link tokens stand between them. It or a
-"reposition" one may state anchors instead (KVLink's compressed caches), whose KV alone blocks then hold:
+A "link" section may also state a packet: blocks then contain its tokens, with link tokens between the blocks. A "link"
+or "reposition" section may instead state anchors (KVLink's compressed caches): blocks then keep only the anchors' KV:
 
     {..., "first_anchor_id": 2820, "anchor_tokens": 25, "anchor_segment": 100}
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
-# Left out where there are none, so that sections are as they were before packets and anchors.
+# Left out if unused, so that such sections are the same as before packets and anchors.
 _PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
 _ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment")
 # Fields that go with each method.
@@ -43,7 +43,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "reposition": _ANCHORS,
 }
 
-# Checkpoints of KVLink's own code carry no section; their ids are these of Llama 3's reserved ones.
+# Checkpoints of KVLink's own code have no section; they use these of Llama 3's reserved ids.
 LLAMA3_VOCABULARY = 128256
 _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END = 128011, 128254, 128255
 
@@ -53,15 +53,15 @@ class TrainedTokens:
     """The way of reuse that a checkpoint was trained for.
 
     method:      "link" (KVLink), "markers" (TurboRAG), "packet" (KV Packet) or "reposition" (Block-Attention)
-    recipe:      name of the recipe that its chunks are encoded under
-    link_tokens: K, link tokens after each chunk; link_slots: chunks that have link tokens of their own
+    recipe:      name of the recipe that its chunks are encoded with
+    link_tokens: K, link tokens after each chunk; link_slots: number of chunks that have link tokens
     first_link_id: id of slot 0's first link token; slot n's j-th is first_link_id + K * n + j
     kv_start_id, kv_end_id: ids around the reused part; both or neither
     doc_start_id, doc_end_id: ids around every chunk (markers)
     positions:   "reordered" or "composite" (markers)
-    first_packet_id: id of the first of `header_tokens` in front of every chunk; the ids of `trailer_tokens` behind it
+    first_packet_id: id of the first of `header_tokens` before every chunk; the ids of `trailer_tokens` after the chunk
                  follow (packet, link)
-    first_anchor_id: id of the first of `anchor_tokens` behind every `anchor_segment` tokens of a chunk (link,
+    first_anchor_id: id of the first of `anchor_tokens` after every `anchor_segment` tokens of a chunk (link,
                  reposition)
 
     Raises ConfigError naming the field that is missing or out of range.
@@ -126,16 +126,16 @@ class TrainedTokens:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> TrainedTokens | None:
-        """The section of a model's configuration; None for a checkpoint that was not trained for reuse.
+        """Read the section of a model's configuration; None for a checkpoint that was not trained for reuse.
 
-        Raises what `read` raises.
+        Raises the errors of `read`.
         """
         section = getattr(config, SECTION, None)
         return None if section is None else cls.read(section)
 
     @classmethod
     def read(cls, section: object) -> TrainedTokens:
-        """What a section says. Raises ConfigError for one that cannot be read, or of a newer version."""
+        """Parse a section. Raises ConfigError if it cannot be read, or has a newer version."""
         if not isinstance(section, dict) or "method" not in section:
             raise _bad("it is no object with a method in it")
         version = section.get("version")
@@ -148,19 +148,19 @@ class TrainedTokens:
 
     @classmethod
     def llama3(cls, link_tokens: int) -> TrainedTokens:
-        """The layout of checkpoints trained by KVLink's own code from Llama 3: K link tokens, over reserved ids."""
+        """Return the layout of KVLink's own checkpoints trained from Llama 3: K link tokens, over reserved ids."""
         slots = (_LLAMA3_KV_START - _LLAMA3_FIRST_LINK) // link_tokens if link_tokens else 0
         return cls("link", "isolated", link_tokens, slots, _LLAMA3_FIRST_LINK, _LLAMA3_KV_START, _LLAMA3_KV_END)
 
     def section(self) -> dict[str, Any]:
-        """The section "ragcache" of config.json."""
+        """Return the section "ragcache" of config.json."""
         own, optional = {name: getattr(self, name) for name in _FIELDS[self.method]}, (*_PACKET, *_ANCHORS)
         common = {"version": VERSION, "method": self.method, "recipe": self.recipe}
         stated = {name: value for name, value in own.items() if value or (value is not None and name not in optional)}
         return {**common, **stated}
 
     def link_ids(self, slot: int) -> list[int]:
-        """The K link ids of the chunk at `slot`, counted from 0. Raises PromptError for a slot that has none."""
+        """Return the K link ids of the chunk at `slot`, counted from 0. Raises PromptError for a slot that has none."""
         if not self.link_tokens or self.first_link_id is None:
             return []
         if not 0 <= slot < self.link_slots:
@@ -173,7 +173,7 @@ class TrainedTokens:
 
     @property
     def packet(self) -> Sides | None:
-        """Ids in front of every chunk and behind it that any method reads with it."""
+        """Return the ids before and after every chunk that every method reads with it."""
         if self.first_packet_id is None:
             return None
         back = self.first_packet_id + self.header_tokens
@@ -181,7 +181,7 @@ class TrainedTokens:
 
     @property
     def anchors(self) -> Anchors | None:
-        """Ids behind every segment of a chunk, whose KV alone any method reads of it."""
+        """Return the ids after every segment of a chunk; only their KV is used, by every method."""
         if self.first_anchor_id is None:
             return None
         ids = range(self.first_anchor_id, self.first_anchor_id + self.anchor_tokens)
@@ -189,14 +189,14 @@ class TrainedTokens:
 
     @property
     def markers(self) -> Sides | None:
-        """Ids in front of every chunk and behind it that the method which was trained reads with it."""
+        """Return the ids before and after every chunk that the trained method reads with it."""
         if self.doc_start_id is None or self.doc_end_id is None:
             return self.packet
         return (self.doc_start_id,), (self.doc_end_id,)
 
     @property
     def groups(self) -> dict[str, Sequence[int]]:
-        """The ids that belong to the method by what they stand for, in order."""
+        """Return the method's ids, in order, by the name of their group."""
         links = {f"link {slot + 1}": self.link_ids(slot) for slot in range(self.link_slots)}
         sides = dict(zip(("header", "trailer"), self.packet or (), strict=False))
         alone = {name: getattr(self, f"{name}_id") for name in ("kv_start", "kv_end", "doc_start", "doc_end")}
@@ -205,16 +205,16 @@ class TrainedTokens:
 
     @property
     def roles(self) -> dict[int, tuple[str, int]]:
-        """What each id that belongs to the method stands for: its group and its place there."""
+        """Return the role of each of the method's ids: its group and its index there."""
         return {id: (name, place) for name, ids in self.groups.items() for place, id in enumerate(ids)}
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """All ids that belong to the method: never sampled, never part of a text."""
+        """Return all ids that belong to the method: never sampled, never part of a text."""
         return frozenset(self.roles)
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
-        """Raises ConfigError when the model has no such ids, or the tokenizer does not set them apart from text."""
+        """Raise ConfigError if the model lacks these ids, or the tokenizer does not separate them from text."""
         if outside := sorted(i for i in self.added_ids if i >= vocab_size):
             raise ConfigError(
                 f"{name}: config.json's section {SECTION!r} names token id {outside[-1]} and the model has ids 0 to "
@@ -234,8 +234,10 @@ def _bad(reason: str) -> ConfigError:
 
 
 def grown(size: int, added: Collection[int]) -> int:
-    """Rows of a vocabulary of `size` that has room for the added ids. Vocabularies are padded to powers of two for the
-    sake of matrix products, and stay so."""
+    """Return the rows of a vocabulary of `size` after growing to hold the added ids.
+
+    Vocabularies are padded to multiples of powers of two for fast matrix products, and the result keeps that padding.
+    """
     if max(added, default=0) < size:
         return size
     multiple = next((power for power in (128, 64, 32, 16, 8) if size % power == 0), 1)

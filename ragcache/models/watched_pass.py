@@ -1,4 +1,4 @@
-"""A pass that is watched: what every layer takes in, what it hands to its cache, and what it gives out."""
+"""Recording of a pass: every layer's inputs, the keys and values that it caches, and its outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragcache.models.attention import layer_of
 
 
 class KeptCache(Cache):  # type: ignore[misc]
-    """Keeps what each layer hands to its cache."""
+    """A cache that records the keys and values of each layer."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """Inputs and outputs of one pass, by layer.
+    """Inputs and outputs of a pass, by layer.
 
     calls:    calls of the attention modules
     entered:  input of the layer, [batch, num_tokens, hidden_size]
@@ -55,9 +55,9 @@ class Watch:
 
     @contextmanager
     def watching(self, model: PreTrainedModel, plain: Watch | None = None, at: slice = slice(0)) -> Iterator[None]:
-        """Within, passes of `model` are kept.
+        """Record the passes of `model` within this context.
 
-        plain: an earlier pass; every layer gets the inputs that it had there, of the tokens `at`, in place of its own
+        plain: an earlier pass; every layer gets the inputs that it had there, of the tokens `at`, instead of its own
         """
         parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         handles = []
