@@ -272,7 +272,7 @@ def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def hook_latent(module: nn.Module, rotary: int, rank: int) -> None:
-    """Make a latent layer keep its cached latents unexpanded in fused passes until attention takes the cheaper form.
+    """Make a latent layer leave its cached latents as they are in fused passes, for attention in the cheaper form.
 
     rotary, rank: widths of its rotary key and its latent
     """

@@ -131,7 +131,7 @@ def measure_scores(
 
 
 def evict_lowest(block: KVBlock, layer_scores: Sequence[Tensor], recipe: Recipe) -> KVBlock:
-    """Return the block's tokens with the highest scores, as many as the recipe keeps; of equal tokens the first stay.
+    """Return the block's tokens with the highest scores, as many as the recipe keeps; of equal scores the first stay.
 
     A layer's heads keep equally many tokens. The score of the layer's j-th place is the mean of the heads' j-th best
     scores, and the best places of all layers are filled, so layers that receive little attention keep few tokens.

@@ -148,7 +148,7 @@ class Mixer:
         return behind.conv, cast(Tensor, behind.state)
 
     def learn(self) -> StateShape | str:
-        """Return the state's shape, found from the call of a plain pass, or the reason why the state cannot be moved."""
+        """Return the state's shape, found from the call of a plain pass, or the reason why no state can be moved."""
         if self._seen is None:
             return "was not called"
         hidden, given, out = self._seen
