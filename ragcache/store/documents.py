@@ -51,22 +51,24 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False, repr=False)
 class DocumentStore:
-    """The store's memory of what was ingested, on SQLite or PostgreSQL.
+    """Documents, chunks, embeddings and handles of everything ingested, on SQLite or PostgreSQL.
 
-    Every change is one transaction: after a kill at any instant what was returned from is there, and nothing of
-    what was under way. One writer at a time, others wait; readers never wait. Safe to call from several threads and
-    processes; in a fork one raises ForkedError.
+    Every change is one transaction: after a kill at any instant, finished calls are kept and unfinished calls leave no
+    trace. Writers run one at a time and wait for each other; readers never wait. Safe to call from several threads and
+    processes; a call in a fork raises ForkedError.
 
-    A change that leaves a handle without a chunk puts it into the garbage in the same transaction. Whoever owns the KV
-    store then deletes the blocks of `collectable()` and calls `clear_garbage` with them: a kill in between loses no
-    deletion, it is only done again.
+    A change that leaves a handle without a chunk adds it to the garbage in the same transaction. The owner of the KV
+    store then deletes the blocks of `collectable()` and calls `clear_garbage` with them: after a kill in between, the
+    deletions are done again and none is lost.
     """
 
     database: Database
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
-        """url: sqlite:///path, postgresql://user@host/name, or the path of a SQLite file; made where absent.
+        """Open a database, creating it if it does not exist.
+
+        url: sqlite:///path, postgresql://user@host/name, or the path of a SQLite file
 
         Raises StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError, ConfigError.
         """
@@ -89,10 +91,10 @@ class DocumentStore:
             return read_properties(connection)
 
     def bind(self, name: str, value: object) -> None:
-        """Record a property (JSON) at its first use; from then on only the same value passes.
+        """Record a property (JSON) at its first use, and check that later calls pass the same value.
 
-        Raises EmbedderMismatchError, ModelMismatchError or StoreMismatchError, by name. Where the store is opened
-        read-only and nothing is bound yet, nothing is recorded.
+        Raises EmbedderMismatchError, ModelMismatchError or StoreMismatchError, by name. If the store is opened
+        read-only and the property is not bound yet, nothing is recorded.
         """
         bound = self.properties()
         if name in bound or self.database.read_only:
@@ -103,25 +105,26 @@ class DocumentStore:
             self._bind(connection, name, value)
 
     def hold(self, handle: str) -> None:
-        """Count a handle as referenced from now on though no chunk is: that of the prompts' beginning."""
+        """Count a handle as referenced from now on though no chunk has it, such as the handle of the prompts'
+        beginning."""
         self.bind(HELD + handle, True)
 
     @property
     def basis(self) -> str | None:
-        """The name of the codec's basis, if the store has one."""
+        """Return the name of the codec's basis, if the store has a basis."""
         name = self.properties().get("basis")
         return None if name is None else str(name)
 
     def hold_basis(self, name: str) -> None:
-        """Record the codec's basis, and that it is referenced though no chunk has it."""
+        """Record the codec's basis and count it as referenced though no chunk has it."""
         self.hold(name)
         self.bind("basis", name)
 
     # Changes
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
-        """Store a document in place of one with the same id; returns the ids of its searched vectors, in order: of each
-        chunk its own, or those of its windows.
+        """Store a document, replacing a document with the same id. Return the ids of its searched vectors in order: for
+        each chunk its own id, or the ids of its windows.
 
         A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
@@ -142,9 +145,9 @@ class DocumentStore:
         chunk_ids: Sequence[str],
         metadata: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Give a stored document another id and version, and its chunks, in order, these ids and, if it is given, this
-        metadata; text, embeddings and handles stay. A document that has the new id is replaced: returns the ids of its
-        vectors. A chunk id that is taken gets a suffix; see `free_chunk_ids`.
+        """Change a stored document's id and version, its chunks' ids in order and, if `metadata` is given, their
+        metadata. Text, embeddings and handles stay. A document that already has the new id is deleted; return the ids
+        of its searched vectors. A chunk id that is taken gets a suffix; see `free_chunk_ids`.
 
         Raises NoSuchDocumentError, MetadataError; then nothing changed.
         """
@@ -156,7 +159,7 @@ class DocumentStore:
             return self._move(connection, id, {"id": new_id, **version._asdict()}, chunk_ids, metadata)
 
     def delete_documents(self, ids: Iterable[str]) -> list[str]:
-        """Delete documents with their chunks; returns the ids that were there, in the order given."""
+        """Delete documents with their chunks; return the ids that existed, in the order given."""
         wanted = list(dict.fromkeys(ids))
         with self.database.write() as connection:
             advance(connection, "generation", 0)
@@ -171,11 +174,12 @@ class DocumentStore:
         return [id for id in wanted if id in found]
 
     def set_handle(self, chunk_id: str, handle: str | None) -> None:
-        """Say that a chunk's KV was computed (kv="lazy"), or is gone. Raises NoSuchDocumentError."""
+        """Record the handle of a chunk's KV once it is computed (kv="lazy"), or None if the KV is lost. Raises
+        NoSuchDocumentError."""
         self.set_handles({chunk_id: handle})
 
     def set_handles(self, handles: Mapping[str, str | None]) -> None:
-        """`set_handle` for several chunks, in one transaction. Raises NoSuchDocumentError; then nothing changed."""
+        """Set the handles of several chunks in one transaction. Raises NoSuchDocumentError; then nothing changed."""
         with self.database.write() as connection:
             advance(connection, "generation", 0)
             for chunk_id, handle in handles.items():
@@ -196,7 +200,7 @@ class DocumentStore:
     def documents(
         self, where: Filter | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[StoredDocument]:
-        """Documents whose metadata pass the filter, by id. Raises FilterError."""
+        """Return the documents whose metadata pass the filter, ordered by id. Raises FilterError."""
         query = self._narrowed(rows.select_documents(), documents).order_by(documents.c.id).limit(limit).offset(offset)
         if where:
             query = query.where(self._passing(where))
@@ -204,7 +208,7 @@ class DocumentStore:
             return [rows.document(row) for row in connection.execute(query).mappings()]
 
     def count(self, where: Filter | None = None) -> int:
-        """How many documents pass the filter. Raises FilterError."""
+        """Count the documents that pass the filter. Raises FilterError."""
         query = self._narrowed(select(func.count()).select_from(documents), documents)
         if where:
             query = query.where(self._passing(where))
@@ -212,14 +216,14 @@ class DocumentStore:
             return int(connection.scalar(query) or 0)
 
     def versions(self) -> dict[str, StoredVersion]:
-        """Versions by document id: they tell unchanged input from changed."""
+        """Return each document's version by id; versions distinguish unchanged from changed input."""
         query = self._narrowed(select(*(documents.c[name] for name in ("id", *StoredVersion._fields))), documents)
         with self.database.read() as connection:
             return {row.id: StoredVersion(*row[1:]) for row in connection.execute(query)}
 
     def chunks(self, ids: Iterable[str] | None = None, where: Filter | None = None) -> list[Chunk]:
-        """Return the chunks that pass the filter: of these ids, in their order, or of all documents, by document. An id
-        that is not there is left out. Raises FilterError."""
+        """Return the chunks that pass the filter: those with the given ids, in that order, or those of all documents,
+        ordered by document. Unknown ids are left out. Raises FilterError."""
         if ids is None:
             found = self.chunks_by_vector_ids(self.vector_ids(where))
             return sorted(found, key=lambda chunk: (chunk.document_id, chunk.ordinal))
@@ -230,55 +234,57 @@ class DocumentStore:
         return [chunk for chunk in found if chunk.vector_id in passing]
 
     def chunks_by_handle(self, handles: Iterable[str]) -> list[Chunk]:
-        """A chunk for each of these handles, in their order: several chunks of one text share one, and any will do. A
-        handle that no chunk refers to is left out."""
+        """Return a chunk for each of these handles, in their order. If several chunks with the same text share a
+        handle, return any of these chunks. A handle that no chunk refers to is left out."""
         return self._chunks_by(chunks.c.handle, list(handles))
 
     def chunks_of(self, document_id: str) -> list[Chunk]:
-        """A document's chunks in order; none for an unknown document."""
+        """Return a document's chunks in order; an empty list for an unknown document."""
         query = self._narrowed(rows.select_chunks().where(chunks.c.document_id == document_id), chunks)
         query = query.order_by(chunks.c.ordinal)
         with self.database.read() as connection:
             return [rows.chunk(row) for row in connection.execute(query).mappings()]
 
     def chunks_by_vector_ids(self, ids: Iterable[int]) -> list[Chunk]:
-        """The chunks of these vector ids, in their order. An id that is no longer there is left out."""
+        """Return the chunks with these vector ids, in their order. Ids that no longer exist are left out."""
         return self._chunks_by(chunks.c.vector_id, [int(id) for id in ids])
 
     def handles_by_vector_ids(self, ids: Sequence[int]) -> list[str]:
-        """The handles of these chunks' blocks, in their order; chunks without one, or gone, are left out."""
+        """Return the handles of these chunks' blocks, in their order. Deleted chunks and chunks without a handle are
+        left out."""
         query = select(chunks.c.vector_id, chunks.c.handle).where(chunks.c.vector_id.in_(ids))
         with self.database.read() as connection:
             found = {row.vector_id: row.handle for row in connection.execute(query)}
         return [handle for id in ids if (handle := found.get(id)) is not None]
 
     def search_text(self, question: str, limit: int, where: Filter | None = None) -> list[int]:
-        """Vector ids of the chunks that hold most of the question's words, best first (BM25 on SQLite).
+        """Return the vector ids of the chunks that best match the question's words, best first (BM25 on SQLite).
 
-        The first search of a store indexes its texts. Raises FilterError, StoreReadOnlyError where that is not allowed.
+        The first search of a store indexes its texts. Raises FilterError, StoreReadOnlyError if that index cannot be
+        written.
         """
         return text_search.search(self.database, question, limit, where)
 
-    # What a view sees, of all documents here: a subclass that leaves some out narrows both.
+    # The documents that a view sees: here all. A subclass that hides some overrides both methods.
 
     def visible(self, where: Filter | None) -> Filter | None:
-        """The filter of a search for what passes `where`."""
+        """Return the filter to search with for chunks that pass `where`."""
         return where
 
     def _narrowed(self, query: Any, _table: Any) -> Any:
-        """A query over documents, or chunks."""
+        """Return a query over documents or chunks, narrowed to the visible ones; here all are."""
         return query
 
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
-        """Ids of the vectors that are searched, of the chunks whose metadata (their document's included) pass the
+        """Return the ids of the searched vectors of all chunks whose metadata, including their document's, pass the
         filter. Raises FilterError."""
         with self.database.read() as connection:
             return set(connection.scalars(rows.searched_ids(rows.select_vector_ids(where, self.database.dialect))))
 
     def vector_ids_of(self, document_ids: Sequence[str]) -> list[int]:
-        """Ids of the vectors by which these documents' chunks are found."""
+        """Return the ids of the searched vectors of these documents' chunks."""
         with self.database.read() as connection:
             found = list[int]()
             for part in _parts(document_ids):
@@ -287,7 +293,8 @@ class DocumentStore:
             return found
 
     def chunks_of_vectors(self, vector_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of these ids its chunk's vector id. One that is no window's is a chunk's own."""
+        """Return for each of these vector ids the vector id of its chunk. An id that is not a window's is the chunk's
+        own."""
         query, owners = select(windows.c.vector_id, windows.c.chunk), dict[int, int]()
         with self.database.read() as connection:
             for part in _parts(vector_ids.tolist()):
@@ -295,8 +302,8 @@ class DocumentStore:
         return np.array([owners.get(id, id) for id in vector_ids.tolist()], np.int64)
 
     def unknown_fields(self, where: Filter, what: str = "passage") -> tuple[list[str], list[str]]:
-        """Fields of the filter that the metadata of no passage, or of no document, has, and all the fields that there
-        are; both sorted."""
+        """Return the filter's fields that no passage (or no document) has in its metadata, and all fields that exist;
+        both sorted."""
         table = chunks if what == "passage" else documents
         with self.database.read() as connection:
             query = self._narrowed(field_names(table.c.metadata, self.database.dialect), table)
@@ -304,12 +311,12 @@ class DocumentStore:
         return sorted(fields_of(where) - known - set(OWN_FIELDS)), sorted(known)
 
     def refuse_unknown_fields(self, where: Filter, what: str = "passage") -> None:
-        """Raise FilterError for a filter, passed by nothing, on a field that no passage, or no document, has.
+        """Raise FilterError if the filter, which nothing passes, names a field that no passage (or no document) has.
 
-        So a misspelt field does not look like an empty store.
+        Without this check a misspelt field would look like an empty store.
 
-        Nothing is raised where there are no documents, or for fields that begin with _: those are some framework's own,
-        which names them whether any passage has them or not.
+        Nothing is raised for a store without documents, or for fields that begin with _: those belong to a framework,
+        which names them whether or not any passage has them.
         """
         found = self.unknown_fields(where, what)
         unknown, shown = ([name for name in names if not name.startswith("_")] for names in found)
@@ -320,7 +327,7 @@ class DocumentStore:
             )
 
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
-        """Embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
+        """Return the embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
         wanted = list(chunk_ids)
         query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding)
         read = self._matching(query, chunks.c.id, wanted)
@@ -329,31 +336,36 @@ class DocumentStore:
         return np.stack(present) if present else np.empty((0, dimension), np.float32)
 
     def vectors_by_ids(self, vector_ids: NDArray[np.int64], dimension: int) -> VectorBatch:
-        """The vectors of these ids, by rising id; an id that is not searched any longer is left out."""
+        """Return the vectors with these ids, by rising id. Ids that are no longer searched are left out."""
         return self._searched(searched.c.vector_id, vector_ids.tolist(), dimension)[0]
 
     def vectors_of(self, chunk_ids: Sequence[int], dimension: int) -> tuple[VectorBatch, NDArray[np.int64]]:
-        """The vectors by which the chunks of these vector ids are found, and for each of them its chunk's vector id."""
+        """Return the searched vectors of the chunks with these vector ids, and for each vector its chunk's vector
+        id."""
         return self._searched(searched.c.chunk, chunk_ids, dimension)
 
     def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
-        """Vectors that are searched and have an id above `after`, by rising id, all from one state of the database.
+        """Yield batches of the searched vectors with an id above `after`, by rising id, all from one state of the
+        database.
 
-        Ids rise from commit to commit: what is new since an index was made has ids above all of its own. An index is
-        to be labelled with a `generation()` read before the vectors: it is then at worst newer than it says.
+        Ids rise from commit to commit: vectors added after an index was built have ids above all of the index's ids.
+        Label an index with a `generation()` read before the vectors: the index is then never older than its label.
         """
         return map(rows.vector_batch, self._above(after, batch_size, searched, "embedding"))
 
     def embeddings(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
-        """`all_vectors`, but of each chunk its own embedding: the mean of its windows where it has any."""
+        """Yield batches as `all_vectors` does, but with each chunk's own embedding: the mean of its windows if it has
+        windows."""
         return map(rows.vector_batch, self._above(after, batch_size, chunks, "embedding"))
 
     def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
-        """Vector id and token ids of the chunks whose vector id is above `after`, as `all_vectors` gives embeddings."""
+        """Yield the vector id and token ids of the chunks whose vector id is above `after`, batched as in
+        `all_vectors`."""
         return map(rows.token_id_batch, self._above(after, batch_size, chunks, "token_ids"))
 
     def _above(self, after: int, batch_size: int, table: FromClause, column: str) -> Iterator[Sequence[RowMapping]]:
-        """Vector id and a column of a table where the vector id is above `after`, in batches; see `all_vectors`."""
+        """Yield batches of a table's rows whose vector id is above `after`: vector id and the column. See
+        `all_vectors`."""
         last, rest, id = after, True, table.c.vector_id
         with self.database.read() as connection:
             while rest:
@@ -365,20 +377,21 @@ class DocumentStore:
                     yield found
 
     def generation(self) -> int:
-        """Rises with every commit that changed documents; the same number means the same documents."""
+        """Return a number that rises with every commit that changed documents; an equal number means equal
+        documents."""
         with self.database.read() as connection:
             return current(connection, "generation")
 
     # Handles
 
     def handles(self) -> set[str]:
-        """Every handle that a chunk refers to, or that is held."""
+        """Return every handle that a chunk refers to or that is held."""
         with self.database.read() as connection:
             found = connection.scalars(select(chunks.c.handle).where(chunks.c.handle.is_not(None)).distinct())
             return {*found, *held_handles(connection)}
 
     def referenced(self, handles: Iterable[str]) -> set[str]:
-        """The handles among these that a chunk refers to, or that are held."""
+        """Return those of the given handles that a chunk refers to or that are held."""
         wanted = set(handles)
         with self.database.read() as connection:
             return (wanted & held_handles(connection)) | {
@@ -388,17 +401,18 @@ class DocumentStore:
             }
 
     def garbage(self) -> set[str]:
-        """Handles that were dropped and whose KV bytes may still exist."""
+        """Return the dropped handles whose KV bytes may still exist."""
         with self.database.read() as connection:
             return set(connection.scalars(select(garbage.c.handle)))
 
     def collectable(self) -> set[str]:
-        """Garbage that no chunk refers to: its KV bytes are to be deleted, with no ingestion beside (writer lock)."""
+        """Return the garbage that no chunk refers to. Delete its KV bytes under the writer lock, with no ingestion
+        running."""
         with self.database.read() as connection:
             return set(connection.scalars(select(garbage.c.handle).where(~is_referenced())))
 
     def clear_garbage(self, handles: Iterable[str]) -> None:
-        """Forget handles whose KV bytes are deleted; others are ignored."""
+        """Remove handles from the garbage once their KV bytes are deleted; other handles are ignored."""
         with self.database.write() as connection:
             for part in _parts(list(handles)):
                 connection.execute(delete(garbage).where(garbage.c.handle.in_(part)))
@@ -420,7 +434,7 @@ class DocumentStore:
         return compile_filter(where, documents.c.metadata, self.database.dialect, own)
 
     def _chunks_by(self, column: Column[Any], wanted: Sequence[Any]) -> list[Chunk]:
-        if not wanted:  # every question over retrieved passages comes by here with nothing to look up
+        if not wanted:  # every question over retrieved passages calls this with nothing to look up
             return []
         found: dict[Any, Chunk] = {}
         with self.database.read() as connection:
@@ -461,13 +475,15 @@ class DocumentStore:
         names = free_chunk_ids(connection, document.id, [new.id for new in new_chunks])
         total = len(new_chunks) + sum(len(new.windows) for new in new_chunks)
         first = advance(connection, "vector_id", total) - total + 1
-        # The chunks' ids follow each other (see `Preceding`), then come those of their windows.
+        # The chunks' ids are consecutive (see `Preceding`); the ids of their windows follow.
         ids, rest = range(first, first + len(new_chunks)), count(first + len(new_chunks))
         own = [list(islice(rest, len(new.windows))) for new in new_chunks]
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
             named = enumerate(zip(new_chunks, names, ids, strict=True))
-            while some := list(islice(named, ROWS)):  # a long document has many: not all of them twice in memory
+            while some := list(
+                islice(named, ROWS)
+            ):  # a long document has many chunks: do not hold all rows in memory twice
                 LIMIT.get().check()
                 new_rows = [rows.chunk_values(document, new, n, id, now) | {"id": name} for n, (new, name, id) in some]
                 connection.execute(insert(chunks), new_rows)
@@ -518,8 +534,8 @@ def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
     return (values[start : start + _IN_LIMIT] for start in range(0, len(values), _IN_LIMIT))
 
 
-# Ids of documents and of chunks: callers name both alike, so a chunk never has the id of another document. A document's
-# id is the caller's; a chunk's is made of it, and gives way.
+# Callers use ids of documents and of chunks interchangeably, so a chunk never has the id of another document. A
+# document's id is the caller's; a chunk's id is derived from it and changes if the two collide.
 
 
 def free_chunk_ids(connection: Connection, document_id: str, wanted: Sequence[str]) -> list[str]:
@@ -545,7 +561,7 @@ def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> di
         for part in _parts(list(left.values())):
             others = select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
             taken.update(connection.scalars(select(chunks.c.id).where(chunks.c.id.in_(part)).union(others)))
-        if number > 1:  # another of these chunks may want what stands free
+        if number > 1:  # a free name may be the wanted id of another of these chunks
             taken.update(set(wanted) & set(left.values()))
         found |= {id: name for id, name in left.items() if name not in taken}
         left = {id: f"{id}##{number}" for id, name in left.items() if name in taken}

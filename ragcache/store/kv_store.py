@@ -35,32 +35,33 @@ log = logging.getLogger(__name__)
 
 
 class KVStore:
-    """Content-addressed KV blocks: the model's device over host memory over a durable tier.
+    """Content-addressed KV blocks in a stack of tiers: the model's device, host memory and a durable tier.
 
-    root:         directory of the pins and of what the durable tier has on this machine, made at the first `put`
+    root:         directory of the pins and of the durable tier's files on this machine; created by the first `put`
     memory_bytes: budget of the memory tier
-    device_bytes: budget of the device tier, which is there from `use_device` on; 0: no such tier
+    device_bytes: budget of the device tier, which `use_device` adds; 0: no device tier
     disk_bytes:   budget of the durable tier; None keeps every block
     durable:      name of the durable tier on this machine
-    remote:       where blocks are kept beyond this machine; what is on this machine are then copies, within disk_bytes
-    ttl_s:        seconds after which a block that was not used is dropped; None keeps it
-    codec:        how new blocks are written; blocks of every known codec are read
-    basis:        name of the basis for new blocks, where the codec needs one; see `add_basis`
-    eviction:     name of the tiers' policy
-    admission:    "all", or "tinylfu": what a full tier keeps in place of something else
+    remote:       connection to a store outside this machine that keeps the blocks; this machine then holds copies,
+                  within disk_bytes
+    ttl_s:        seconds after which an unused block is dropped; None keeps it
+    codec:        codec of new blocks; blocks of every known codec are read
+    basis:        name of the basis for new blocks, if the codec needs a basis; see `add_basis`
+    eviction:     name of the tiers' eviction policy
+    admission:    "all", or "tinylfu": whether a full tier may refuse a new block to keep those that it has
     trace:        file to which every access is appended (see ragcache/store/trace.py); None records nothing
-    read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but stay
-    referenced:   which of some keys chunks refer to. Then a block that another process deleted is not written again by
-                  this one, and one that only this process holds outlives `refresh`
-    foreign:      where blocks of no document are kept; it is looked into after the tiers, and closed with them.
-                  `passages` lists them
+    read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but not deleted
+    referenced:   returns which of the given keys chunks refer to. With it, this process does not write a block again
+                  that another process deleted, and `refresh` keeps a referenced block that only this process holds
+    foreign:      store of the blocks that belong to no document; it is searched after the tiers, and closed with them.
+                  `passages` lists its blocks
 
-    What a tier evicts goes to the next slower one, if it is not there. A block is in use until its tensors are gone; no
-    tier evicts it before, and its bytes stay counted when it is deleted.
+    A block that a tier evicts goes to the next slower tier, unless that already has it. A block is in use until its
+    tensors are freed; until then no tier evicts it, and its bytes are counted even after `delete`.
 
     Safe to call from several threads; several processes may share one root. Every block returned stays valid after it
-    is evicted or deleted. Raises ConfigError for an unknown codec, policy or tier, a budget below 0, or a key that is
-    no block key; TraceError when the trace cannot be written.
+    is evicted or deleted. Raises ConfigError for an unknown codec, policy or tier, a budget below 0, or a malformed
+    block key; TraceError when the trace cannot be written.
     """
 
     def __init__(
@@ -104,21 +105,23 @@ class KVStore:
         self._tiers = TierStack(self._durable, self._demotion, memory)
 
     def use_device(self, device: torch.device) -> None:
-        """Say where the model is, once it is loaded: from now on there is a device tier, if it has a budget, and on
-        CUDA host memory is page-locked. A second call adds no second tier."""
+        """Add the device tier, if it has a budget, and page-lock host memory if the device is CUDA. Call it once the
+        model is loaded; a second call adds no second tier."""
         self._tiers.on_device(device)
         device_bytes, self._device_bytes = self._device_bytes, 0
         if device_bytes:
             self._tiers.push(DeviceTier(device, device_bytes, self._new_policy(), is_pinned=self._pins.__contains__))
 
     def put(self, key: str, block: KVBlock, where: Where = "durable") -> KVBlock:
-        """Keep a block; returns it as it is given back from any tier (law 6): its first use is like all later ones.
+        """Store a block. Return it exactly as any tier will return it later (law 6), so that its first use equals all
+        others.
 
-        where: "durable": in every tier, the durable one first: on return a kill loses nothing. A block for which that
-                   tier has no room is held by the faster ones alone
-               "memory": in this process alone, for a store that cannot be written, or is full
-               "again": in the faster tiers, if the durable one still has it: it was computed though it was there
-               "nowhere": only what would be given back
+        where: "durable": in every tier, the durable tier first: once `put` returns, a kill loses nothing. If the
+               durable tier has no room for the block, only the faster tiers hold it
+               "memory": in this process alone, for a store that is full or cannot be written
+               "again": in the faster tiers, if the durable tier still has it: the block was computed although it was
+                   stored
+               "nowhere": store nothing, only return the block as it would be returned later
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no tier holds anything new.
         """
@@ -142,8 +145,9 @@ class KVStore:
         return block
 
     def keep_foreign(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> KVBlock:
-        """`put` into memory the block of a passage that no document has, and on disk where there is a place for such.
-        See `PassageList.add`. Where that cannot take it, it costs a later question time, with a warning."""
+        """Put the block of a passage that belongs to no document into memory, and also into the foreign store if this
+        store has one. See `PassageList.add`. A failure to write the foreign store is a warning: the block is computed
+        again later."""
         held = self.put(key, block, "memory")
         if self.foreign is not None and self.passages is not None and not self.read_only:
             try:
@@ -154,7 +158,8 @@ class KVStore:
         return held
 
     def foreign_usage(self) -> ForeignUsage | None:
-        """Count what is kept of no document, walking through it; None where nothing is kept. Raises StoreError."""
+        """Count the foreign store's blocks by walking through it; return None without a foreign store. Raises
+        StoreError."""
         if self.foreign is None or self.passages is None:
             return None
         listed = self.passages.sizes()
@@ -173,26 +178,28 @@ class KVStore:
     def keep_prefixes(
         self, rows: Sequence[Listed], blocks: Iterable[KVBlock], generation: int, now: Callable[[], int]
     ) -> None:
-        """Keep KV of prompts on disk, bit for bit, until a document changes; nothing where there is no place for it.
+        """Store KV of prompts on disk, bit for bit, until a document changes. Do nothing without a writable foreign
+        store.
 
         Args:
-            rows:       owners begin with PREFIX and the generation
-            generation: of the documents that the prompts may quote
+            rows:       the prompts' entries in the list; each owner begins with PREFIX and the generation
+            blocks:     a block for each row
+            generation: generation of the documents that the prompts may quote
             now:        returns the documents' present generation
 
         Raises StoreError.
         """
         if self.foreign is None or self.passages is None or self.foreign.read_only:
             return
-        self.passages.add(*rows)  # first: a block that is not listed would outlive its documents
+        self.passages.add(*rows)  # before the blocks: a block that is not listed would outlive its documents
         for row, block in zip(rows, blocks, strict=True):
             self.foreign.put(row.handle, block)
-        self.passages.add(*rows)  # again, where another process has taken off what was not there yet
+        self.passages.add(*rows)  # again: another process may have removed rows whose blocks did not exist yet
         if (current := now()) != generation:
             self.drop_prefixes(current)
 
     def drop_prefixes(self, generation: int) -> None:
-        """Delete KV of prompts that may quote documents as they were before this generation (law 10)."""
+        """Delete KV of prompts that may quote documents from before this generation (law 10)."""
         if self.foreign is not None and self.passages is not None and self.foreign.root.exists():
             old = self.passages.prefixes_before(generation)
             for key in old:
@@ -200,17 +207,18 @@ class KVStore:
             self.passages.remove(*old)
 
     def get(self, key: str) -> Loaded | None:
-        """The block from the fastest tier that has it, kept in the faster ones from now on; None when no tier has it.
+        """Return the block from the fastest tier that has it, and keep it in the faster tiers; None if no tier has it.
 
-        A damaged block is logged, counted, dropped and not served: None. Raises SchemaVersionError when a newer
-        version wrote the block: it stays.
+        A damaged block is logged, counted and dropped, and the next tier is tried. Raises SchemaVersionError when a
+        newer version wrote the block; that block stays.
         """
         loaded = self.fetch(key)
         self._counts.asked(key, loaded)
         return loaded
 
     def fetch(self, key: str) -> Loaded | None:
-        """`get` that is no access yet: for who may not need the block in the end. What is used goes to `serve`."""
+        """Load a block as `get` does, but count no access, since the caller may not need the block. Report the blocks
+        that are used with `serve`."""
         with self._key_locks.hold(key):
             if self._drop_if_over(key):
                 return None
@@ -222,19 +230,22 @@ class KVStore:
             return loaded
 
     def ask(self, keys: Sequence[str]) -> str:
-        """Say that one request wants these; what became of each, `serve` is told. Returns the request's name."""
+        """Announce the keys that a request needs and return the request's name. Report the outcome for each key with
+        `serve`."""
         return self._counts.announced(keys)
 
     def serve(self, request: str, key: str, loaded: Loaded | None) -> None:
-        """Count and trace an access that `ask` announced. None: no tier served it; it is traced when it is made."""
+        """Count and trace an access that `ask` announced. None means that no tier has the block; it is traced when it
+        is made."""
         self._counts.served(request, key, loaded)
 
     def lookup(self, keys: Iterable[str], where: Literal["any", "durable", "memory"] = "any") -> dict[str, Stored]:
-        """The fastest tier that has each of these blocks, and the bytes that reading it moves; others are left out.
-        Changes, reads and verifies nothing.
+        """Return, for each block that is held, the fastest tier that has it and the bytes that reading it moves. Blocks
+        that are not held are left out. Change, read and verify nothing.
 
-        where: "durable": what outlives this process, with the bytes that it takes there; "memory": what is in memory
-               here, with no disk and no network asked
+        where: "any": every tier, then the foreign store
+               "durable": only the durable tier, with the bytes that each block takes there
+               "memory": only the tiers in this process's memory; no disk and no network access
         """
         wanted = [key for key in keys if not self._is_over(key)]
         if where == "durable":
@@ -249,17 +260,19 @@ class KVStore:
         return any(key in tier for tier in self._tiers) and not self._is_over(str(key))
 
     def pin(self, keys: Iterable[str]) -> None:
-        """Let no tier give up these blocks, nor time drop them, until `unpin` or `delete`; also after reopening.
+        """Keep these blocks from eviction and expiry until `unpin` or `delete`. Pins persist when the store is
+        reopened.
 
-        Other processes heed it from their next `refresh` on. Raises MissingBlockError for a block that no tier has,
-        PinError when a budget would have no room left beside the pinned blocks, StoreReadOnlyError; then nothing is
-        pinned that was not.
+        Other processes observe the pins from their next `refresh` on. Raises MissingBlockError for a block that no tier
+        has, PinError when the pinned blocks would leave a budget no room for others, StoreReadOnlyError; then no new
+        block is pinned.
         """
         self._refuse_if_read_only()
         self._pins.add(keys, self._refuse_too_many_pins)
 
     def unpin(self, keys: Iterable[str]) -> None:
-        """Let blocks go again. Those that are not pinned are ignored. Raises StoreReadOnlyError."""
+        """Allow blocks to be evicted and to expire again. Blocks that are not pinned are ignored. Raises
+        StoreReadOnlyError."""
         self._refuse_if_read_only()
         self._pins.remove(keys)
 
@@ -269,13 +282,13 @@ class KVStore:
 
     @property
     def gives_up(self) -> bool:
-        """Whether a block can be gone that nobody deleted: the durable tier has, or had, a budget, or there is a time
-        to live."""
+        """Return whether a block can disappear without `delete`: the durable tier has, or had, a budget, or blocks
+        expire."""
         return self._expiry.ttl_s is not None or self._durable.has_been_bounded
 
     @property
     def codec(self) -> Codec:
-        """The codec of new blocks: another one than the store's as long as that lacks its basis."""
+        """Return the codec of new blocks: a substitute while the store's own codec lacks its basis."""
         return self._codec.now
 
     @property
@@ -283,18 +296,19 @@ class KVStore:
         return self._codec.needs_basis and self._codec.bases.name is None
 
     def use_basis(self, name: str) -> None:
-        """Encode new blocks with this basis, which is stored."""
+        """Encode new blocks with this basis, which must be stored already."""
         self._codec.bases.name = name
 
     def fit_basis(self, blocks: Sequence[KVBlock]) -> KVBlock:
-        """A basis that is made from these passages' blocks. Raises BasisError when there are too few."""
+        """Return a basis fitted to these passages' blocks. Raises BasisError when there are too few."""
         return self._codec.fit_basis(blocks)
 
     def add_basis(self, basis: KVBlock) -> str:
-        """Store a basis and encode new blocks with it; returns its name, by which it is to be held. It is a block of
-        the durable tier, and pinned: what it encoded cannot be read without it.
+        """Store a basis and encode new blocks with it. Return its name, which the caller has to record with
+        `hold_basis`. The basis is a block of the durable tier and is pinned: blocks encoded with it cannot be read
+        without it.
 
-        Raises BasisError where there is no room for it, PinError, StoreFullError, StoreReadOnlyError.
+        Raises BasisError if the tier has no room for it, PinError, StoreFullError, StoreReadOnlyError.
         """
         self._refuse_if_read_only()
         name = basis_name(basis)
@@ -307,7 +321,7 @@ class KVStore:
         return name
 
     def delete(self, key: str) -> None:
-        """Remove a block from every tier (law 10); an absent one is fine. Raises StoreReadOnlyError."""
+        """Delete a block from every tier (law 10); an absent block is fine. Raises StoreReadOnlyError."""
         self._refuse_if_read_only()
         with self._key_locks.hold(key):
             for tier in self._tiers:
@@ -320,30 +334,31 @@ class KVStore:
             self.passages.remove(key)
 
     def keys(self) -> Iterator[str]:
-        """Keys of the durable tier. What no chunk refers to is an orphan: `doctor` collects it."""
+        """Return the keys of the durable tier. A block that no chunk refers to is an orphan; `doctor` collects
+        orphans."""
         return self._durable.keys()
 
     def verify(self, key: str) -> None:
-        """Read a block from the durable tier and serve it to nobody.
+        """Read a block from the durable tier and check it, without returning it.
 
         Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
         """
         self._durable.verify(key)
 
     def refresh(self) -> int:
-        """Let go of blocks that are not in the durable tier (any more); returns how many.
+        """Drop the blocks that are not, or no longer, in the durable tier; return how many left memory.
 
-        To be called when the document store's generation has moved on: what another process deleted is in this one's
-        memory still, and what another machine deleted on this one's disk. Blocks that were only remembered go too. What
-        the durable tier's budget gave up stays while a chunk refers to it. A block that was handed down to it after
-        its document was deleted is deleted as well.
+        Call it when the document store's generation has advanced: blocks that another process deleted are still in this
+        process's memory, and blocks that another machine deleted are still on this machine's disk. Blocks that were put
+        into memory only are dropped too. A block that the durable tier evicted stays while a chunk refers to it. A
+        block that eviction wrote to the durable tier after its document was deleted is deleted there.
         """
         self._pins.reload()
         self._demotion.delete_late()
         return self._tiers.drop_unwanted(copies=not self.read_only)
 
     def expire(self) -> list[str]:
-        """Drop the blocks whose time to live is over from every tier; returns their keys."""
+        """Drop the expired blocks from every tier and return their keys. Raises StoreReadOnlyError."""
         self._refuse_if_read_only()
         if self._expiry.ttl_s is None:
             return []
@@ -354,20 +369,21 @@ class KVStore:
         return list(dict.fromkeys(over))
 
     def sweep(self, older_than_s: float = LEFTOVER_AGE_S) -> int:
-        """Remove what killed writers left half done; returns how many. Nothing reads it, it only takes up space.
+        """Remove unfinished files of killed writers and return how many; they are never read and only take up space.
 
-        Blocks whose time to live is over go, too.
+        Expired blocks are dropped too.
         """
         self.expire()
         return self._durable.sweep(older_than_s)
 
     @property
     def evictions(self) -> int:
-        """Blocks given up so far by tiers with a budget."""
+        """Return how many blocks the tiers have evicted so far."""
         return sum(tier.evictions for tier in self._tiers)
 
     def stats(self) -> KVStats:
-        """Count, walking through the durable tier: for people and monitoring, not for every question."""
+        """Count blocks, bytes and accesses. This walks through the durable tier, so it is for people and monitoring,
+        not for every question."""
         usage = {tier.name: tier.usage() for tier in self._tiers}
         return KVStats(
             blocks=usage[self._durable.name].blocks,
@@ -399,7 +415,8 @@ class KVStore:
         return key not in self._pins and self._expiry.is_over(key)
 
     def _drop_if_over(self, key: str) -> bool:
-        """Drop a block whose time is over. Whether it can be removed or not, it is not served."""
+        """Drop a block if it has expired and return whether it has. An expired block that cannot be deleted is still
+        not served."""
         over = self._is_over(key)
         for tier in (self._tiers.volatile if self.read_only else self._tiers) if over else ():
             try:
@@ -432,10 +449,10 @@ class KVStore:
 
 
 def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:
-    """Delete the blocks on the documents' list of garbage from every tier; returns how many.
+    """Delete the blocks on the documents' list of garbage from every tier; return how many.
 
-    The list is cleared last: a kill in between loses no deletion, it is only done again. The caller holds the store's
-    writer lock.
+    The list is cleared last: after a kill in between, the deletions are done again and none is lost. The caller holds
+    the store's writer lock.
     """
     kv.drop_prefixes(documents.generation())
     handles = documents.collectable()
