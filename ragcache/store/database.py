@@ -23,22 +23,22 @@ from ragcache.forks import Home
 from ragcache.store import schema, words
 from ragcache.store.database_errors import translate_sql_errors
 
-# What a PostgreSQL URL may say of the place in its query; a password may stand there, too.
+# Parts of a PostgreSQL URL's query that name the place; a query may also hold a password.
 _PLACE = ("host", "port", "dbname", "user", "service")
 _dump_json = partial(json.dumps, ensure_ascii=False, allow_nan=False)
 
 
 class Database:
-    """An engine whose transactions say whether they write, and whose errors are ragcache's.
+    """An engine whose transactions declare whether they write, and whose errors are ragcache's.
 
     url:            sqlite:///path, postgresql://user@host/name, or a plain path (SQLite)
     read_only:      no transaction can write; the database has to exist
-    create:         make a store of an empty database, and a file where there is none; else they are refused
-    busy_timeout_s: how long a writer waits for another one before StoreBusyError
+    create:         create a missing SQLite file, and the schema in an empty database; otherwise both are refused
+    busy_timeout_s: how long a writer waits for another writer before StoreBusyError
 
-    A read sees one state of the database from its first to its last statement. Writers wait for each other, readers
-    for nobody. Raises ConfigError, StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError, and
-    ForkedError in a fork of the process: a connection does not survive it.
+    A read transaction sees one state of the database from its first to its last statement. Writers wait for each other,
+    readers never wait. Raises ConfigError, StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError,
+    and ForkedError in a fork of the process: a connection does not survive a fork.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one state throughout and cannot write."""
+        """Begin a transaction that sees one state throughout and cannot write."""
         self.home.check()
         with translate_sql_errors(self.where), self._engine.connect() as connection:
             if self.dialect == "postgresql":
@@ -74,7 +74,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that is committed when the body ends and rolled back when it raises.
+        """Begin a transaction that is committed when the body ends and rolled back when it raises.
 
         IntegrityError passes through. Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
         """
@@ -104,7 +104,8 @@ class Database:
 
     @contextmanager
     def _translated_write_errors(self) -> Iterator[None]:
-        """SQLite says "unable to open" also where it may not make a file: a read-only disk, or no permission."""
+        """Translate errors of a write. SQLite also reports "unable to open" if it may not create a file: on a read-only
+        disk, or without permission."""
         try:
             with translate_sql_errors(self.where):
                 yield
@@ -114,7 +115,8 @@ class Database:
             raise StoreReadOnlyError(f"{self.where}: cannot be written; check its permissions") from error
 
     def _use_wal(self) -> None:
-        """Write-ahead log: readers see the last commit while a writer works. The mode stays with the file."""
+        """Switch to a write-ahead log, so that readers see the last commit while a writer works. The file keeps the
+        mode."""
         uri = _sqlite_uri(Path(self.where), read_only=False)
         deadline = time.monotonic() + self._busy_timeout_s
         while True:
@@ -122,7 +124,7 @@ class Database:
                 with self._translated_write_errors(), closing(self._connect(uri)) as raw:
                     raw.execute("PRAGMA journal_mode = WAL")
                 return
-            except StoreBusyError:  # changing it takes the whole file for a moment, and SQLite does not wait for that
+            except StoreBusyError:  # the change locks the whole file for a moment, and SQLite does not wait for that
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
@@ -151,7 +153,7 @@ class Database:
             uri, uri=True, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA foreign_keys = ON")
-        # A commit that was reported outlives a power cut, too. Against NORMAL that is one flush of the log a document,
+        # A reported commit also survives a power cut. Compared with NORMAL, that is one flush of the log a document,
         # beside the flushes of its KV blocks, which are a thousand times larger.
         connection.execute("PRAGMA synchronous = FULL")
         # Triggers of the index of words call it.
@@ -172,8 +174,8 @@ class Database:
 
 
 def address(url: str | Path) -> str:
-    """Names the database without a secret: the absolute path of a SQLite file, or postgresql://user@host:port/name.
-    Raises ConfigError."""
+    """Return the database's name without a secret: the absolute path of a SQLite file, or
+    postgresql://user@host:port/name. Raises ConfigError."""
     parsed = _parse(url)
     if _is_sqlite(parsed):
         return str(Path(parsed.database or "").absolute())
@@ -199,7 +201,8 @@ def _is_sqlite(url: URL) -> bool:
 
 
 def _begin(connection: Connection) -> None:
-    """Writers take the write lock at once: a reader that turned writer could find its state outdated, and fail."""
+    """Take the write lock at once for a write: a reader that becomes a writer could find its state outdated, and
+    fail."""
     writes = connection.get_execution_options().get("ragcache_writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -212,8 +215,8 @@ def _sqlite_uri(path: Path, read_only: bool) -> str:
 
 
 def _is_frozen(path: Path, uri: str) -> bool:
-    """Whether a log can neither be found nor made beside the file (a read-only medium), so that SQLite would refuse
-    to open it, and nobody can be writing."""
+    """Return whether no write-ahead log exists or can be created beside the file (a read-only medium). SQLite would
+    then refuse to open the file, and no process can be writing it."""
     log = path.with_name(path.name + "-wal")
     if log.exists() and log.stat().st_size:
         return False
@@ -222,6 +225,6 @@ def _is_frozen(path: Path, uri: str) -> bool:
             connection.execute("SELECT 1 FROM sqlite_master")
     except sqlite3.OperationalError as error:
         return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-    except sqlite3.DatabaseError:  # no database at all: the error comes up where it is read
+    except sqlite3.DatabaseError:  # not a database: reading it raises the error
         return False
     return False

@@ -105,8 +105,7 @@ class DocumentStore:
             self._bind(connection, name, value)
 
     def hold(self, handle: str) -> None:
-        """Count a handle as referenced from now on though no chunk has it, such as the handle of the prompts'
-        beginning."""
+        """Count a handle as referenced though no chunk has it, such as the handle of the prompts' beginning."""
         self.bind(HELD + handle, True)
 
     @property
@@ -302,8 +301,8 @@ class DocumentStore:
         return np.array([owners.get(id, id) for id in vector_ids.tolist()], np.int64)
 
     def unknown_fields(self, where: Filter, what: str = "passage") -> tuple[list[str], list[str]]:
-        """Return the filter's fields that no passage (or no document) has in its metadata, and all fields that exist;
-        both sorted."""
+        """Return the filter's fields that no passage (or document) has in its metadata, and all existing fields, both
+        sorted."""
         table = chunks if what == "passage" else documents
         with self.database.read() as connection:
             query = self._narrowed(field_names(table.c.metadata, self.database.dialect), table)
@@ -340,13 +339,11 @@ class DocumentStore:
         return self._searched(searched.c.vector_id, vector_ids.tolist(), dimension)[0]
 
     def vectors_of(self, chunk_ids: Sequence[int], dimension: int) -> tuple[VectorBatch, NDArray[np.int64]]:
-        """Return the searched vectors of the chunks with these vector ids, and for each vector its chunk's vector
-        id."""
+        """Return the searched vectors of the chunks with these vector ids, and each vector's chunk (its vector id)."""
         return self._searched(searched.c.chunk, chunk_ids, dimension)
 
     def all_vectors(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
-        """Yield batches of the searched vectors with an id above `after`, by rising id, all from one state of the
-        database.
+        """Yield batches of the searched vectors with an id above `after`, by rising id, from one database state.
 
         Ids rise from commit to commit: vectors added after an index was built have ids above all of the index's ids.
         Label an index with a `generation()` read before the vectors: the index is then never older than its label.
@@ -354,17 +351,15 @@ class DocumentStore:
         return map(rows.vector_batch, self._above(after, batch_size, searched, "embedding"))
 
     def embeddings(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[VectorBatch]:
-        """Yield batches as `all_vectors` does, but with each chunk's own embedding: the mean of its windows if it has
-        windows."""
+        """Yield each chunk's own embedding, batched as in `all_vectors`: the mean of its windows if it has windows."""
         return map(rows.vector_batch, self._above(after, batch_size, chunks, "embedding"))
 
     def token_ids(self, *, after: int = 0, batch_size: int = 4096) -> Iterator[list[tuple[int, NDArray[np.int32]]]]:
-        """Yield the vector id and token ids of the chunks whose vector id is above `after`, batched as in
-        `all_vectors`."""
+        """Yield vector id and token ids of the chunks with a vector id above `after`, batched as in `all_vectors`."""
         return map(rows.token_id_batch, self._above(after, batch_size, chunks, "token_ids"))
 
     def _above(self, after: int, batch_size: int, table: FromClause, column: str) -> Iterator[Sequence[RowMapping]]:
-        """Yield batches of a table's rows whose vector id is above `after`: vector id and the column. See
+        """Yield batches of vector id and `column` from a table's rows with a vector id above `after`; see
         `all_vectors`."""
         last, rest, id = after, True, table.c.vector_id
         with self.database.read() as connection:
@@ -377,8 +372,7 @@ class DocumentStore:
                     yield found
 
     def generation(self) -> int:
-        """Return a number that rises with every commit that changed documents; an equal number means equal
-        documents."""
+        """Return a number that rises with every commit that changes documents; equal numbers mean equal documents."""
         with self.database.read() as connection:
             return current(connection, "generation")
 
@@ -481,9 +475,8 @@ class DocumentStore:
         if new_chunks:
             self._bind(connection, "embedding_dim", len(new_chunks[0].embedding))
             named = enumerate(zip(new_chunks, names, ids, strict=True))
-            while some := list(
-                islice(named, ROWS)
-            ):  # a long document has many chunks: do not hold all rows in memory twice
+            # A long document has many chunks: not all of its rows are held in memory twice.
+            while some := list(islice(named, ROWS)):
                 LIMIT.get().check()
                 new_rows = [rows.chunk_values(document, new, n, id, now) | {"id": name} for n, (new, name, id) in some]
                 connection.execute(insert(chunks), new_rows)

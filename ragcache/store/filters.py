@@ -40,7 +40,7 @@ Filter = Mapping[str, Any]
 Condition = ColumnElement[bool]
 Scalar = str | int | float | bool | None
 Compare = Callable[[Any, Any], Any]
-# Text columns that a filter names like metadata fields: each puts its column, or columns, to a condition.
+# Text columns that a filter names like metadata fields: each function applies a condition to its columns.
 Own = Mapping[str, Callable[[Callable[[ColumnElement[Any]], Condition]], Condition]]
 OWN_FIELDS = ("source", "title", "document_id", "chunk_id")
 
@@ -81,7 +81,7 @@ class _SQLiteTerms:
         return self._entry(field, lambda entry: and_(entry.c.type == "text", self.matches(entry.c.atom, pattern)))
 
     def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
-        """Use GLOB, which takes a lone bracket for the beginning of a set."""
+        """Match by GLOB, which reads a lone bracket as the beginning of a set."""
         parts = ("[[]" if part == "[" else part for part in _GLOB_PARTS.findall(pattern))
         return text.op("GLOB", is_comparison=True)("".join(parts))
 
@@ -102,7 +102,8 @@ class _SQLiteTerms:
 
 @dataclass(frozen=True)
 class _PostgresTerms:
-    """PostgreSQL's terms, over jsonb: equality keeps types apart, order mixes them, hence the check of the type."""
+    """PostgreSQL's terms, over jsonb: equality distinguishes types, but order mixes them, so `ordered` checks the
+    type."""
 
     column: ColumnElement[Any]
 
@@ -128,7 +129,7 @@ class _PostgresTerms:
         return func.coalesce(and_(self._type(field) == "string", matches), false())
 
     def matches(self, text: ColumnElement[Any], pattern: str) -> Condition:
-        """Use LIKE."""
+        """Match by LIKE."""
         wild = {"*": "%", "?": "_", "%": r"\%", "_": r"\_", "\\": r"\\"}
         parts = (part[1] if len(part) > 1 else wild.get(part, part) for part in _GLOB_PARTS.findall(pattern))
         return text.like("".join(parts), escape="\\")
@@ -148,13 +149,13 @@ _TERMS: dict[str, type[_Terms]] = {"sqlite": _SQLiteTerms, "postgresql": _Postgr
 
 
 def compile_filter(where: Filter, column: ColumnElement[Any], dialect: str, own: Own) -> Condition:
-    """The SQL condition under which the JSON object in `column`, with `own` (OWN_FIELDS) beside it,
-    passes the filter; never NULL. Raises FilterError."""
+    """Return the SQL condition that holds when the JSON object in `column`, together with the `own` columns
+    (OWN_FIELDS), passes the filter; never NULL. Raises FilterError."""
     return _Compiler(_TERMS[dialect](column), own).filter(where, 0)
 
 
 def field_names(column: Column[Any], dialect: str) -> Any:
-    """A query for the distinct keys of the JSON objects in `column`."""
+    """Return a query for the distinct keys of the JSON objects in `column`."""
     if dialect == "sqlite":
         entry = func.json_each(column).table_valued("key")
         return select(entry.c.key).select_from(column.table).join(entry, true()).distinct()
@@ -162,8 +163,8 @@ def field_names(column: Column[Any], dialect: str) -> Any:
 
 
 def fields_of(where: Filter) -> set[str]:
-    """Return the metadata fields that a valid filter names, without alternatives to fields that begin with _: those are
-    a framework's own, which names them whether any passage has them or not."""
+    """Return the metadata fields that a valid filter names. Alternatives ($or) to a field that begins with _ are left
+    out: such fields belong to a framework, which names them whether or not any passage has them."""
     found: set[str] = set()
     for name, value in where.items():
         if name in ("$and", "$or"):
@@ -232,7 +233,7 @@ class _Compiler:
             if value is None or isinstance(value, bool):
                 raise FilterError(f"{field!r}: {name} compares numbers or strings, not {value!r}")
             condition = self._terms.ordered(field, compare, value)
-            is_text = isinstance(value, str)  # as the own columns are
+            is_text = isinstance(value, str)  # the own columns are text too
             return self._or_own(field, condition, lambda own: compare(own, value)) if is_text else condition
         raise FilterError(f"{field!r}: operator {name!r} is unknown; choose from {', '.join(_OPERATORS)}")
 
@@ -243,7 +244,8 @@ class _Compiler:
         return present if operand else not_(present)
 
     def _or_own(self, field: str, condition: Condition, own: Callable[[ColumnElement[Any]], Any]) -> Condition:
-        """Whether the field passes, or the column that is named like it does."""
+        """Return the condition extended to the document's or passage's own column of the same name, if there is such a
+        column."""
         return or_(condition, self._own[field](own)) if field in self._own else condition
 
     def _among(self, field: str, values: Sequence[Scalar]) -> Condition:

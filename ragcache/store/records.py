@@ -1,4 +1,4 @@
-"""Records that go into a document store, and come out of it."""
+"""Records that are written to a document store and read from it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NOT_STORED = -1
 
 @dataclass(frozen=True)
 class NewDocument:
-    """A document to store. metadata: a JSON object. file: place of the file that it was read from; "":
-    none."""
+    """A document to store. metadata: a JSON object. file: place of the file that it was read from; "" without a
+    file."""
 
     id: str
     source: str = ""
@@ -28,7 +28,7 @@ class NewDocument:
 
 
 class StoredVersion(NamedTuple):
-    """Fields that tell unchanged input from changed. file: the file that it was read from, or ""."""
+    """Fields that distinguish changed from unchanged input. file: the file that the document was read from, or ""."""
 
     content_hash: str
     source: str
@@ -40,10 +40,10 @@ class NewChunk:
     """A chunk to store.
 
     embedding: float32 [embedding_dim]
-    windows:   embeddings of the windows of a text that is longer than the embedder reads: searched in its embedding's
-               place
+    windows:   embeddings of the text's windows, if the text is longer than the embedder reads: searched instead of
+               `embedding`
     handle:    names the chunk's KV block; None when its KV is not computed yet
-    metadata:  the chunk's own, on top of its document's
+    metadata:  the chunk's own metadata, which override its document's
     """
 
     id: str
@@ -57,8 +57,8 @@ class NewChunk:
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle; file: the file that it
-    was read from, "" where there was none."""
+    """A document as stored. Times are Unix seconds; num_pending counts chunks without a handle; file: the file that the
+    document was read from, or ""."""
 
     id: str
     source: str
@@ -74,7 +74,7 @@ class StoredDocument:
 
     @property
     def state(self) -> str:
-        """ "ready", or "pending" while the KV of a chunk is to be computed on first use."""
+        """Return "ready", or "pending" while the KV of at least one chunk has yet to be computed on first use."""
         return "pending" if self.num_pending else "ready"
 
 
@@ -83,11 +83,13 @@ class Chunk:
     """A chunk as stored.
 
     ordinal:   place in its document, from 0
-    metadata:  the document's with the chunk's own on top
-    vector_id: the chunk's name in the vector index; never given to another chunk; NOT_STORED for a passage from outside
+    metadata:  the document's metadata, overridden by the chunk's own
+    vector_id: the chunk's name in the vector index, never reused for another chunk; NOT_STORED for a passage that was
+               not ingested
     source, title: the document's
-    neighbours: ids of the chunks that its KV is read behind, in the order of reading, where that is looked up
-    cut_from: where token_ids are a part of the passage: all of its ids, and how many of them stand before the part
+    neighbours: ids of the chunks that precede this chunk when its KV is computed, in reading order, if they were looked
+                up
+    cut_from: if token_ids are a part of the passage: all of the passage's ids, and how many of them precede the part
     """
 
     id: str
@@ -105,14 +107,14 @@ class Chunk:
     cut_from: tuple[tuple[int, ...], int] | None = None
 
     def part(self, start: int, stop: int) -> Chunk:
-        """The chunk with some of its tokens, whose KV is cut from that of all."""
+        """Return the chunk reduced to the tokens [start:stop], whose KV is cut from the whole chunk's KV."""
         if stop - start == len(self.token_ids):
             return self
         return replace(self, token_ids=self.token_ids[start:stop], cut_from=(tuple(self.token_ids), start))
 
     @property
     def whole(self) -> Chunk:
-        """The chunk with all of its tokens."""
+        """Return the chunk with all of its tokens."""
         return self if self.cut_from is None else replace(self, token_ids=list(self.cut_from[0]), cut_from=None)
 
     @property
@@ -125,7 +127,7 @@ class Chunk:
 
     @property
     def place(self) -> str:
-        """Where in its document the passage is, in words such as "p. 3"; "" where nothing says so."""
+        """Return the passage's place in its document, in words such as "p. 3", or "" if unknown."""
         return place_text(self.metadata, self.title)
 
     @property

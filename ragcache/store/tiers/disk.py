@@ -1,4 +1,4 @@
-"""One file a block on local disk."""
+"""A durable tier on local disk, with one file per block."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier(BlockFiles, DurableTier):
-    """The files of blocks below a root. Blocks are encoded by `codec` when written; any known codec is read.
+    """The files of blocks below a root. New blocks are encoded by `codec`; blocks of any known codec are read.
 
-    budget_bytes: of all files together, see DiskBudget; None keeps every block
-    policy:       which block has to go for another; LRU when None
+    budget_bytes: limit for all files together, see DiskBudget; None keeps every block
+    policy:       which block is evicted for another; LRU when None
 
-    Deleting a file leaves it readable to those who have mapped it. With a budget a block that is handed out is in use
-    until its tensors are gone, and is not evicted before.
+    A deleted file stays readable for processes that have mapped it. With a budget, a returned block is in use until its
+    tensors are freed, and is not evicted before.
     """
 
     name = "disk"
@@ -68,10 +68,10 @@ class DiskTier(BlockFiles, DurableTier):
         return 0 if self._budget is None else self._budget.evictions
 
     def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
-        """Written whole and flushed when this returns; None when the budget has no room for it.
+        """Write a block whole and flush it to the device; return None if the budget has no room for it.
 
-        Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then nothing is left behind, and an earlier
-        file of the key is still there, unless there is a budget.
+        Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no partial file remains, and an earlier
+        file of the key still exists, unless there is a budget.
         """
         path, budget, codec = self.path(key), self._budget, self.codec_for(block, encoded)
         if budget is None:
@@ -93,8 +93,8 @@ class DiskTier(BlockFiles, DurableTier):
         return written
 
     def get(self, key: str, room: Room | None = None) -> KVBlock | None:
-        """Tensors lie in the room, or alias the mapped file, where the codec lets them. Raises DamagedBlockError,
-        SchemaVersionError."""
+        """Return the block. Its tensors are in `room`, or alias the mapped file if the codec allows it. Raises
+        DamagedBlockError, SchemaVersionError."""
         path = self.path(key)
         if self._budget is not None:
             return self._get_lent(path, key, self._budget, room)
@@ -107,7 +107,7 @@ class DiskTier(BlockFiles, DurableTier):
         read_block(self.path(key), key, self.codec.bases)
 
     def delete(self, key: str) -> None:
-        """Gone from the device too when this returns. Raises StoreReadOnlyError."""
+        """Delete a block's file and flush the deletion to the device. Raises StoreReadOnlyError."""
         path = self.path(key)
         with translate_os_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             if self._budget is None:
@@ -133,8 +133,9 @@ class DiskTier(BlockFiles, DurableTier):
         self._direct = self._direct or device.type == "cuda"
 
     def _read(self, room: Room | None, descriptor: int, offset: int, num_bytes: int) -> Tensor | None:
-        """Bytes of a file in the room. With a CUDA device the page cache is left out, where it has nothing of the file
-        and the room cost no other block: what is read then stays above, and need not be held twice."""
+        """Read bytes of a file into the room; return None if there is no room. If the model runs on CUDA, bypass the
+        page cache, unless it already has the file or the room cost another block: the block then stays in memory and
+        need not be held twice."""
         direct = self._direct and offset % PAGE == 0
         buffer = None if room is None else room.take(-(-num_bytes // PAGE) * PAGE if direct else num_bytes)
         if room is None or buffer is None:
@@ -164,8 +165,8 @@ class DiskTier(BlockFiles, DurableTier):
         except BaseException:
             release()
             raise
-        self.mark_used(key, time.time())  # the order of use outlives the process, and other processes see it
-        if room is not None and room.buffer is not None:  # of the file nothing is in use any more
+        self.mark_used(key, time.time())  # persistent, and visible to other processes
+        if room is not None and room.buffer is not None:  # the block was copied, so the file is not in use
             release()
             return block
         return leased(block, release)

@@ -1,4 +1,4 @@
-"""A byte budget over a directory of blocks, kept by all processes that give one."""
+"""A byte budget over a directory of blocks, kept jointly by all processes that set a budget."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BOOKS = ".budget"
 
 
 class NoRoomError(Exception):
-    """A block does not fit, or is not worth what would have to go. Stays inside the disk tier."""
+    """A block does not fit, or is worth less than its victims. Never leaves the disk tier."""
 
 
 class Claimed(NamedTuple):
-    """Bytes that were claimed, in which state of the books."""
+    """Bytes that were claimed, and the epoch of the books at that time."""
 
     num_bytes: int
     epoch: int
@@ -46,16 +46,16 @@ class _Books:
 
 @dataclass(eq=False, repr=False)
 class DiskBudget:
-    """The sizes of all files below a root, temporary ones included, are at most budget_bytes at every moment.
+    """A limit of budget_bytes on the sizes of all files below a root, temporary files included, at every moment.
 
-    The directory itself is what counts: a writer makes its temporary file as large as it is going to be, under a lock
-    that all processes share, before it writes the first byte; what has to go for it is deleted before, under the same
-    lock. A small file beside the blocks holds the sum, so that nobody has to walk the directory for every block. Its
-    number is never too low; a kill can leave it too high, and every process that opens the root counts anew.
+    The directory itself is what counts: before a writer writes the first byte, it makes its temporary file as large as
+    it is going to be, under a lock that all processes share; victims are deleted before that, under the same lock. A
+    small file beside the blocks holds the sum, so that no process has to walk the directory for every block. The sum is
+    never too low; a kill can leave it too high, and every process that opens the root counts anew.
 
-    Several processes keep the law together when each gives a budget; the files of one that gives none are seen when
-    room is needed, not before. A block in use is never evicted by its own process; when another one evicts it, the file
-    system gives the bytes back as soon as they are not used any more.
+    Several processes share the limit if each sets a budget; files of a process without a budget are noticed only when
+    space is needed. A block in use is never evicted by its own process; when another process evicts it, the file system
+    frees the bytes as soon as their use ends.
     """
 
     _files: BlockFiles
@@ -67,7 +67,7 @@ class DiskBudget:
         check_least("disk_bytes", self.budget_bytes, 0)
         self._ledger = ByteLedger(self.budget_bytes, self._policy, is_pinned)
         self._leaving: set[str] = set()
-        self._lock = threading.Lock()  # of the ledger; never held while files are touched, but for the first walk
+        self._lock = threading.Lock()  # guards the ledger; never held during file operations, except for the first walk
         self._one_thread = threading.Lock()  # threads wait here, as the file lock can only be polled
         self._file_lock = FileLock(self._files.root / ".budget.lock", thread_local=False)
         self._counter = self._files.root / BOOKS
@@ -78,10 +78,10 @@ class DiskBudget:
         return self._ledger.evictions
 
     def claim(self, entry: Entry, file: BinaryIO) -> Claimed:
-        """Make room, and make `file`, which is empty and below the root, as large as the entry.
+        """Free space for the entry and extend `file`, which is empty and below the root, to the entry's size.
 
-        An earlier file of the key goes first. Raises NoRoomError; then nothing was evicted. Raises StoreBusyError,
-        StoreReadOnlyError.
+        An earlier file of the key is deleted first. Raises NoRoomError; then nothing was evicted. Raises
+        StoreBusyError, StoreReadOnlyError.
         """
         if entry.num_bytes > self.budget_bytes:
             raise NoRoomError
@@ -94,19 +94,20 @@ class DiskBudget:
             return Claimed(entry.num_bytes, books.epoch)
 
     def written(self, entry: Entry) -> None:
-        """The claimed file has its name now."""
+        """Record that the claimed file has its final name."""
         with self._lock:
             if entry.key not in self._ledger:
                 self._ledger.add(entry)
 
     def give_back(self, claimed: Claimed) -> None:
-        """The claimed file is gone again. Where another process has counted since, the sum stays: it may lack it."""
+        """Return the bytes of a claimed file that was deleted. If another process has counted since, the sum stays: it
+        may already exclude them."""
         with suppress(OSError), self._alone() as books:
             if books.epoch == claimed.epoch:
                 self._write(books, books.total_bytes - claimed.num_bytes)
 
     def lend(self, key: str) -> Callable[[], None] | None:
-        """Mark a block as asked for and in use; returns what ends the use, or None when it is not there."""
+        """Mark a block as used and in use. Return a function that ends the use, or None if the block is absent."""
         self._index()
         with self._lock:
             self._ledger.touch(key)
@@ -124,12 +125,12 @@ class DiskBudget:
             self._unlink(books, key)
 
     def forget(self, key: str) -> None:
-        """A block's file was found to be gone."""
+        """Forget a block whose file turned out to be missing."""
         with self._lock:
             self._ledger.remove(key)
 
     def sweep(self, older_than_s: float) -> int:
-        """Remove the temporary files of killed writers; returns how many."""
+        """Remove the temporary files of killed writers and return how many."""
         with self._alone() as books:
             leftovers = [file for file in self._files.walk() if is_leftover(file.path, older_than_s)]
             for file in leftovers:
@@ -138,14 +139,15 @@ class DiskBudget:
         return len(leftovers)
 
     def _make_room(self, books: _Books, entry: Entry) -> None:
-        """Evict until the entry fits. Every round forgets what it evicted, found or not, so it ends."""
+        """Evict until the entry fits. Each round forgets its victims, whether or not their files exist, so the loop
+        ends."""
         walked = False
         while (excess := self._taken(books) + entry.num_bytes - self.budget_bytes) > 0:
             victims = self._take_victims(entry, excess)
             if victims is None:
                 if walked:
                     raise NoRoomError
-                self._count(books)  # others may have written blocks, or let go of some, that are not known here
+                self._count(books)  # other processes may have written or released blocks since the last count
                 walked = True
                 continue
             for victim in victims:
@@ -154,7 +156,7 @@ class DiskBudget:
                 self._leaving.difference_update(victim.key for victim in victims)
 
     def _taken(self, books: _Books) -> int:
-        """Bytes in the directory, and bytes deleted while this process uses them: the device has both."""
+        """Return the bytes in the directory plus the deleted bytes in use by this process: the device holds both."""
         with self._lock:
             self._ledger.collect()
             return books.total_bytes + self._ledger.ghost_bytes
@@ -184,7 +186,7 @@ class DiskBudget:
 
     @contextmanager
     def _alone(self) -> Iterator[_Books]:
-        """The books, with no other thread or process at them."""
+        """Yield the books while no other thread or process can use them."""
         with self._one_thread, translate_os_errors(self._files.root):
             make_directory(self._files.root)
             try:
@@ -203,7 +205,7 @@ class DiskBudget:
                 self._file_lock.release()
 
     def _count(self, books: _Books) -> None:
-        """Walk the directory: the true sum, and the blocks that are there. Leftovers of killed writers go."""
+        """Walk the directory for the true sum and the list of blocks. Delete leftovers of killed writers."""
         found, total = [], 0
         for file in self._files.walk():
             if is_leftover(file.path, 0.0):
@@ -232,10 +234,10 @@ class DiskBudget:
         finally:
             os.close(descriptor)
 
-    # What this process knows of the blocks
+    # This process's list of the blocks
 
     def _index(self) -> None:
-        """Know the blocks that are there, at first use."""
+        """List the existing blocks at first use."""
         if self._indexed:
             return
         with self._lock:
@@ -243,7 +245,7 @@ class DiskBudget:
                 self._take_stock([file for file in self._files.walk() if file.key is not None])
 
     def _take_stock(self, found: list[BlockFile]) -> None:
-        """Blocks that are new here come in by their last use; those that are gone go."""
+        """Add the blocks that are new to the ledger by their last use; remove the missing blocks."""
         there = {file.key for file in found}
         for key in set(self._ledger.keys()) - there:
             self._ledger.remove(key)

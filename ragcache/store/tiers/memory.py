@@ -1,4 +1,4 @@
-"""A tier in memory of some kind, under a byte budget."""
+"""Tiers in host or device memory, under a byte budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Called with a victim's key and block while its bytes are counted still.
+# Called with a victim's key and block while its bytes still count.
 Demote = Callable[[str, KVBlock], None]
 
 
@@ -32,17 +32,17 @@ def drop(_key: str, _block: KVBlock) -> None:
 
 
 class BudgetedTier(Tier):
-    """Private copies of blocks.
+    """A tier that holds private copies of blocks under a byte budget.
 
-    A block is copied when it comes in, once, to contiguous memory that the copy itself has faulted in: pages of a
+    A block is copied once, when it is stored, to contiguous memory that the copy itself has faulted in: pages of a
     mapped file are not host memory (the kernel may drop them), and a slice of a batch would keep the batch alive.
 
-    budget_bytes is never exceeded, not for a moment: room is made and reserved before the copy begins. Every block that
-    is handed out is in use until its tensors are gone. What is in use or pinned is never evicted; what is deleted
-    while it is in use is counted until it is not. A block larger than the room that can be made for it, or not worth
-    what would have to go, is not kept, and nothing is evicted for it.
+    budget_bytes is never exceeded, not for a moment: space is reserved before the copy begins. Every returned block is
+    in use until its tensors are freed. Blocks in use and pinned blocks are never evicted; a block deleted while in use
+    is counted until its use ends. A block that is larger than the space that can be freed, or worth less than its
+    victims, is not kept, and nothing is evicted for it.
 
-    demote:    takes what is evicted, before it is let go of; may be set later
+    demote:    called with each victim before it is freed; may be set later
     is_pinned: whether a key is never evicted
     """
 
@@ -60,7 +60,7 @@ class BudgetedTier(Tier):
         self.demote = demote
         self._ledger = ByteLedger(budget_bytes, policy, is_pinned)
         self._blocks: dict[str, KVBlock] = {}
-        self._leaving: dict[str, dict[str, KVBlock]] = {}  # and with which others
+        self._leaving: dict[str, dict[str, KVBlock]] = {}  # key -> the eviction's victims, this block among them
         self._lock = threading.Lock()
 
     @property
@@ -73,13 +73,13 @@ class BudgetedTier(Tier):
 
     @abstractmethod
     def _made(self, make: Callable[..., Tensor]) -> Tensor:
-        """A tensor that `make`, which takes options of `torch.empty`, makes in this tier's memory."""
+        """Return a tensor in this tier's memory, made by `make`, which takes options of `torch.empty`."""
 
     def empty(self, num_bytes: int) -> Tensor:
         return self._made(partial(torch.empty, num_bytes, dtype=torch.uint8))
 
     def taken(self, num_bytes: int) -> int:
-        """Bytes of memory that a tensor of so many takes."""
+        """Return the bytes of memory that a tensor of num_bytes occupies."""
         return num_bytes
 
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
@@ -108,7 +108,7 @@ class BudgetedTier(Tier):
             self._forget(key)
 
     def is_leaving(self, key: str) -> bool:
-        """Whether the block is being evicted, and nobody has deleted it since."""
+        """Return whether the block is being evicted and has not been deleted since."""
         return key in self._leaving
 
     def __contains__(self, key: object) -> bool:
@@ -136,7 +136,8 @@ class BudgetedTier(Tier):
         return leased(held, self._ledger.lease(key))
 
     def make_room(self, room: BudgetedRoom, num_bytes: int) -> bool:
-        """Claim bytes, hand the victims down and let go of them; False, with nothing changed, where that cannot be."""
+        """Reserve bytes, demoting and freeing the victims; return False, with nothing changed, if that is
+        impossible."""
         with self._lock:
             self._forget(room.key)
             claim = self._ledger.claim(Entry(room.key, num_bytes, 0))
@@ -166,7 +167,8 @@ class BudgetedTier(Tier):
 
 @dataclass(eq=False, repr=False)
 class BudgetedRoom(Room):
-    """Bytes of a tier's budget, num_bytes claimed; given back on leaving, unless they hold the block by then."""
+    """Bytes claimed from a tier's budget (num_bytes), returned at the end of the `with` block unless they hold a block
+    by then."""
 
     tier: BudgetedTier
     key: str
@@ -194,9 +196,9 @@ class BudgetedRoom(Room):
 
 
 class MemoryTier(BudgetedTier):
-    """Blocks in host memory.
+    """A tier in host memory.
 
-    page_locked: new copies are in memory that a CUDA device reads without a detour, as long as the system locks it
+    page_locked: new copies are in page-locked memory, which a CUDA device reads directly, while the system grants it
     """
 
     name = "memory"
@@ -206,11 +208,11 @@ class MemoryTier(BudgetedTier):
         self.page_locked = self.page_locked or device.type == "cuda"
 
     def taken(self, num_bytes: int) -> int:
-        """PyTorch makes page-locked tensors in powers of two."""
+        """Round up to a power of two if page-locked, as PyTorch's allocator does."""
         return 1 << (num_bytes - 1).bit_length() if self.page_locked and num_bytes else num_bytes
 
     def read(self, key: str, tier: DurableTier) -> KVBlock | None:
-        """`tier.get`, read into this tier's memory where there is room for it; else what `put` keeps of it."""
+        """Read a block of `tier` directly into this tier's memory if it has room; otherwise read it, then `put` it."""
         with BudgetedRoom(self, key) as room:
             block = tier.get(key, room)
             if block is not None and room.buffer is not None and _lies_in(block, room.buffer):
@@ -243,7 +245,7 @@ def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:
-    """where: options of `torch.empty`"""
+    """Return a contiguous copy of a tensor. where: options of `torch.empty`"""
     return torch.empty(tensor.shape, dtype=tensor.dtype, **where).copy_(tensor.detach())
 
 
@@ -255,12 +257,12 @@ RETRY_AFTER = 64
 
 
 class DeviceTier(BudgetedTier):
-    """Blocks where the model runs, so that placing them moves nothing between host and device. They stay in their
-    codec's bytes.
+    """A tier in the memory of the model's device, so that using a block moves nothing from the host. Blocks stay
+    encoded by their codec.
 
-    A device without memory left is no error: the block stays in the tiers below, one warning is logged, and the tier
-    makes do with the bytes that it has by then. After RETRY_AFTER blocks that it turned away for that it tries its
-    whole budget again.
+    A device without free memory is not an error: the block stays in the slower tiers, one warning is logged, and the
+    tier's budget shrinks to the bytes in use at that time. After RETRY_AFTER further refused blocks the whole budget is
+    tried again.
     """
 
     name = "device"

@@ -1,4 +1,4 @@
-"""Tiers one above the other."""
+"""A stack of tiers, searched from the fastest to the slowest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragcache.store.tiers.demotion import Demotion
 
 
 class Stored(NamedTuple):
-    """The fastest tier that has a block, and the bytes that reading it moves."""
+    """The fastest tier that has a block, and the bytes that reading the block moves."""
 
     tier: str
     num_bytes: int
@@ -23,12 +23,13 @@ class Stored(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class TierStack:
-    """Any number of tiers in memory, fastest first, over a durable one and its caches. A block is read from the fastest
-    tier that has it and kept in the faster ones from then on; what a tier evicts, `demotion` hands to the next slower
-    one.
+    """Any number of tiers in memory, fastest first, over a durable tier and its caches. A block is read from the
+    fastest tier that has it, and the faster tiers keep it from then on. `demotion` hands evicted blocks to the next
+    slower tier.
 
-    As safe for several threads as its tiers are. Two calls for one key at once may leave a block in some tiers that was
-    deleted from others: the caller locks the key.
+    As thread-safe as its tiers. Two concurrent calls for one key may leave a block in some tiers and delete it from
+    others:
+    the caller locks the key.
     """
 
     durable: DurableTier
@@ -43,20 +44,21 @@ class TierStack:
         return iter((*self.volatile, *self.durable.caches, self.durable))
 
     def push(self, tier: BudgetedTier) -> None:
-        """Make this the fastest tier."""
+        """Add a tier on top, as the fastest."""
         below = self.volatile[0] if self.volatile else self.durable
         tier.demote = lambda key, block: self.demotion.demote(tier, below, key, block)
         self.volatile = (tier, *self.volatile)
 
     def on_device(self, device: torch.device) -> None:
-        """Tell every tier where the model runs."""
+        """Prepare every tier for the model's device."""
         for tier in self:
             tier.on_device(device)
 
     def load(self, key: str, damaged: Callable[[str, Tier, DamagedBlockError], None]) -> Loaded | None:
-        """The block from the fastest tier that can serve it, held by the faster ones from now on, or None.
+        """Return the block from the fastest tier that can serve it, and keep it in the faster tiers; None if no tier
+        can.
 
-        damaged: told of each tier whose block is damaged; the next tier is asked then
+        damaged: called for each tier whose block is damaged, before the next tier is tried
         """
         last = len(self.volatile) - 1
         for level, tier in enumerate(self):
@@ -70,7 +72,8 @@ class TierStack:
         return None
 
     def promote(self, key: str, block: KVBlock) -> KVBlock:
-        """Hold in every tier in memory what the durable one would give back; returns the fastest copy that is kept."""
+        """Put a block, as the durable tier would return it, into every tier in memory. Return the fastest copy that was
+        kept."""
         return self._promote(key, block, len(self.volatile))
 
     def _promote(self, key: str, block: KVBlock, level: int) -> KVBlock:
@@ -79,9 +82,10 @@ class TierStack:
         return block
 
     def lookup(self, keys: Iterable[str], *, memory_only: bool = False) -> dict[str, Stored]:
-        """What has each of these blocks, asked together; those that no tier has are left out. Verifies nothing.
+        """Return the fastest tier of each of these blocks and its size there. Absent blocks are left out. Verify
+        nothing.
 
-        memory_only: ask no disk and no network
+        memory_only: access no disk and no network
         """
         wanted, found = list(dict.fromkeys(keys)), dict[str, Stored]()
         for tier in self.volatile if memory_only else (*self.volatile, *self.durable.caches):
@@ -92,8 +96,11 @@ class TierStack:
         return found | {key: Stored(self.durable.name, size) for key, size in kept.items()}
 
     def drop_unwanted(self, *, copies: bool) -> int:
-        """Let go of what no chunk refers to: copies on this machine, and in memory what the durable tier does not keep.
-        Returns how many blocks left memory. copies: whether those on disk can be removed"""
+        """Delete blocks that no chunk refers to: copies on this machine's disk, and blocks in memory that the durable
+        tier does not have. Return how many blocks left memory.
+
+        copies: whether the copies on disk can be removed
+        """
         caches = self.durable.caches if copies and self.demotion.referenced is not None else ()
         here = [(tier, key) for tier in caches for key in list(tier.keys())]
         held = [(tier, key) for tier in self.volatile for key in list(tier.keys())]
@@ -108,7 +115,8 @@ class TierStack:
         return len(gone)
 
     def refuse_too_many(self, pinned: frozenset[str]) -> None:
-        """Raises PinError unless every tier has room beside the pinned blocks for one more of their largest size."""
+        """Raise PinError unless every tier has room for the pinned blocks and another block as large as the largest of
+        them."""
         held = [stored.num_bytes for stored in self.lookup(pinned).values()]
         kept = list(self.durable.sizes(pinned).values())
         for tier in self:

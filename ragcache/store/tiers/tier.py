@@ -1,4 +1,4 @@
-"""The tier contracts: a place where block bytes live, and one where they outlive the process."""
+"""The tier contracts: `Tier` holds blocks in bytes, and `DurableTier` keeps them after the process ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Room(ABC):
-    """Memory of a faster tier for a block that is about to come.
+    """Memory of a faster tier, reserved for a block that is about to be read.
 
-    is_spare: nothing had to go for it
-    buffer:   what was taken: where the block may be read to
+    is_spare: no block had to be evicted for it
+    buffer:   the memory that `take` returned, into which the block may be read
     """
 
     is_spare: bool
@@ -28,7 +28,7 @@ class Room(ABC):
 
     @abstractmethod
     def take(self, num_bytes: int) -> Tensor | None:
-        """uint8 [num_bytes]; None where no room can be made."""
+        """Reserve a buffer, uint8 [num_bytes]; return None if there is no room for it."""
 
 
 class TierUsage(NamedTuple):
@@ -37,9 +37,9 @@ class TierUsage(NamedTuple):
 
 
 class Tier(ABC):
-    """Holds blocks by key. Safe to call from several threads.
+    """A holder of blocks by key. Safe to call from several threads.
 
-    name: what statistics and `locate` call it
+    name: the tier's name in statistics and in `lookup`
     """
 
     name: str
@@ -47,66 +47,68 @@ class Tier(ABC):
     @property
     @abstractmethod
     def budget_bytes(self) -> int | None:
-        """The most bytes that this tier holds; None: it keeps every block."""
+        """Return the most bytes that this tier holds; None: it keeps every block."""
 
     @property
     def evictions(self) -> int:
-        """Blocks given up so far to make room."""
+        """Return how many blocks were evicted so far."""
         return 0
 
     @abstractmethod
     def put(self, key: str, block: KVBlock) -> KVBlock | None:
-        """Hold a block, in place of one of the same key; None when the budget has no room for it.
+        """Store a block, replacing a block with the same key; return None if the budget has no room for it.
 
-        Returns the block as `get` would: with a lossy codec not the one given. It stays valid after eviction.
+        Returns the block as `get` would: with a lossy codec that is not the given block. It stays valid after eviction.
         """
 
     @abstractmethod
     def get(self, key: str) -> KVBlock | None:
-        """The block, marked as used, or None. It stays valid when it is evicted or deleted later.
+        """Return the block and mark it as used; None if it is absent. It stays valid when it is evicted or deleted
+        later.
 
-        Raises DamagedBlockError: the block is still there, but nobody gets it.
+        Raises DamagedBlockError if the block is damaged; it stays in the tier, but is not returned.
         """
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Forget a block; an absent one is fine."""
+        """Delete a block; an absent block is fine."""
 
     def __contains__(self, key: object) -> bool:
-        """Whether the block is here. Changes nothing, not even what is evicted next."""
+        """Return whether the block is here. Change nothing, not even the order of eviction."""
         return isinstance(key, str) and self.size(key) is not None
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """Bytes that reading the block moves, or None when it is not here. Changes and reads nothing."""
+        """Return the bytes that reading the block moves, or None if it is absent. Change and read nothing."""
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
-        """The keys held when asked; deletions during the iteration are fine."""
+        """Return the keys held at the time of the call; deletions during the iteration are fine."""
 
     @abstractmethod
     def usage(self) -> TierUsage:
-        """Blocks and bytes held now."""
+        """Count the blocks and bytes held now."""
 
     def on_device(self, device: torch.device) -> None:
-        """Say where the model runs, for a tier that can prepare its blocks for the way there."""
+        """Prepare blocks for transfer to the model's device, if the tier can."""
         return
 
     def close(self) -> None:
-        """Let go of what is held in this process."""
+        """Release memory, files and connections that this process holds."""
         return
 
 
 class DurableTier(Tier):
-    """Keeps blocks beyond the process, encoded by a codec: files on a disk, or a service that several machines share.
+    """A tier whose blocks outlive the process, encoded by a codec: files on a disk, or a service shared by several
+    machines.
 
-    Several processes, each with an instance of its own, may work on the same blocks at once. All methods are safe to
-    call from several threads; two calls for one key at once leave one of the two results, never a mixture. Paths,
-    connections, locks between processes and the books of a budget are the tier's own affair.
+    Several processes, each with its own instance, may work on the same blocks at once. All methods are safe to call
+    from several threads; of two concurrent calls for one key, one result remains, never a mixture. Paths, connections,
+    locks between processes and the accounting of a budget are internal to the tier.
 
-    What is damaged is reported, never removed: the caller decides. A key that is no block key is refused with
-    ConfigError before anything is touched. `delete` and all that writes raise StoreReadOnlyError, and StoreFullError
-    where there is no room; `put` leaves no part of a block behind when it raises, or returns None.
+    Damaged blocks are reported, never removed: the caller decides. A malformed key is refused with ConfigError before
+    anything is touched. `delete` and all writing methods raise StoreReadOnlyError, and StoreFullError when space runs
+    out; `put` leaves no partial block when it raises or returns None.
 
     codec: how new blocks are encoded
     """
@@ -115,46 +117,47 @@ class DurableTier(Tier):
 
     @property
     def caches(self) -> tuple[DurableTier, ...]:
-        """Tiers of copies that `get` asks first, fastest first: whoever asks them before knows where a block was."""
+        """Return the tiers of copies that `get` reads first, fastest first, so that a caller can read them itself and
+        report which tier had the block."""
         return ()
 
     @abstractmethod
     def get(self, key: str, room: Room | None = None) -> KVBlock | None:
-        """room: where the block may be read to, so that nobody has to copy it"""
+        """Return the block as `Tier.get` does. room: memory to read the block into, which saves a copy"""
 
     @abstractmethod
     def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
-        """Keep a block: a kill or a power cut after the return loses nothing of it.
+        """Store a block durably: after `put` returns, a kill or a power cut loses nothing.
 
-        encoded: `get`, `put` or `roundtrip` gave the block out: its bits stay, whatever codec it was kept by
+        encoded: `get`, `put` or `roundtrip` returned the block: write its bits unchanged, by the codec that made them
 
         Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
         """
 
     def roundtrip(self, key: str, block: KVBlock) -> KVBlock:
-        """The block as `put` would return it, with nothing kept. Raises UnencodableBlockError."""
+        """Return the block as `put` would return it, and store nothing. Raises UnencodableBlockError."""
         check_key(key)
         codec = self.codec.now
         return codec.decode(encode_block(key, block, codec))
 
     def codec_for(self, block: KVBlock, encoded: bool) -> Codec:
-        """The codec that `put` writes a block by."""
+        """Return the codec that `put` encodes a block with."""
         return codec_of(block) if encoded else self.codec.now
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """`size` of several blocks, asked together; those that are not here are left out."""
+        """Return the `size` of each of these blocks, looked up together; absent blocks are left out."""
         return {key: size for key in keys if (size := self.size(key)) is not None}
 
     @abstractmethod
     def verify(self, key: str) -> None:
-        """Read the kept block whole and give it to nobody; it is not marked as used.
+        """Read and check the whole stored block without returning it or marking it as used.
 
         Raises MissingBlockError, DamagedBlockError, SchemaVersionError when it cannot be served.
         """
 
     @abstractmethod
     def sweep(self, older_than_s: float) -> int:
-        """Remove what killed writers left half done; returns how many. What a running writer has begun stays.
+        """Remove unfinished files of killed writers and return how many. Files that a running writer has begun stay.
 
         Raises StoreReadOnlyError.
         """
@@ -162,15 +165,17 @@ class DurableTier(Tier):
     @property
     @abstractmethod
     def has_been_bounded(self) -> bool:
-        """Whether this or another process has given these blocks a budget, so that one may be gone unasked."""
+        """Return whether any process has given these blocks a budget, so that a block may be missing without
+        `delete`."""
 
     @abstractmethod
     def used_at(self, key: str) -> float | None:
-        """Unix seconds at which any process last marked the block as used; None where it is not known."""
+        """Return the Unix time in seconds at which any process last marked the block as used; None if unknown."""
 
     @abstractmethod
     def mark_used(self, key: str, at: float) -> None:
-        """Note for all processes that the block was used at this time, in Unix seconds.
+        """Record for all processes that the block was used at this Unix time in seconds.
 
-        Raises nothing where that is not possible or there is no block: an order of use is lost, no block.
+        Raises nothing if that is impossible or the block is absent: the order of eviction suffers, but no block is
+        lost.
         """
