@@ -1,4 +1,4 @@
-"""Counts of a KV store: which blocks were asked for, and which tier served them."""
+"""Counts of a KV store: which blocks were requested, and which tier served them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class KVStats:
-    """blocks:        in the durable tier
-    bytes_by_tier: held now
+    """Counts of a KV store.
+
+    blocks:        number in the durable tier
+    bytes_by_tier: bytes held now
     hits_by_tier:  blocks served since the store was opened
-    misses:        keys asked for that no tier served: it had none, a damaged one, or one that was faster to compute
+    misses:        requested keys that no tier served: the block was absent, damaged, or faster to compute
     damaged:       blocks found damaged and dropped
-    evictions:     blocks given up by tiers with a budget
-    pinned:        keys that no tier gives up
+    evictions:     blocks evicted by tiers with a budget
+    pinned:        keys that are never evicted
     """
 
     blocks: int
@@ -45,10 +47,11 @@ class KVStats:
 
 @dataclass(eq=False, repr=False)
 class AccessCounts:
-    """Counts accesses since the store was opened, and writes each to the trace where there is one. Thread-safe.
+    """Counters of the accesses since the store was opened. Each access is also written to the trace, if there is a
+    trace. Thread-safe.
 
     hits:    blocks served, by the name of the tier that had them
-    misses:  keys asked for that no tier served
+    misses:  requested keys that no tier served
     damaged: blocks found damaged
     """
 
@@ -59,23 +62,24 @@ class AccessCounts:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def asked(self, key: str, loaded: Loaded | None) -> None:
-        """A request wanted this block alone, and got what was found at once."""
+        """Count an access to a single block, with its result."""
         self._count(loaded)
         if self._trace is not None:
             self._trace.asked([key], [None if loaded is None else loaded.traced])
 
     def announced(self, keys: Sequence[str]) -> str:
-        """One request wants these; `served` is told what became of each. Returns the request's name."""
+        """Record the keys that a request needs and return the request's name. Report each key's outcome with
+        `served`."""
         return "" if self._trace is None else self._trace.asked(keys, [None] * len(keys))
 
     def served(self, request: str, key: str, loaded: Loaded | None) -> None:
-        """An announced access is over. None: no tier served it; it is traced when it is made."""
+        """Count an announced access. None: no tier served the block; it is traced when it is made."""
         self._count(loaded)
         if self._trace is not None and loaded is not None:
             self._trace.served(request, key, loaded.traced)
 
     def made(self, key: str, block: KVBlock) -> None:
-        """A block was computed. It is an access when it was asked for before."""
+        """Record that a block was computed. This is an access if the block was requested before."""
         if self._trace is not None:
             self._trace.made(key, block.num_bytes, block.num_tokens)
 

@@ -1,4 +1,4 @@
-"""Database errors, translated where they enter."""
+"""Translation of database errors into ragcache's."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _POSTGRES: dict[str, _Translation] = {
 
 @contextmanager
 def translate_sql_errors(where: str) -> Iterator[None]:
-    """Translate the SQL engine's errors into store errors that name `where`. IntegrityError passes through: the
-    writer knows what collides."""
+    """Translate the SQL engine's errors into store errors that name `where`. IntegrityError passes through: the writer
+    knows which rows collide."""
     try:
         yield
     except IntegrityError:

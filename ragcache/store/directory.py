@@ -21,8 +21,8 @@ FORMAT_VERSION = 1
 class NamedDatabase(NamedTuple):
     """The database that has a store's documents.
 
-    where: its address, without a password (`database.address`); the file's name where it is in the store's directory
-    id:    random, kept in the database: it stays when the database moves, and another database has another one
+    where: its address without a password (`database.address`), or the file's name if it is in the store's directory
+    id:    random and kept in the database: it moves with the database, and differs between databases
     """
 
     where: str
@@ -58,12 +58,12 @@ class StoreLayout:
         self._lock = FileLock(self.lock, thread_local=True)
 
     def exists(self) -> bool:
-        """Whether there is a store, of whatever format."""
+        """Return whether the directory holds a store, of any format."""
         return self.marker.is_file()
 
     def create(self) -> None:
-        """Make the directory a store, if it is none. Raises StoreNotFoundError when it holds other things,
-        SchemaVersionError, StoreReadOnlyError, StoreFullError."""
+        """Create a store in the directory, unless it holds one. Raises StoreNotFoundError if the directory holds other
+        files, SchemaVersionError, StoreReadOnlyError, StoreFullError."""
         if not self.exists():
             with translate_os_errors(self.root):
                 taken = self.root.exists() and (not self.root.is_dir() or any(self._foreign_entries()))
@@ -76,21 +76,22 @@ class StoreLayout:
         self.check()
 
     def check(self) -> None:
-        """Raises StoreNotFoundError when there is no store, SchemaVersionError when this version cannot read it."""
+        """Raise StoreNotFoundError if there is no store, SchemaVersionError if this version cannot read it."""
         self._read_marker()
 
     def documents_in(self) -> NamedDatabase | None:
-        """The database that has the documents; None where that was not written down yet. Raises as `check`."""
+        """Return the database that has the documents, or None if it is not recorded yet. Raises the same errors as
+        `check`."""
         noted = self._read_marker().get("documents")
         return None if noted is None else NamedDatabase(str(noted["where"]), str(noted["id"]))
 
     def note_documents(self, database: NamedDatabase) -> None:
-        """Write down which database has the documents, beneath the writer lock. Raises StoreReadOnlyError,
+        """Record which database has the documents; the caller holds the writer lock. Raises StoreReadOnlyError,
         StoreFullError."""
         self._write_marker({**self._read_marker(), "documents": database._asdict()})
 
     def has_content(self) -> bool:
-        """Return whether there is an index or a block here."""
+        """Return whether the directory holds an index or a block."""
         return self.index.exists() or any(BlockFiles(self.kv).keys())
 
     def _read_marker(self) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class StoreLayout:
 
     @contextmanager
     def writer(self, timeout_s: float = 30.0) -> Iterator[None]:
-        """Hold the store's writer lock against other processes and threads; a killed holder's lock is free.
+        """Hold the store's writer lock against other processes and threads. If its holder is killed, the lock is free.
 
         The same thread may hold it twice. Raises StoreBusyError, StoreReadOnlyError, ForkedError.
         """
@@ -137,6 +138,6 @@ class StoreLayout:
             write_all(file, json.dumps(marker).encode() + b"\n")
 
     def _foreign_entries(self) -> Iterator[Path]:
-        """Entries of the directory that no killed `create` left."""
+        """Yield the directory's entries, except those left by a killed `create`."""
         own = (self.lock.name, f".{self.marker.name}.")
         return (path for path in self.root.iterdir() if not path.name.startswith(own))

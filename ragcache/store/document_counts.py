@@ -15,17 +15,17 @@ from ragcache.store.schema import chunks, counters
 
 
 def advance(connection: Connection, name: str, step: int = 1) -> int:
-    """Raise a counter and return it. The first statement of every write: it makes other writers wait (see schema)."""
+    """Raise a counter and return it. Every write calls this first: it makes other writers wait (see schema)."""
     connection.execute(update(counters).where(counters.c.name == name).values(value=counters.c.value + step))
     return current(connection, name)
 
 
 def current(connection: Connection, name: str) -> int:
-    """The counter's value."""
+    """Return the counter's value."""
     return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
 
 
 def chunks_with(connection: Connection, handles: Sequence[str]) -> int:
-    """How many chunks have one of these handles, at most a thousand."""
+    """Count the chunks that have any of these handles (at most a thousand handles)."""
     query = select(func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
     return int(connection.execute(query).scalar_one())

@@ -22,9 +22,9 @@ class Entry(NamedTuple):
 
 
 class EvictionPolicy(ABC):
-    """Orders the entries of one tier. Called under the tier's lock: an implementation needs none of its own.
+    """The order in which one tier's entries are evicted. Called under the tier's lock: a policy needs no lock itself.
 
-    weighs_tokens: whether `Entry.num_tokens` matters; where it has to be looked up, it else need not be
+    weighs_tokens: whether the policy reads `Entry.num_tokens`; if not, the tier need not look the number up
     """
 
     name: ClassVar[str]
@@ -32,32 +32,32 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def priced(cls, prefill: PrefillRate) -> Self:
-        """A fresh policy for a machine on which computing an entry again costs this."""
+        """Return a new policy for a machine whose recomputation costs follow `prefill`."""
         return cls()
 
     @abstractmethod
     def insert(self, entry: Entry) -> None:
-        """An entry came in. Its key is not held at this time."""
+        """Record a new entry. Its key is not held at this time."""
 
     @abstractmethod
     def touch(self, key: str) -> None:
-        """An entry was asked for. A key that is not held changes no order (an admission filter counts it)."""
+        """Record an access to an entry. A key that is not held changes no order (an admission filter counts it)."""
 
     @abstractmethod
     def remove(self, key: str) -> None:
-        """An entry left, evicted or deleted. An unknown key is ignored."""
+        """Remove an entry that was evicted or deleted. An unknown key is ignored."""
 
     @abstractmethod
     def victims(self) -> Iterator[str]:
-        """All keys held, the one least worth keeping first. Changes nothing: the tier takes as many as it needs (and
-        may pass over some), then calls `evict` for each."""
+        """Yield all keys held, the least worth keeping first. Change nothing: the tier takes as many as it needs (and
+        may skip some), then calls `evict` for each."""
 
     def evict(self, key: str) -> None:
-        """An entry left to make room: `remove`, and what the policy learns from it."""
+        """Remove an entry that was evicted to free space, and learn from it."""
         self.remove(key)
 
     def admits(self, key: str, victims: Sequence[str]) -> bool:
-        """Whether a newcomer is worth these entries, which would have to go for it. Changes nothing."""
+        """Return whether a new entry is worth evicting these victims. Change nothing."""
         return True
 
 
@@ -65,7 +65,7 @@ class EvictionPolicy(ABC):
 
 
 class LRU(EvictionPolicy):
-    """The entry that was not used for the longest time goes first."""
+    """The policy that evicts the least recently used entry first."""
 
     name: ClassVar[str] = "lru"
 
@@ -91,9 +91,9 @@ class LRU(EvictionPolicy):
 
 @dataclass(frozen=True)
 class PrefillRate:
-    """Cost of a prefill of n tokens: linear * n (matrix products) + quadratic * n * n (attention).
+    """The cost of a prefill of n tokens: linear * n (matrix products) + quadratic * n * n (attention).
 
-    In seconds where rates were measured; where costs are only compared, the unit is free.
+    In seconds if the rates were measured; in any unit if costs are only compared.
     """
 
     linear: float
@@ -108,11 +108,11 @@ class PrefillRate:
         return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
 
     def scaled(self, factor: float) -> Self:
-        """The rate of a machine that takes `factor` times as long."""
+        """Return the rate of a machine that takes `factor` times as long."""
         return type(self)(self.linear * factor, self.quadratic * factor)
 
 
-# An admission filter makes of a policy one that refuses newcomers, for about so many entries; None: all come in.
+# An admission filter wraps a policy, for about so many entries, so that it may refuse new ones; None: all are admitted.
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
     "lru": LRU,
     "gdsf": "ragcache_papers.gdsf:GDSF",
@@ -127,12 +127,12 @@ ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | No
 def get_policy(
     name: str, admission: str = "all", prefill: PrefillRate | None = None, entries: int = 0
 ) -> EvictionPolicy:
-    """A fresh policy, behind an admission filter unless all are admitted.
+    """Return a new policy, wrapped in an admission filter unless admission is "all".
 
-    prefill: what computing an entry again costs; None: the policy's own idea of it
-    entries: how many there may be, about
+    prefill: cost of computing an entry again; None: the policy's own estimate
+    entries: expected number of entries, roughly
 
-    Raises ConfigError that names those there are.
+    Raises ConfigError that lists the known names.
     """
     kind = load("eviction policy", name, POLICIES)
     admit = load("admission filter", admission, ADMISSIONS)

@@ -1,8 +1,8 @@
-"""Open the database that has a store's documents, and no other one.
+"""Open the database that has a store's documents, and no other database.
 
-The store's directory names it from its first opening on (`StoreLayout.documents_in`), by an id that is kept in the
-database itself: it may move, but an empty or another one is never taken for it. KV blocks would seem to belong to no
-document there, and `doctor` would delete them.
+From its first opening on, the store's directory names the database (`StoreLayout.documents_in`) by an id that is kept
+in the database itself: the database may move, but an empty or different database is never mistaken for it. Otherwise KV
+blocks would seem to belong to no document, and `doctor` would delete them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
     """Open the documents of the store in `layout`.
 
     Args:
-        url: their database; None: the SQLite file in the directory
+        url: address of the database; None: the SQLite file in the directory
 
     Raises:
-        DatabaseMismatchError: they are in another database, or none is named and they are not in the directory.
-        StoreNotFoundError: the database that has them cannot be reached. And what Database raises.
+        DatabaseMismatchError: the documents are in another database, or no database is named and they are not in the
+                               directory.
+        StoreNotFoundError: their database cannot be reached. The errors of Database are raised, too.
     """
     named = layout.documents_in()
     inside = url is None or Path(address(url)).resolve() == layout.database.resolve()
@@ -63,7 +64,7 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
 
 
 def database_id(documents: DocumentStore) -> str:
-    """A random name, made at first use; "" where it is not made, and cannot be."""
+    """Return the database's random id, created at first use; "" if it is missing and cannot be created."""
     name = "database_id"
     if name not in documents.properties() and not documents.database.read_only:
         with suppress(StoreMismatchError):  # another process was faster

@@ -1,4 +1,4 @@
-"""Passages that callers hand over, which are none of the store's documents."""
+"""Passages that callers supply and that belong to no document of the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFIX = "prefix:"
 NOBODY = "\1"
 """The collection of passages that came without an id or a collection. Their names are their handles. A name here
 does not keep KV: it is deleted when the KV is."""
-# Passages after which those whose block was evicted are taken off the list.
+# After so many new passages, passages whose block was evicted are removed from the list.
 _PURGE_EVERY = 1024
 _TABLES = """
 PRAGMA secure_delete = ON;
@@ -44,11 +44,11 @@ CREATE INDEX IF NOT EXISTS owned ON passages (owner);
 
 
 class Name(NamedTuple):
-    """A passage in a collection of somebody else's, such as a vector store.
+    """A passage's name in a collection outside the store, such as a vector store.
 
-    id:     "" where it came without one
-    source: what it was cut from
-    title, metadata: of the user's own document; values that are no JSON are kept as text
+    id:     "" if the passage has no id
+    source: the source that the passage was cut from
+    title, metadata: of the user's own document; values that are not JSON are kept as text
     """
 
     id: str
@@ -59,7 +59,8 @@ class Name(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A passage whose block is stored. owner: the model, recipe and tenant in whose prompts it is searched for"""
+    """A passage whose block is stored. owner: the model, recipe and tenant whose prompts are searched for the
+    passage"""
 
     handle: str
     owner: str
@@ -68,7 +69,7 @@ class Listed(NamedTuple):
 
 
 class FoundPassage(NamedTuple):
-    """A listed passage whose block is stored. name: the user's name of it; None if it has none"""
+    """A listed passage whose block is stored. name: the user's name for it, or None"""
 
     token_ids: list[int]
     name: Name | None
@@ -93,11 +94,12 @@ class ForeignUsage:
 
 
 class PassageList:
-    """The passages among the blocks of no document, by which they are found in prompts; kept beside the blocks.
+    """The list of the passages whose blocks belong to no document, by which prompts are searched; kept beside the
+    blocks.
 
-    blocks: keys of those that are there, named as they would be as a document's; no document knows of them
-    reported: how many evicted passages were last warned of
-    A damaged list is made anew, with a warning. Thread-safe; several processes may share one.
+    blocks: keys of the stored blocks, named as a document's blocks would be; no document refers to them
+    reported: number of evicted passages in the last warning A damaged list is created anew, with a warning.
+              Thread-safe; several processes may share a list.
     """
 
     reported = 0
@@ -126,7 +128,7 @@ class PassageList:
         self._run(add, create=True)
 
     def passages(self, owner: str, *, after: int = 0) -> list[tuple[int, NDArray[np.int32]]]:
-        """Number and token ids of the passages that were kept after that number, by rising number.
+        """Return number and token ids of the owner's passages with a number above `after`, by rising number.
 
         Raises StoreError.
         """
@@ -135,8 +137,8 @@ class PassageList:
         return [(int(number), np.frombuffer(ids, _TOKEN)) for number, ids in rows]
 
     def found(self, owner: str, numbers: Iterable[int]) -> dict[int, FoundPassage]:
-        """Return these passages, as far as their block is there. The others are taken off the list, unless a collection
-        names them. Raises StoreError."""
+        """Return those of these passages whose block is stored. The others are removed from the list, unless a
+        collection names them. Raises StoreError."""
 
         def look(database: sqlite3.Connection) -> dict[int, FoundPassage]:
             there: dict[int, FoundPassage] = {}
@@ -165,19 +167,19 @@ class PassageList:
         return [np.frombuffer(ids, _TOKEN).tolist() for ids in found]
 
     def remove(self, *keys: str) -> None:
-        """Take passages off the list, if they are there."""
+        """Remove passages from the list, if they are on it."""
         self._run(lambda database: _take_off(database, keys))
 
     def prefixes_before(self, generation: int) -> list[str]:
-        """Handles of prompts' prefixes that may quote documents as they were before this generation."""
+        """Return the handles of prompts' prefixes that may quote documents from before this generation."""
         query = "SELECT handle FROM passages WHERE owner >= ? AND owner < ? AND owner NOT GLOB ?"
         bounds = (PREFIX, PREFIX[:-1] + ";", f"{PREFIX}{generation}:*")
         rows = self._run(lambda database: database.execute(query, bounds).fetchall()) or []
         return [handle for (handle,) in rows]
 
     def name(self, collection: str, names: Iterable[Name]) -> list[str]:
-        """Note which passages of a collection these are, each id in place of what it named before. Returns the handles
-        that are named no more. Raises StoreFullError, StoreBusyError."""
+        """Record which passages a collection's ids name, replacing what each id named before. Return the handles that
+        no collection names now. Raises StoreFullError, StoreBusyError."""
         rows = list(names)
 
         def work(database: sqlite3.Connection) -> list[str]:
@@ -189,14 +191,15 @@ class PassageList:
         return self._run(work, create=True) or []
 
     def names(self, collection: str) -> list[Name]:
-        """What is noted of a collection. Raises StoreBusyError."""
+        """Return the names recorded for a collection. Raises StoreBusyError."""
         query = "SELECT id, source, handle FROM names WHERE collection = ?"
         return [Name(*row) for row in self._run(lambda db: db.execute(query, (collection,)).fetchall()) or []]
 
     def unname(self, collection: str, ids: Iterable[str] = (), sources: Iterable[str] = ()) -> list[str]:
-        """Take passages off a collection by id or source. Returns the handles that are named no more.
+        """Remove passages from a collection by id or source. Return the handles that no collection names now.
 
-        Raises StoreFullError, StoreBusyError."""
+        Raises StoreFullError, StoreBusyError.
+        """
 
         def work(database: sqlite3.Connection) -> list[str]:
             gone = _unname(database, collection, "id = ?", [(id,) for id in ids])
@@ -206,7 +209,7 @@ class PassageList:
         return self._run(work) or []
 
     def unnamed(self, handles: Iterable[str]) -> list[str]:
-        """Those of these handles that no collection names. Raises StoreBusyError."""
+        """Return those of the given handles that no collection names. Raises StoreBusyError."""
         wanted = dict.fromkeys(handles)
         found = self._run(lambda database: _unnamed(database, wanted))
         return list(wanted) if found is None else found
@@ -216,7 +219,7 @@ class PassageList:
             self._let_go()
 
     def _run(self, work: Callable[[sqlite3.Connection], _T], *, create: bool = False) -> _T | None:
-        """What the work returns, in one transaction; None where there is no list. One that is damaged is removed."""
+        """Return the result of `work`, run in one transaction; None if there is no list. Remove a damaged list."""
         with self._lock:
             try:
                 database = self._open(create)
@@ -254,7 +257,7 @@ class PassageList:
 
 
 def _unname(database: sqlite3.Connection, collection: str, where: str, rows: Iterable[tuple[str, ...]]) -> set[str]:
-    """Handles of the names that were removed."""
+    """Delete names and return their handles."""
     query = f"DELETE FROM names WHERE collection = ? AND {where} RETURNING handle"
     return {handle for row in rows for (handle,) in database.execute(query, (collection, *row)).fetchall()}
 
@@ -265,14 +268,14 @@ def _unnamed(database: sqlite3.Connection, handles: Iterable[str]) -> list[str]:
 
 
 def _take_off(database: sqlite3.Connection, handles: Iterable[str]) -> None:
-    """Take passages off the list, with what is noted of them for no collection."""
+    """Remove passages from the list, with their names that belong to no collection."""
     for handle in handles:
         database.execute("DELETE FROM passages WHERE handle = ?", (handle,))
         database.execute("DELETE FROM names WHERE collection = ? AND id = ?", (NOBODY, handle))
 
 
 def _name_of(database: sqlite3.Connection, handle: str) -> Name | None:
-    """Return what a passage is called, by the first of its collections."""
+    """Return the passage's name in the first of its collections."""
     query = "SELECT id, source, about FROM names WHERE handle = ? ORDER BY collection = ?, collection, id LIMIT 1"
     row = database.execute(query, (handle, NOBODY)).fetchone()
     if row is None:

@@ -1,4 +1,4 @@
-"""Checks of texts and JSON values: both databases can hold what passes. Light, for processes that read files."""
+"""Checks that both databases can hold a text or JSON value. Few imports, for processes that read files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 64
 
 
 def check_metadata(where: str, metadata: object) -> None:
-    """Raises MetadataError, naming `where`, when metadata is not a JSON object that both databases can hold."""
+    """Raise MetadataError, naming `where`, if metadata is not a JSON object that both databases can hold."""
     if not isinstance(metadata, dict):
         raise MetadataError(f"{where}: metadata is a {type(metadata).__name__}; give a JSON object")
     problem = _json_problem(metadata, 0)
@@ -24,7 +24,8 @@ def check_metadata(where: str, metadata: object) -> None:
 
 
 def text_problem(text: str) -> str | None:
-    """PostgreSQL takes no NUL, and neither database half of a surrogate pair."""
+    """Name the reason why a database refuses the text, or return None. PostgreSQL takes no NUL, and neither database
+    takes half of a surrogate pair."""
     if "\0" in text:
         return "a NUL character"
     try:
@@ -35,7 +36,7 @@ def text_problem(text: str) -> str | None:
 
 
 def as_values(metadata: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return anyone's metadata as a JSON object that both databases can hold: other values become text."""
+    """Return any metadata as a JSON object that both databases can hold: other values become text."""
     return {as_text(key): as_text(value) if _json_problem(value, 0) else value for key, value in metadata.items()}
 
 
@@ -45,7 +46,7 @@ def as_text(value: object) -> str:
 
 
 def _json_problem(value: object, depth: int) -> str | None:
-    """Name what is wrong with a value, or None."""
+    """Name the problem with a value, or return None."""
     if depth > MAX_DEPTH:
         return f"more than {MAX_DEPTH} levels"
     if value is None or isinstance(value, bool | int):

@@ -1,4 +1,4 @@
-"""Know when nobody uses a block's bytes any more."""
+"""Detect when a block's bytes are no longer used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def leased(block: KVBlock, release: Callable[[], object]) -> KVBlock:
-    """The same block over tensors of their own, which alias the block's: nothing is copied.
+    """Return the same block with new tensors that alias the old ones; nothing is copied.
 
-    `release` is called once, in any thread and at any point of it, when these tensors and all views of them are gone.
-    It must not take a lock. Of tensors that are not in plain host memory, detached views are not seen.
+    `release` is called once, in any thread and at any point of its execution, when the new tensors and all their views
+    are freed. It must not take a lock. Detached views of tensors outside plain host memory are not tracked.
     """
     token = _Token()
     weakref.finalize(token, release).atexit = False
@@ -27,12 +27,12 @@ def leased(block: KVBlock, release: Callable[[], object]) -> KVBlock:
 
 
 class _Token:
-    """Lives as long as the aliases."""
+    """An object that lives as long as the aliases."""
 
 
 class _Memory:
-    """A tensor's bytes for NumPy, whose arrays over them keep this alive. The bytes go before the token does: once that
-    is gone, somebody else may take their room."""
+    """A tensor's bytes for NumPy, whose arrays over them keep this object alive. The bytes are freed before the token:
+    once the token is freed, their space may be reused."""
 
     def __init__(self, tensor: Tensor, token: _Token) -> None:
         self.__array_interface__ = {
@@ -60,7 +60,7 @@ def _alias(tensor: Tensor, token: _Token) -> Tensor:
 
 
 def _alias_of_storage(tensor: Tensor, token: _Token) -> Tensor:
-    """A tensor that is nobody's view: views of it hold it as their base, and it outlives them."""
+    """Return a tensor that is not a view: its views hold it as their base, so it outlives them."""
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -69,4 +69,4 @@ def _alias_of_storage(tensor: Tensor, token: _Token) -> Tensor:
 
 
 def _hold(token: _Token) -> None:
-    """Keep the token: a finalizer does until it is called."""
+    """Keep the token alive: a finalizer holds its arguments until it is called."""

@@ -1,4 +1,4 @@
-"""Which blocks a tier holds, how many bytes they take, and which have to go for a newcomer."""
+"""Accounting of a tier's blocks: which it holds, how many bytes they take, and which to evict for a new block."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def never(_key: str) -> bool:
 
 
 class Claim(NamedTuple):
-    """Room for a newcomer, and what has to go for it."""
+    """Bytes claimed for a new block, and the blocks to evict for it."""
 
     entry: Entry
     victims: list[Entry]
 
     @property
     def surplus_bytes(self) -> int:
-        """Bytes of the victims beyond the newcomer's."""
+        """Return the victims' bytes beyond those of the new block."""
         return max(0, sum(victim.num_bytes for victim in self.victims) - self.entry.num_bytes)
 
 
 @dataclass(slots=True)
 class _Holding:
-    """leases: users that it has now. gone: it was removed, and is counted for its users' sake alone."""
+    """A block in the ledger. leases: its current users. gone: it was removed, and only counts because it is in use."""
 
     entry: Entry
     leases: int = 0
@@ -40,19 +40,20 @@ class _Holding:
 
 @dataclass(eq=False, repr=False)
 class ByteLedger:
-    """The bytes of one tier under a budget. Not thread-safe, but for what `lease` returns: used under the tier's lock.
+    """The bytes of one tier under a budget. Used under the tier's lock: not thread-safe, except for the functions that
+    `lease` returns.
 
-    used_bytes counts what is held, what is claimed for newcomers, what is leaving until it has left, and what was
-    removed and is in use still. It is at most the budget at every moment.
+    used_bytes counts the blocks held, bytes claimed for new blocks, victims until they are freed, and removed blocks
+    that are still in use. It is at most the budget at every moment.
 
-    _is_pinned: whether a key never has to go
+    _is_pinned: whether a key is never evicted
     """
 
     budget_bytes: int
     _policy: EvictionPolicy
     _is_pinned: Callable[[str], bool] = never
     used_bytes: int = 0
-    ghost_bytes: int = 0  # of what was removed and is in use still
+    ghost_bytes: int = 0  # of removed blocks that are still in use
     evictions: int = 0
     _held: dict[str, _Holding] = field(default_factory=dict)
     _released: deque[_Holding] = field(default_factory=deque)
@@ -67,20 +68,20 @@ class ByteLedger:
         return iter(list(self._held))
 
     def touch(self, key: str) -> None:
-        """A block was asked for, held or not."""
+        """Record an access to a block, held or not."""
         self._policy.touch(key)
 
     def lease(self, key: str) -> Callable[[], None]:
-        """Mark a held block as in use; returns what ends that: callable at any time from any thread, once."""
+        """Mark a held block as in use. Return the function that ends the use: call it once, at any time, from any
+        thread."""
         holding, released = self._held[key], self._released
         holding.leases += 1
         return lambda: released.append(holding)
 
     def claim(self, entry: Entry) -> Claim | None:
-        """Take a newcomer's bytes from the budget; None, with nothing changed, when that cannot be done or the policy
-        finds it not worth it.
+        """Claim a new block's bytes. Return None, with nothing changed, if they cannot be freed or the policy refuses.
 
-        The victims are no longer held, but are counted until `settle`. Then comes `add` or `give_back`.
+        The victims are no longer held, but count until `settle`. Then call `add` or `give_back`.
         """
         self.collect()
         victims = self.victims(self.used_bytes + entry.num_bytes - self.budget_bytes)
@@ -89,25 +90,25 @@ class ByteLedger:
         for victim in victims:
             self.evict(victim.key)
         claim = Claim(entry, victims)
-        # Whichever is more: the victims are there until they have left, the newcomer from then on.
+        # Count the larger: the victims until they are freed, or the new block from then on.
         self.used_bytes += entry.num_bytes + claim.surplus_bytes
         return claim
 
     def settle(self, claim: Claim) -> None:
-        """The victims have left."""
+        """Record that the victims' memory is freed."""
         self.used_bytes -= claim.surplus_bytes
 
     def add(self, entry: Entry) -> None:
-        """A newcomer whose bytes were claimed is here; its key is not held at this time."""
+        """Hold a new block whose bytes were claimed; its key is not held at this time."""
         self._held[entry.key] = _Holding(entry)
         self._policy.insert(entry)
 
     def give_back(self, num_bytes: int) -> None:
-        """A newcomer did not come."""
+        """Return the claimed bytes of a block that was not stored."""
         self.used_bytes -= num_bytes
 
     def remove(self, key: str) -> Entry | None:
-        """Forget a block; it is counted until nobody uses it. None for an unknown one."""
+        """Remove a block and return its entry, or None if it is unknown. Its bytes count until its last use ends."""
         self.collect()
         holding = self._held.pop(key, None)
         if holding is None:
@@ -121,7 +122,7 @@ class ByteLedger:
         return holding.entry
 
     def victims(self, excess_bytes: int) -> list[Entry] | None:
-        """Blocks that make up at least excess_bytes, none of them in use or pinned; None when there are too few."""
+        """Return blocks of at least excess_bytes together, none in use or pinned; None if there are too few."""
         victims: list[Entry] = []
         for key in self._policy.victims() if excess_bytes > 0 else ():
             holding = self._held[key]
@@ -137,13 +138,13 @@ class ByteLedger:
         return self._policy.admits(key, [victim.key for victim in victims])
 
     def evict(self, key: str) -> None:
-        """A victim goes, and is counted no more."""
+        """Remove a victim from the ledger and from used_bytes."""
         self._policy.evict(key)
         self.used_bytes -= self._held.pop(key).entry.num_bytes
         self.evictions += 1
 
     def collect(self) -> None:
-        """Take note of what is not in use any more."""
+        """Account for the leases that ended since the last call."""
         while self._released:
             holding = self._released.popleft()
             holding.leases -= 1

@@ -1,4 +1,4 @@
-"""Which chunks each chunk's KV is read behind, as the document store remembers it."""
+"""The neighbours of each chunk: chunks that precede it when its KV is computed, as the document store records them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ NEIGHBOURS_FROM = (SIMILARITY, DOCUMENT)
 
 
 class NeighbourChoice(NamedTuple):
-    """How many chunks each of a store's chunks is read behind, and which ones: one of NEIGHBOURS_FROM."""
+    """How many neighbours each chunk has, and how they are chosen: a value of NEIGHBOURS_FROM."""
 
     number: int = 0
     chosen_from: str = SIMILARITY
 
     def in_order(self, near: Sequence[_T]) -> Sequence[_T]:
-        """Put what is given nearest first in the order of reading: a document's as it stands there, similar ones so."""
+        """Return neighbours, given nearest first, in reading order: reversed if they come from the document, else
+        unchanged."""
         return near[::-1] if self.chosen_from == DOCUMENT else near
 
     @classmethod
     def of(cls, bound: object) -> Self:
-        """Read what the store remembers; stores that knew of similarity alone remember a number."""
+        """Read the property as stored: a list, or in older stores, which chose by similarity alone, a number."""
         return cls(*bound) if isinstance(bound, list) else cls(int(str(bound or 0)))
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class NeighbourChoice(NamedTuple):
 
 
 class Near(NamedTuple):
-    """A chunk near another one: its vector id, and the inner product of their embeddings (0: not asked for)."""
+    """A chunk near another: its vector id, and the inner product of their embeddings (0: not computed)."""
 
     vector_id: int
     score: float = 0.0
@@ -62,16 +63,16 @@ class KnownNeighbours(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class NeighbourTable:
-    """Neighbours by vector id. A chunk none of which are recorded has them to be found.
+    """Neighbours by vector id. The neighbours of a chunk without any recorded have yet to be found.
 
-    Every change is one transaction, and waits as those of `DocumentStore` do. Where a document is deleted or replaced,
-    `discard_chunks` takes out of here what named its chunks.
+    Every change is one transaction, and waits for other writers as in `DocumentStore`. When a document is deleted or
+    replaced, `discard_chunks` deletes the rows that name its chunks.
     """
 
     _db: Database
 
     def of(self, vector_ids: Iterable[int]) -> dict[int, list[int]]:
-        """The recorded neighbours of these chunks, nearest first; chunks without any are left out."""
+        """Return the recorded neighbours of these chunks, nearest first; chunks without any are left out."""
         wanted, found = list(dict.fromkeys(vector_ids)), dict[int, list[int]]()
         own, other = neighbours.c.vector_id, neighbours.c.neighbour
         with self._db.read() as connection:
@@ -82,18 +83,18 @@ class NeighbourTable:
         return found
 
     def known(self) -> dict[int, KnownNeighbours]:
-        """What is known of every chunk with recorded neighbours."""
+        """Return the number and lowest score of every chunk's recorded neighbours."""
         own = neighbours.c.vector_id
         query = select(own, func.count(), func.min(neighbours.c.score)).group_by(own)
         with self._db.read() as connection:
             return {id: KnownNeighbours(number, lowest) for id, number, lowest in connection.execute(query)}
 
     def record(self, found: Mapping[int, Sequence[Near]]) -> set[int]:
-        """Remember chunks' neighbours, nearest first, in one transaction. Where they are others than before, the
-        chunk's KV is garbage.
+        """Record chunks' neighbours, nearest first, in one transaction. The KV of a chunk whose neighbours changed
+        becomes garbage.
 
-        Returns the ids of the chunks that are there, with all of their neighbours: of others nothing is changed. Raises
-        StoreReadOnlyError, StoreBusyError, StoreFullError.
+        Returns the ids of the chunks that exist together with all of their neighbours; nothing changes for the others.
+        Raises StoreReadOnlyError, StoreBusyError, StoreFullError.
         """
         with self._db.write() as connection:
             advance(connection, "generation", 0)
@@ -108,7 +109,7 @@ class NeighbourTable:
             return list(connection.scalars(query.order_by(chunks.c.vector_id)))
 
     def compared(self) -> int:
-        """The last vector id that all recorded neighbours were compared with; 0: none."""
+        """Return the last vector id that all recorded neighbours were compared with; 0: none."""
         with self._db.read() as connection:
             value = connection.scalar(select(counters.c.value).where(counters.c.name == COMPARED))
         return int(value or 0)

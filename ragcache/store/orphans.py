@@ -1,4 +1,4 @@
-"""Handles that a change of the documents leaves without a chunk: noted in the change's own transaction."""
+"""Handles that a change of the documents leaves without a chunk: recorded in the same transaction."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ragcache.store.schema import (
 
 
 def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
-    """Delete the chunks of these documents, with the KV that was read behind one of them."""
+    """Delete the chunks of these documents, and the KV that was computed with any of them as a neighbour."""
     discard_read_behind(connection, document_ids)
     to_garbage(connection, chunks.c.document_id.in_(document_ids))
     connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
 
 
 def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> None:
-    """Discard the KV of chunks that have a neighbour in these documents: it can be turned back into its text. The
-    chunks are left without neighbours, which are found anew."""
-    own, other = chunks.alias(), neighbours.alias()  # else SQL would take them for the tables that are changed
+    """Discard the KV of chunks that have a neighbour in these documents, since the neighbour's text can be recovered
+    from it. The chunks lose their neighbours, which are found anew."""
+    own, other = chunks.alias(), neighbours.alias()  # without aliases SQL would refer to the tables being changed
     gone = select(own.c.vector_id).where(own.c.document_id.in_(document_ids))
     readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
     to_garbage(connection, chunks.c.vector_id.in_(readers))
@@ -42,7 +42,7 @@ def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> 
 
 
 def to_garbage(connection: Connection, condition: Any) -> None:
-    """Put the handles of these chunks into the garbage; `_rescue` takes back those that are still in use."""
+    """Add the handles of these chunks to the garbage; `rescue` removes those that are still in use."""
     known = exists().where(garbage.c.handle == chunks.c.handle)
     handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
     connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))

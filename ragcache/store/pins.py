@@ -1,4 +1,4 @@
-"""Blocks that no tier may give up."""
+"""Blocks that no tier may evict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Pins:
-    """Keys in a file beside the blocks, which all processes share: changes by another one are seen by `reload`."""
+    """Pinned keys in a file beside the blocks, shared by all processes: `reload` reads other processes' changes."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / ".pins.json"
@@ -32,7 +32,7 @@ class Pins:
         return len(self.keys)
 
     def reload(self) -> None:
-        """Read the file where it has changed."""
+        """Read the file if it has changed."""
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -43,7 +43,7 @@ class Pins:
             self.keys, self._version = self._read(), version
 
     def add(self, keys: Iterable[str], allowed: Callable[[frozenset[str]], None]) -> None:
-        """Pin these too. allowed: told of all pins that there would be; what it raises leaves them as they are.
+        """Pin these keys too. allowed: called with all pins including the new ones; if it raises, nothing is pinned
 
         Raises StoreReadOnlyError, StoreFullError.
         """
@@ -57,7 +57,7 @@ class Pins:
         self._change(change)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Unpin these; keys that are not pinned are ignored. Raises StoreReadOnlyError, StoreFullError."""
+        """Unpin these keys; keys that are not pinned are ignored. Raises StoreReadOnlyError, StoreFullError."""
         removed = frozenset(keys)
         if removed & self.keys:
             self._change(lambda pinned: pinned - removed)

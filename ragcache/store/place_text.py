@@ -9,13 +9,13 @@ from ragcache.store.places import LAST, MOST_SHOWN
 
 
 def place_text(metadata: Mapping[str, Any], title: str = "") -> str:
-    """Return a passage's place in words, such as "p. 3", "slides 4–5" or "sheet Q1, rows 2–14"; else its headings, of
-    which a first one that is the document's title is left out. The metadata may be anyone's: what has another type than
-    readers give is left out."""
+    """Return a passage's place in words, such as "p. 3", "slides 4–5" or "sheet Q1, rows 2–14". Without these, return
+    its headings, leaving out a first heading that is the document's title. The metadata may come from any source:
+    values of other types than readers produce are ignored."""
     page = _span(metadata, "page_label", "p. ", "pp. ")
     slide = _span(metadata, "slide", "slide ", "slides ")
     sheet = _span(metadata, "sheet", "sheet ", "sheets ")
-    # Rows of two sheets are no span.
+    # Rows in two sheets do not form a range.
     row = "" if LAST + "sheet" in metadata else _span(metadata, "row", "row ", "rows ")
     return ", ".join(filter(None, (page, slide, sheet, row))) or _heading_text(metadata.get("headings"), title)
 

@@ -71,8 +71,8 @@ def edited(text: str, places: Sequence[Place], edit: Callable[[str], str]) -> tu
 
 
 class PlaceIndex:
-    """Looks up which places of a text its passages span. Passages are best looked up in order: rows are counted on
-    from the passage before."""
+    """A lookup of the places that passages of a text span. Look passages up in order: rows are counted from the
+    previous passage."""
 
     def __init__(self, text: str, places: Sequence[Place]) -> None:
         self._text = text
@@ -104,7 +104,7 @@ class PlaceIndex:
 
 
 class _LineCounter:
-    """Counts the lines of a text before an offset, on from the offset that was asked for last."""
+    """A counter of the lines of a text before an offset, which continues from the last offset."""
 
     def __init__(self, text: str) -> None:
         self._text = text

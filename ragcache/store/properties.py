@@ -1,4 +1,4 @@
-"""Properties of a store: bound at first use, and held to from then on."""
+"""Properties of a store: recorded at first use, and checked from then on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache.store.schema import (
     properties,
 )
 
-# Which error says that a property does not agree; StoreMismatchError for names that are not here.
+# The error for a property that does not match; StoreMismatchError for other names.
 MISMATCHES: dict[str, type[StoreMismatchError]] = {
     "embedder": EmbedderMismatchError,
     "embedding_dim": EmbedderMismatchError,
@@ -38,12 +38,12 @@ def read_properties(connection: Connection) -> dict[str, object]:
 
 
 def held_handles(connection: Connection) -> set[str]:
-    """Handles that are referenced though no chunk has them."""
+    """Return the handles that are referenced though no chunk has them."""
     return {name.partition(":")[2] for name in read_properties(connection) if name.startswith(HELD)}
 
 
 def refuse_other(bound: object, name: str, value: object, where: str) -> None:
-    """Raises the mismatch error of `name` when `value` is not what is bound."""
+    """Raise the mismatch error of `name` if `value` differs from the bound value."""
     if bound != json.loads(json.dumps(value)):
         raise MISMATCHES.get(name, StoreMismatchError)(
             f"{where}: made with {name} {bound!r}, not {value!r}; use that one again, or make a new store"

@@ -1,4 +1,4 @@
-"""Checks that both databases can hold a document, before either sees it."""
+"""Checks that both databases can hold a document, before it is written to either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache.store.records import NewChunk, NewDocument
 
 
 def check_document(document: NewDocument, chunks: Sequence[NewChunk]) -> None:
-    """Raises IngestError (text), MetadataError, DuplicateDocumentError (chunk ids) or ConfigError (embeddings)."""
+    """Raise IngestError (text), MetadataError, DuplicateDocumentError (chunk ids) or ConfigError (embeddings)."""
     if not document.id:
         raise IngestError("a document without an id; give it one")
     what = f"document {document.id!r}"

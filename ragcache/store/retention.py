@@ -1,4 +1,4 @@
-"""Time to live: blocks that were not used for so long go."""
+"""Time to live: blocks that were unused for this time are dropped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_KNOWN = 1 << 17
 
 @dataclass(eq=False, repr=False)
 class Expiry:
-    """Last uses of blocks: here by a clock that never jumps, by others as the durable tier says.
+    """Last uses of blocks: this process's by a clock that never jumps, other processes' as the durable tier records
+    them.
 
-    The wall clock is read once. What it does while the process runs shows nowhere; a mark from the future counts as
-    used now, and is set right. A wall clock that was wrong when the process began can make a block look too
-    old: it is then computed again.
+    The wall clock is read once, so its later changes have no effect. A mark from the future counts as a use now, and is
+    corrected. If the wall clock was wrong when the process began, a block can look too old: it is then computed again.
 
-    ttl_s: None: no block is ever over, and none is marked
+    ttl_s: None: no block ever expires, and none is marked
     """
 
     ttl_s: float | None
@@ -42,7 +42,7 @@ class Expiry:
         self._lock = threading.Lock()
 
     def use(self, key: str) -> None:
-        """The block is used now. The durable tier is told now and then, not at every use."""
+        """Record that the block is used now. The durable tier is updated occasionally, not at every use."""
         if self.ttl_s is None:
             return
         now, often_s = self._now(), self.ttl_s / MARKS_PER_LIFE
@@ -51,7 +51,7 @@ class Expiry:
             mark = now - self._marked_at.get(key, -math.inf) >= often_s
             if mark:
                 self._marked_at[key] = now
-            if len(self._used_at) > _MOST_KNOWN:  # the durable tier says as much of old ones
+            if len(self._used_at) > _MOST_KNOWN:  # the durable tier knows the last uses of old ones
                 for old in [known for known, at in self._used_at.items() if at <= now - often_s]:
                     del self._used_at[old]
                     self._marked_at.pop(old, None)
@@ -59,7 +59,7 @@ class Expiry:
             self._mark(key, now)
 
     def is_over(self, key: str) -> bool:
-        """Whether the block was used by nobody for its time to live. A block that is nowhere known is not over."""
+        """Return whether the block was unused for its time to live. A block of unknown last use has not expired."""
         if self.ttl_s is None:
             return False
         now = self._now()

@@ -1,4 +1,4 @@
-"""Between rows and records."""
+"""Conversion between rows and records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPONENT = np.dtype("<f4")
 
 
 def select_documents() -> Select[Any]:
-    """Documents with sums over their chunks."""
+    """Return a query for documents with sums over their chunks."""
     sums = (
         select(
             chunks.c.document_id,
@@ -39,7 +39,7 @@ def document(row: RowMapping) -> StoredDocument:
 
 
 def select_chunks() -> Select[Any]:
-    """Chunks without their embeddings, with source and title of their documents."""
+    """Return a query for chunks without their embeddings, with source and title of their documents."""
     columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
     return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
 
@@ -49,7 +49,8 @@ def token_id_batch(read: Sequence[RowMapping]) -> list[tuple[int, NDArray[np.int
 
 
 def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
-    """Vector ids of the chunks whose metadata (their document's included) pass the filter. Raises FilterError."""
+    """Return a query for the vector ids of the chunks whose metadata, including their document's, pass the filter.
+    Raises FilterError."""
     query = select(chunks.c.vector_id)
     if not where:
         return query
@@ -64,7 +65,7 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
 
 
 def searched_ids(own: Select[Any]) -> Select[Any]:
-    """Turn a query for chunks' own vector ids into that for the ids of the vectors by which they are found."""
+    """Turn a query for chunks' own vector ids into a query for the ids of their searched vectors."""
     found = own.outerjoin(windows, windows.c.chunk == chunks.c.vector_id)
     return found.with_only_columns(func.coalesce(windows.c.vector_id, chunks.c.vector_id))
 
@@ -93,7 +94,7 @@ def vector_bytes(vector: NDArray[np.float32]) -> bytes:
 
 
 def vector_batch(rows: Sequence[RowMapping]) -> VectorBatch:
-    """rows: at least one, with vector_id and embedding."""
+    """Return the rows' ids and vectors. rows: at least one row, with vector_id and embedding"""
     ids: NDArray[np.int64] = np.array([row["vector_id"] for row in rows], dtype=np.int64)
     joined = np.frombuffer(b"".join(row["embedding"] for row in rows), _COMPONENT)
     return VectorBatch(ids, joined.reshape(len(rows), -1).astype(np.float32))

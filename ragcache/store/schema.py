@@ -1,7 +1,7 @@
 """The tables of a document store.
 
-Names carry a prefix because a PostgreSQL database may hold other tables. Times are Unix seconds: the two databases
-disagree on what a date is. Text sorts by code point on both.
+Names carry a prefix because a PostgreSQL database may hold other tables. Times are Unix seconds, because the two
+databases disagree on the type of a date. Text sorts by code point on both.
 
 When anything here changes, raise SCHEMA_VERSION: a store of another version is refused.
 """
@@ -102,7 +102,7 @@ searched = union_all(
     select(windows.c.vector_id, windows.c.chunk, windows.c.embedding),
 ).subquery("searched")
 
-# Handles that no chunk refers to any more, and whose KV bytes are still to be deleted.
+# Handles that no chunk refers to and whose KV bytes have yet to be deleted.
 garbage = Table(
     PREFIX + "garbage",
     metadata_obj,
@@ -110,7 +110,7 @@ garbage = Table(
     Column("created_at", Double, nullable=False),
 )
 
-# What each chunk's KV is read behind, where the store has neighbours: names are vector ids, which are never reused.
+# The chunks that precede each chunk when its KV is computed. Both columns hold vector ids, which are never reused.
 neighbours = Table(
     PREFIX + "neighbours",
     metadata_obj,
@@ -145,7 +145,7 @@ def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
 
 
 def check(connection: Connection, where: str) -> None:
-    """Raise SchemaVersionError if the database has no store, or one of another version."""
+    """Raise SchemaVersionError if the database has no store, or a store of another version."""
     if not has_store(connection, where):
         raise SchemaVersionError(f"{where}: holds no ragcache store; check the name, or open it for writing")
 

@@ -1,10 +1,10 @@
 """Full-text search of the chunks: SQLite's FTS5, ranked by BM25, or PostgreSQL's, ranked by cover density.
 
-The index is made at the first search; from then on the database keeps it true to the chunks, commit by commit. Texts
-and questions are cut by one rule (`words.cut`) before the parser of either database sees them, so that both find the
-same: parts of addresses, file names, versions and signed numbers. Both reduce English words to their stems. Chinese,
-Japanese, Thai and others are written without spaces between words: each of their letters is indexed, and a question's
-pairs of neighbouring letters are looked for.
+The first search creates the index; from then on the database updates it with every commit. One rule (`words.cut`) cuts
+texts and questions into words before either database's parser sees them, so that both find the same parts of addresses,
+file names, versions and signed numbers. Both reduce English words to their stems. Chinese, Japanese, Thai and other
+scripts have no spaces between words: each of their letters is indexed, and a question is searched by its pairs of
+neighbouring letters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _POSTGRES = (f"CREATE INDEX {_NAME} ON {chunks.name} USING gin (({_VECTOR}))",)
 
 
 def _is_indexed(connection: Connection) -> bool:
-    """Whether the index was made."""
+    """Return whether the index exists."""
     known = "SELECT 1 FROM sqlite_master WHERE name = :name"
     if connection.dialect.name == "postgresql":
         known = "SELECT 1 FROM pg_class WHERE oid = to_regclass(:name)"
@@ -55,15 +55,15 @@ def _is_indexed(connection: Connection) -> bool:
 
 
 def _make_index(connection: Connection) -> None:
-    """Index all texts that there are, and those to come."""
+    """Index all existing and future texts."""
     for statement in _POSTGRES if connection.dialect.name == "postgresql" else _SQLITE:
         connection.execute(text(statement))
 
 
 def search(database: Database, question: str, limit: int, where: Filter | None) -> list[int]:
-    """Vector ids of the chunks that hold most of the question's words, best first.
+    """Return the vector ids of the chunks that best match the question's words, best first.
 
-    Makes the index where there is none. Raises FilterError, StoreReadOnlyError where that is not allowed.
+    Creates the index if it is missing. Raises FilterError, StoreReadOnlyError if the index cannot be created.
     """
     words = list(dict.fromkeys(_terms(question)))[:WORDS]
     if not words:
@@ -77,14 +77,14 @@ def search(database: Database, question: str, limit: int, where: Filter | None) 
 
 
 def _terms(question: str) -> Iterator[str]:
-    """Words, and pairs of letters where nothing says where a word ends."""
+    """Yield words, and pairs of letters in scripts without spaces between words."""
     for term in _TERM.finditer(cut(question).lower()):
         run = term["run"] or ""
         yield from map(" ".join, pairwise(run)) if len(run) > 1 else (term[0],)
 
 
 def _ensure_index(database: Database) -> None:
-    """Make the index where there is none. Raises StoreReadOnlyError where that is not allowed."""
+    """Create the index if it is missing. Raises StoreReadOnlyError if that is not allowed."""
     with database.read() as connection:
         found = _is_indexed(connection)
     if not found and database.read_only:

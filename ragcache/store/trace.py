@@ -25,11 +25,11 @@ from ragcache.errors import TraceError
 
 log = logging.getLogger(__name__)
 COMPUTED = "computed"
-MOST_AWAITED = 1 << 16  # of blocks that were asked for and not made yet; some never are
+MOST_AWAITED = 1 << 16  # requested blocks that are not made yet; some never are
 
 
 class Access(NamedTuple):
-    """One block that was asked for."""
+    """A block that was requested, and the result."""
 
     request: str
     handle: str
@@ -40,14 +40,14 @@ class Access(NamedTuple):
 
 
 class TraceWriter:
-    """Appends to a file, which several processes may share: every line is one write.
+    """A trace file, opened for appending, which several processes may share: every line is one write.
 
-    A trace that cannot be written any more ends with a warning; it costs no question its answer. Safe to call from
-    several threads.
+    When writing fails, the trace ends with a warning, and questions are still answered. Safe to call from several
+    threads.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises TraceError when the file cannot be opened for appending."""
+        """Open the file. Raises TraceError if it cannot be opened for appending."""
         self.path = path
         try:
             self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -59,8 +59,8 @@ class TraceWriter:
         self._lock = threading.Lock()
 
     def asked(self, handles: Sequence[str], found: Sequence[tuple[int, int, str] | None]) -> str:
-        """Blocks were asked for together: bytes, tokens and tier of each, or None where no tier had it. The line of
-        such a one is written when the block is made, and so has a size. Returns the request's name."""
+        """Record that blocks were requested together, with bytes, tokens and tier of each, or None if no tier served
+        it. The line for None is written once the block is made and its size is known. Return the request's name."""
         at = time.time()
         with self._lock:
             request = f"{self._run}.{next(self._requests)}"
@@ -74,7 +74,7 @@ class TraceWriter:
         return request
 
     def served(self, request: str, handle: str, one: tuple[int, int, str]) -> None:
-        """A block that was asked for without saying what was found (None): bytes, tokens and tier that it had now."""
+        """Record the bytes, tokens and tier of a block that was announced to `asked` as None."""
         at = time.time()
         with self._lock:
             if self._awaited.get(handle, ("", at))[0] == request:
@@ -82,7 +82,7 @@ class TraceWriter:
             self._write(Access(request, handle, *one, at))
 
     def made(self, handle: str, num_bytes: int, num_tokens: int) -> None:
-        """A block came in. It is an access only when it was asked for before: ingestion is none."""
+        """Record that a block was made. It is an access only if it was requested before: ingestion is not an access."""
         with self._lock:
             awaited = self._awaited.pop(handle, None)
             if awaited is not None:

@@ -1,4 +1,4 @@
-"""Warn of a trouble once, not for every block that meets it."""
+"""Log a repeated problem once, not for every block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 class WarnOnce:
-    """Logs the first error of each type, and again when things had worked in between."""
+    """A logger of the first error of each type, and of the first after things have worked again."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""The words of a text: one rule of cutting for both databases, applied to texts and questions alike."""
+"""The words of a text, cut by the same rule for both databases, for texts and for questions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SPACED = "ragcache_spaced"
 
 
 def cut(text: str) -> str:
-    """Write a text as the index of words and its questions have it: letters of any width alike (NFKC) and without
-    accents, and a space in place of each punctuation mark, by which databases' own parsers would join words."""
+    """Normalize a text for the index and for questions: letters of any width alike (NFKC) and without accents, and a
+    space for each punctuation mark that the databases' own parsers would treat as part of a word."""
     bare = _MARK.sub("", unicodedata.normalize("NFKD", text))
     return _PUNCTUATION.sub(" ", unicodedata.normalize("NFKC", bare))
 
 
 def spaced(text: str) -> str:
-    """`cut`, with a space around each letter of a script that puts none between words."""
+    """Return the `cut` text with a space around each letter of a script without spaces between words."""
     return _LETTER.sub(r" \1 ", cut(text))
