@@ -75,7 +75,7 @@ class RagCacheError(Exception):
 class ConfigError(RagCacheError, ValueError):
     """An argument or option is out of range, unknown or contradictory.
 
-    option: its name, where the fault is one option's
+    option: name of the option at fault, if it is a single option
     """
 
     def __init__(self, message: str = "", option: str | None = None) -> None:
@@ -112,11 +112,11 @@ class ModelNotFoundError(ModelError):
 
 
 class AdapterError(ModelError):
-    """An adapter is damaged, or belongs to another model than the one that it names as its base."""
+    """An adapter is damaged, or belongs to a model other than the base that it names."""
 
 
 class DeviceError(ModelError):
-    """The model's device failed amid a pass, or has no memory left for it."""
+    """The model's device failed during a pass, or has no memory left for it."""
 
 
 class UnsupportedModelError(ModelError):
@@ -136,7 +136,7 @@ class ForeignPackageError(RagCacheError, ImportError):
 
 
 class PluginError(RagCacheError):
-    """A plug-in cannot be loaded: its name, its distribution, the reason."""
+    """A plug-in cannot be loaded; the message gives its name, its distribution and the reason."""
 
 
 class EngineError(RagCacheError):
@@ -152,15 +152,16 @@ class CancelledError(RagCacheError):
 
 
 class TimedOutError(RagCacheError):
-    """The time that the caller allowed is over."""
+    """The time that the caller allowed has passed."""
 
 
 class ClusterError(RagCacheError):
-    """A Ray cluster does not answer, lacks what its actors need, or loses them again and again."""
+    """A Ray cluster does not answer, lacks resources for its actors, or loses the actors repeatedly."""
 
 
 class TraceError(RagCacheError):
-    """A trace cannot be read or written. `path`, `line` (None for the whole file) and `reason` say which and why."""
+    """A trace cannot be read or written. `path`, `line` (None for the whole file) and `reason` give the place and
+    cause."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str, line: int | None = None) -> None:
         self.path = os.fspath(path)
@@ -190,7 +191,7 @@ class EmbedderMismatchError(StoreMismatchError):
 
 
 class DatabaseMismatchError(StoreMismatchError):
-    """The store's documents are in another database than the one that was named, or than the one in its folder."""
+    """The store's documents are in a database other than the named database or the database in its folder."""
 
 
 class SchemaVersionError(StoreMismatchError):
@@ -198,7 +199,7 @@ class SchemaVersionError(StoreMismatchError):
 
 
 class StoreClosedError(StoreError):
-    """The store was closed before."""
+    """The store is already closed."""
 
 
 class StoreBusyError(StoreError):
@@ -216,7 +217,7 @@ class StoreFullError(StoreError):
 class StoreUnreachableError(StoreError):
     """A database server or a remote that holds blocks does not answer, or not in time.
 
-    retry_s: seconds after which it makes sense to ask again
+    retry_s: seconds to wait before the next attempt
     """
 
     def __init__(self, message: str, retry_s: float = 2.0) -> None:
@@ -225,7 +226,7 @@ class StoreUnreachableError(StoreError):
 
 
 class PinError(StoreError):
-    """The blocks that are to be pinned would leave a tier no room for others."""
+    """The blocks to pin would leave a tier no room for others."""
 
 
 class BlockError(StoreError):
@@ -273,7 +274,7 @@ class IngestError(RagCacheError):
 
 
 class ReaderError(IngestError):
-    """One file could not be read. `path` and `reason` say which and why."""
+    """A file could not be read. `path` and `reason` name the file and the cause."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
         self.path = os.fspath(path)
@@ -285,7 +286,7 @@ class ReaderError(IngestError):
 
 
 class ReaderLimitError(ReaderError):
-    """Reading a file takes more time or memory than is allowed, or gives more text."""
+    """Reading a file takes more time or memory than allowed, or yields more text."""
 
 
 class DuplicateDocumentError(IngestError):
@@ -293,7 +294,7 @@ class DuplicateDocumentError(IngestError):
 
 
 class DocumentExistsError(DuplicateDocumentError):
-    """Another text is stored under the id, and is not to be replaced."""
+    """Another text is stored under the id and may not be replaced."""
 
 
 class MetadataError(IngestError):
@@ -302,7 +303,7 @@ class MetadataError(IngestError):
 
 @contextmanager
 def blaming(option: str) -> Iterator[None]:
-    """Name this option in a ConfigError that names none itself."""
+    """Name this option in a ConfigError that names no option itself."""
     try:
         yield
     except ConfigError as error:
@@ -311,25 +312,27 @@ def blaming(option: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What a third-party error says, on one line; its type's name where it says nothing."""
+    """Return the first line of a third-party error's message, or its type's name if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
-    """Raises ConfigError that names the choices when the value is none of them."""
+    """Raise ConfigError that lists the choices if the value is not among them."""
     if value not in (known := list(choices)):
         raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}", what)
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], way_out: str) -> None:
-    """Raises ConfigError naming the option and the way out when the value is of another type."""
+    """Raise ConfigError naming the option and the way out if the value is of another type."""
     if not isinstance(value, kinds):
         raise ConfigError(f"{name} is {reprlib.repr(value)}, of type {type(value).__name__}; {way_out}", name)
 
 
 class Config:
-    """Base of dataclasses of options: one that there is not is refused with the one that is meant. elsewhere: by field,
-    what other libraries call it"""
+    """Base of the dataclasses of options: an unknown option is refused, with a hint at the option that is meant.
+
+    elsewhere: by field, the names that other libraries use for it
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     _elsewhere: ClassVar[dict[str, str]]
@@ -346,13 +349,13 @@ class Config:
 
     @classmethod
     def said(cls, name: str) -> str | None:
-        """How a field is said, by its name here or elsewhere."""
+        """Return how to write a field, given its name here or in another library; None if it is unknown."""
         named = (field for field in cls.__dataclass_fields__ if name in (field, *cls._elsewhere.get(field, "").split()))
         return next((f"rc.{cls.__name__}({field}=...)" for field in named), None)
 
 
 def check_text(text: str) -> None:
-    """Raises PromptError for a text that is no Unicode: a front end cut it in the middle of a surrogate pair."""
+    """Raise PromptError for a text that is not valid Unicode: a front end cut it within a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -363,12 +366,12 @@ def check_text(text: str) -> None:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether the value is an int; True and False are none."""
+    """Return whether the value is an int, and not True or False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_least(name: str, value: float, least: float) -> None:
-    """Raises ConfigError naming the option when the value is below `least`, or no number."""
+    """Raise ConfigError naming the option if the value is below `least` or not a number."""
     check_type(name, value, Real, f"give a number, at least {least:g}")
     if not value >= least:
         raise ConfigError(f"{name} is {value}; it must be at least {least:g}", name)

@@ -1,9 +1,9 @@
-"""Files that appear whole or not at all.
+"""Files that are written whole or not at all.
 
-A file is written under a temporary name in its own directory, flushed to the device, renamed, and the directory is
-flushed: a kill or a power cut at any instant leaves the old file or the new one, and at worst a temporary file that
-nobody reads. The temporary name carries the writer's process id, so that `sweep` can tell a leftover from a file that
-is being written.
+A file is written under a temporary name in its own directory, flushed to the device and renamed; then the directory is
+flushed. A kill or a power cut at any instant leaves the old file or the new file, and at worst a temporary file, which
+is never read. The temporary name carries the writer's process id, so that `sweep` can distinguish a leftover from a
+file that is being written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xxhash
 
 from ragcache.errors import translate_os_errors
 
-STORE_MARK = "ragcache.json"  # by which a directory is known as a store
+STORE_MARK = "ragcache.json"  # marks a directory as a store
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _DAY_S = 24 * 3600.0
 PAGE = 4096
@@ -31,10 +31,10 @@ PAGE = 4096
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """An unbuffered file that becomes `path` when the body ends without an error.
+    """Yield an unbuffered file that becomes `path` when the body ends without an error.
 
-    The directory is made where it is absent. When anything fails, nothing is left behind.
-    Raises StoreFullError, StoreReadOnlyError.
+    The directory is created if it is missing. If anything fails, the temporary file is removed. Raises StoreFullError,
+    StoreReadOnlyError.
     """
     with translate_os_errors(path):
         make_directory(path.parent)
@@ -52,7 +52,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_all(file: BinaryIO, data: memoryview | bytes) -> None:
-    """Write all of `data`: one write of an unbuffered file stops at 2 GiB, or where the device fills up."""
+    """Write all of `data`: a single write to an unbuffered file stops at 2 GiB, or when the device is full."""
     view = memoryview(data)
     written = 0
     while written < view.nbytes:
@@ -60,9 +60,10 @@ def write_all(file: BinaryIO, data: memoryview | bytes) -> None:
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int, into: memoryview, *, direct: bool = False) -> None:
-    """Read so many bytes of a file; `into` may be longer. What is missing of a file that was cut stays as it was.
+    """Read num_bytes of a file into `into`, which may be longer. If the file is shorter, the rest of `into` is
+    unchanged.
 
-    direct: past the page cache, where memory, offset and length are multiples of PAGE. Raises OSError where the file
+    direct: bypass the page cache; address, offset and length must be multiples of PAGE. Raises OSError if the file
             system has no O_DIRECT
     """
     fcntl.fcntl(descriptor, fcntl.F_SETFL, getattr(os, "O_DIRECT", 0) if direct else 0)
@@ -72,8 +73,8 @@ def read_at(descriptor: int, offset: int, num_bytes: int, into: memoryview, *, d
 
 
 def is_cached(descriptor: int, num_bytes: int) -> bool:
-    """Whether the page cache has a file, by its middle page: reading that alone makes the kernel read nothing ahead.
-    True where the file system cannot say."""
+    """Return whether the page cache holds a file, judged by its middle page: reading only that page triggers no
+    read-ahead. Return True if the file system cannot tell."""
     try:
         return bool(os.preadv(descriptor, [bytearray(1)], num_bytes // 2, os.RWF_NOWAIT))
     except BlockingIOError:
@@ -83,13 +84,13 @@ def is_cached(descriptor: int, num_bytes: int) -> bool:
 
 
 def file_digest(path: Path) -> bytes:
-    """XXH3-128 of a file's bytes."""
+    """Return the XXH3-128 digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents so that they outlive a power cut."""
+    """Create a directory and its parents so that they survive a power cut."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -98,7 +99,7 @@ def make_directory(path: Path) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Flush the entries of a directory (names, not contents) to the device."""
+    """Flush a directory's entries (names, not contents) to the device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -107,16 +108,16 @@ def flush_directory(path: Path) -> None:
 
 
 def final_path(path: Path) -> Path | None:
-    """Final name of a temporary file of `atomic_write`; None when `path` is none."""
+    """Return the final path of a temporary file of `atomic_write`, or None if `path` is not such a file."""
     match = _TEMPORARY.fullmatch(path.name)
     return None if match is None else path.with_name(match["name"])
 
 
 def is_leftover(path: Path, older_than_s: float) -> bool:
-    """Whether `path` is a temporary file of `atomic_write` that nobody writes any more.
+    """Return whether `path` is a temporary file of `atomic_write` whose writer has stopped.
 
-    That is: older than `older_than_s`, and its writer's process is gone. After a day the process id counts no longer:
-    ids are given out again, and the writer may have been another machine's.
+    It is if it is older than `older_than_s` and its writer's process has ended. After a day the process id is ignored:
+    ids are reused, and the writer may have run on another machine.
     """
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:

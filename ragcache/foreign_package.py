@@ -1,7 +1,7 @@
-"""Another project's package that is called `ragcache` too.
+"""Detection of another project's package that is also called `ragcache`.
 
-The distribution of that name on PyPI is not this one, which is `ragcache-kv`. Both install a package `ragcache`: where
-both are installed, the files of one lie among, or over, those of the other.
+The distribution of that name on PyPI is another project; this project is `ragcache-kv`. Both install a package
+`ragcache`: if both are installed, their files lie in the same directory and may overwrite each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 NAME = "ragcache"
-# This project's own summary from when its distribution had the other's name: an old editable install is none of theirs.
+# This project's summary from when its distribution had the same name: an old editable install is not another project's.
 OWN_SUMMARY = "Retrieval-augmented generation that never reads the same passage twice"
 
 

@@ -1,6 +1,6 @@
-"""Objects after a fork: the child has copies of its parent's, but neither their threads nor a team of OpenMP.
+"""Detection of forks. A child process has copies of its parent's objects, but neither their threads nor an OpenMP team.
 
-Locks are as they were at the fork: a child that waits for a thread or a lock of its parent waits for ever.
+Locks stay as they were at the fork: a child that waits for a thread or a lock of its parent waits forever.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Home:
-    """The process that an object was made in.
+    """The process in which an object was created.
 
-    what, again: "this store was opened" and "open it"
+    what, again: texts for the error, such as "this store was opened" and "open it"
     """
 
     def __init__(self, what: str, again: str) -> None:
@@ -30,7 +30,7 @@ class Home:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Raises ForkedError in another process."""
+        """Raise ForkedError in any other process."""
         if not self.is_here:
             raise ForkedError(
                 f"{self._what} in process {self._process} and is used in its fork {os.getpid()}, where the threads "

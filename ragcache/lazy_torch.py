@@ -1,8 +1,8 @@
-"""PyTorch, imported when it is first used: that takes seconds, and looking into a store needs none of it.
+"""PyTorch, imported at its first use: the import takes seconds, and inspecting a store does not need it.
 
-Modules that commands without models import take `torch` from here and types for annotations under TYPE_CHECKING alone;
-what stands in a module that imports transformers is imported by the function that calls it. `tests/cli/test_options.py`
-holds that.
+Modules used by commands without models import `torch` from here, and types for annotations only under TYPE_CHECKING.
+Anything from a module that imports transformers is imported by the function that calls it. `tests/cli/test_options.py`
+checks this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     class _Torch:
-        """Stands in for the module."""
+        """A placeholder for the module."""
 
         def __getattr__(self, name: str) -> Any:
             import torch as module

@@ -1,8 +1,8 @@
-"""Load objects by name: those that packages add through entry points, and those of the wheel's own annexes.
+"""Load objects by name: plug-ins that packages add through entry points, and objects in the wheel's own annexes.
 
 A package registers a method, codec, command, reader, engine or router under a name in one of the groups below. Other
-kinds of object have a plain dict of names in the module that uses them; its values are objects or places such as
-"ragcache_postgres.pgvector:PgVectorIndex". Either way a module of an annex is imported at its first use.
+kinds of object are listed in a plain dict in the module that uses them; its values are objects or places such as
+"ragcache_postgres.pgvector:PgVectorIndex". In both cases a module of an annex is imported at its first use.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T]):
-    """Objects of one kind by name: ragcache's own, then those of plug-ins, which never replace one of ragcache's own.
+    """Objects of one kind by name: ragcache's own, then those of plug-ins, which never replace ragcache's own.
 
-    Iteration leaves out a plug-in that cannot be imported, with one warning that names its distribution. Asking for it
+    Iteration leaves out a plug-in that cannot be imported, with one warning that names its distribution. Looking it up
     by name raises PluginError. Threads may share a registry. No lock is held while a plug-in is imported: its module
     may use the registry itself.
     """
@@ -61,14 +61,14 @@ class Registry(MutableMapping[str, T]):
             except PluginError as error:
                 self._report(name, error)
         loaded = tuple(self._loaded)
-        # Plug-ins come in the order of their entry points, whichever was used first.
+        # Plug-ins come in the order of their entry points, not of their first use.
         return iter([*(name for name in loaded if name not in plugins), *(name for name in plugins if name in loaded)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def _plugins(self) -> Mapping[str, EntryPoint]:
-        """Return the entry points of plug-ins by name: one map, which never changes once it is built."""
+        """Return the entry points of plug-ins by name: a map that never changes once it is built."""
         with self._lock:
             if self._entries is None:
                 found = entry_points(group=self._group)
@@ -97,7 +97,7 @@ def load(what: str, name: str, objects: Mapping[str, T | str]) -> T:
         objects: A registry, or a dict of objects and places by name.
 
     Raises:
-        ConfigError: There is no such name. The error lists the names there are.
+        ConfigError: The name is unknown. The error lists the known names.
         PluginError: The object cannot be imported.
     """
     if name not in objects:

@@ -1,13 +1,13 @@
 """Teams of threads, with which PyTorch runs large operations on a CPU.
 
-GNU OpenMP gives every thread that runs such an operation a team of its own, which lasts as long as that thread. While
-all teams together have more threads than the machine has processors, none of them spins any more as it waits for its
-next operation (libgomp, `gomp_throttled_spin_count_var`): every operation of every thread then costs a wake-up, 30 us
-instead of 8, and a pass of a model has hundreds of them. So a thread that once copied a block slows all passes for as
-long as it lives (docs/architecture.md).
+GNU OpenMP gives every thread that runs such an operation its own team, which lasts as long as the thread. While all
+teams together have more threads than the machine has processors, no team thread spins while it waits for its next
+operation (libgomp, `gomp_throttled_spin_count_var`): every operation of every thread then costs a wake-up, 30 us
+instead of 8, and a pass of a model has hundreds of operations. So a thread that once copied a block slows all passes
+for as long as it lives (docs/architecture.md).
 
-Hence: threads that only read, copy and write run their operations alone, and a thread that has computed ends its team
-before it waits, and when it is done. Without an OpenMP library nothing is done.
+Therefore threads that only read, copy and write run their operations alone, and a thread that computes ends its team
+before it waits and when it has finished. Without an OpenMP library these functions do nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 
 from ragcache.lazy_torch import torch
 
-_SOFT = 1  # omp_pause_soft: settings stay, threads go
+_SOFT = 1  # omp_pause_soft: keep the settings, end the threads
 _T = TypeVar("_T")
 
 
 @cache
 def _library() -> Any:
-    """PyTorch's OpenMP library, which it loads for all to see; None where there is none, or none that can pause."""
+    """Return PyTorch's OpenMP library, whose symbols are global once loaded; None if there is no library that can
+    pause."""
     if sys.platform == "win32":
         return None
     torch.get_num_threads()  # now it is loaded
@@ -38,7 +39,7 @@ def _library() -> Any:
 
 
 def work_alone() -> None:
-    """The calling thread's operations run on it alone from now on: what a thread that helps does first."""
+    """Run the calling thread's operations on that thread alone from now on. A helper thread calls this first."""
     if (library := _library()) is not None:
         torch.get_num_threads()  # PyTorch sets the number at a thread's first use of it
         library.omp_set_num_threads(1)
@@ -46,7 +47,7 @@ def work_alone() -> None:
 
 @contextmanager
 def working_alone() -> Iterator[None]:
-    """Within, the calling thread's operations run on it alone."""
+    """Run the calling thread's operations on that thread alone within the `with` block."""
     library = _library()
     if library is None:
         yield
@@ -60,7 +61,7 @@ def working_alone() -> Iterator[None]:
 
 
 def end_team() -> None:
-    """The calling thread has no team any more, until its next large operation: a third of a millisecond."""
+    """End the calling thread's team until its next large operation; this takes a third of a millisecond."""
     if "torch" in sys.modules and (library := _library()) is not None:
         library.omp_pause_resource_all(_SOFT)
 
@@ -76,7 +77,7 @@ def team_ends() -> Iterator[None]:
 
 @contextmanager
 def during(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    """Within, the context variable has this value."""
+    """Set the context variable to this value within the `with` block."""
     token = variable.set(value)
     try:
         yield

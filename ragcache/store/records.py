@@ -16,8 +16,7 @@ NOT_STORED = -1
 
 @dataclass(frozen=True)
 class NewDocument:
-    """A document to store. metadata: a JSON object. file: place of the file that it was read from; "" without a
-    file."""
+    """A document to store. metadata: a JSON object. file: place of the file that it was read from, or ""."""
 
     id: str
     source: str = ""

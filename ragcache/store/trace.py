@@ -3,10 +3,10 @@
     {"at": 1763714400.25, "request": "9f3a11c2.7", "handle": "0c5f...", "bytes": 131072, "tokens": 256, "tier": "disk"}
 
 at:      Unix seconds
-request: the same for blocks that were asked for together, as one question's are
+request: the same for blocks that were requested together, such as the blocks of a question
 handle:  names the block. It is a hash; equal passages under one model and tenant have equal handles
-bytes:   of the block in host memory
-tier:    which had it; "computed" where none had and it was made
+bytes:   size of the block in host memory
+tier:    the tier that had the block; "computed" if no tier had it and it was made
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Remotes: services that hold blobs by name and that several machines share."""
+"""Remotes: services, shared by several machines, that hold blobs by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RETRIES = 3
 
 
 class Blob(NamedTuple):
-    """changed_at: Unix seconds of the last `put`."""
+    """A blob's name and size. changed_at: Unix seconds of the last `put`."""
 
     name: str
     num_bytes: int
@@ -32,10 +32,10 @@ class Blob(NamedTuple):
 
 
 class Blobs(ABC):
-    """Holds blobs by name, a path of letters, digits, dots and hyphens. Safe to call from several threads.
+    """A holder of blobs by name, a path of letters, digits, dots and hyphens. Safe to call from several threads.
 
-    A blob appears, and is replaced, whole or not at all. The service's client retries what may succeed a moment later,
-    and gives up within seconds. All methods raise StoreUnreachableError, and StoreError where the service refuses.
+    A blob is created and replaced atomically. The service's client retries temporary failures and gives up within
+    seconds. All methods raise StoreUnreachableError, and StoreError if the service refuses.
 
     where: the URL without credentials
     """
@@ -44,42 +44,42 @@ class Blobs(ABC):
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Hold a blob, in place of one of the same name.
+        """Store a blob, replacing a blob with the same name.
 
         Raises StoreFullError, StoreReadOnlyError, StoreNotFoundError (no such bucket).
         """
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """`put`, unless there is a blob of this name: then nothing happens, and False is returned."""
+        """Store a blob unless a blob has this name; return whether it was stored."""
 
     @abstractmethod
     def get(self, name: str) -> bytearray | None:
-        """The blob whole, or None."""
+        """Return the whole blob, or None if it is absent."""
 
     @abstractmethod
     def look(self, names: Iterable[str]) -> dict[str, Blob]:
-        """What is held under these names; those that are not there are left out."""
+        """Return the blobs with these names, without their data; absent names are left out."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Forget blobs; absent ones are fine. Raises StoreReadOnlyError."""
+        """Delete blobs; absent blobs are fine. Raises StoreReadOnlyError."""
 
     @abstractmethod
     def walk(self, folder: str) -> Iterator[Blob]:
-        """Blobs whose names begin with "<folder>/", in any order."""
+        """Yield the blobs whose names begin with "<folder>/", in any order."""
 
     @property
     @abstractmethod
     def gives_up(self) -> bool:
-        """Whether the service may drop a blob unasked, to make room."""
+        """Return whether the service may evict blobs to free space."""
 
     def sweep(self, older_than_s: float) -> int:
-        """Remove what killed writers left half done; returns how many."""
+        """Remove unfinished blobs of killed writers and return how many."""
         return 0
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         return
 
 
@@ -94,13 +94,13 @@ FORMAT_VERSION = 1
 
 @dataclass(eq=False, repr=False)
 class Connection:
-    """Access to the remote that refuses calls for a while after a failure, so that a dead service is not waited for
-    again. Reads, which can do without the remote, are refused for RETRY_AFTER_S; writes, which cannot, for
+    """Access to a remote. After a failure, calls are refused for a while, so that each call does not wait for a dead
+    service. Reads, which can do without the remote, are refused for RETRY_AFTER_S; writes, which cannot, for
     WRITE_AFTER_S.
 
-    owner:     id of the store's database. A remote belongs to one database, as what no document there refers to is
-               deleted; the first store to open it leaves the id in a marker
-    read_only: the marker is read, and not made
+    owner:     id of the store's database. A remote belongs to one database, because blocks that no document there
+               refers to are deleted; the first store to open the remote writes the id to a marker
+    read_only: the marker is read, but not created
     """
 
     blobs: Blobs
@@ -119,8 +119,8 @@ class Connection:
     def use(self, *, to_write: bool = False) -> Iterator[Blobs]:
         """Lend the remote for one call.
 
-        Raises StoreUnreachableError at once for some seconds after a call has; ConfigError when the remote belongs to
-        another store; SchemaVersionError.
+        Raises StoreUnreachableError at once for some seconds after a call has failed; ConfigError if the remote belongs
+        to another store; SchemaVersionError.
         """
         wait_s = self._failed_at + (WRITE_AFTER_S if to_write else RETRY_AFTER_S) - self.clock()
         if wait_s > 0:
@@ -136,9 +136,10 @@ class Connection:
         self._failed_at = float("-inf")
 
     def check(self) -> None:
-        """Ask once, so that what has to be mended is said at the start. One that does not answer is only warned of.
+        """Try the remote once, so that problems are reported at the start. A remote that does not answer only causes a
+        warning.
 
-        Raises what `use` does, and StoreNotFoundError, StoreReadOnlyError, StoreError where the service refuses.
+        Raises the errors of `use`, and StoreNotFoundError, StoreReadOnlyError, StoreError if the service refuses.
         """
         try:
             with self.use():
@@ -196,7 +197,7 @@ SCHEMES: dict[str, Callable[[str], Blobs] | str] = {
 
 
 def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:
-    """The checked connection of a store to its remote. Raises what `open_blobs` and `Connection.check` do."""
+    """Return a store's checked connection to its remote. Raises the errors of `open_blobs` and `Connection.check`."""
     connection = Connection(open_blobs(url), owner, read_only=read_only)
     try:
         connection.check()
@@ -207,10 +208,10 @@ def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:
 
 
 def open_blobs(url: str) -> Blobs:
-    """The remote at a URL such as s3://bucket/prefix or redis://host:6379/0. Asks it nothing yet.
+    """Return the remote at a URL such as s3://bucket/prefix or redis://host:6379/0, without contacting it.
 
-    Raises ConfigError: an unknown scheme, a URL that says too little, or a package that is not installed. No error
-    repeats the URL's credentials.
+    Raises ConfigError for an unknown scheme, an incomplete URL, or a missing package. No error repeats the URL's
+    credentials.
     """
     scheme, sign, _ = url.partition("://")
     if not sign or not re.fullmatch("[a-z0-9+.-]+", scheme):

@@ -1,4 +1,4 @@
-"""Tiers of block bytes: durable ones by name, and those in memory above them."""
+"""Tiers that hold blocks: durable tiers by name, and the tiers in memory above them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ DURABLE: dict[str, OpenDurable] = {"disk": DiskTier}
 
 
 def get_durable(name: str) -> OpenDurable:
-    """The function that opens the durable tier called `name`. Raises ConfigError that names those there are."""
+    """Return the function that opens the durable tier called `name`. Raises ConfigError that lists the known names."""
     check_choice("durable tier", name, sorted(DURABLE))
     return DURABLE[name]

@@ -1,4 +1,4 @@
-"""Names of the files of blocks."""
+"""Names of the files that hold blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def check_key(key: str) -> None:
-    """Raises ConfigError when the key is no block key, so that no name from outside ever becomes a path."""
+    """Raise ConfigError if the key is not a block key, so that no external name becomes a path."""
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{key!r} is no block key: 64 hex digits are")
 
 
 class BlockFile(NamedTuple):
-    """key: None for what is no block, as a temporary file. used_at: Unix seconds, by the file's own time."""
+    """A file below the root. key: None if the file is not a block, such as a temporary file. used_at: the file's own
+    modification time, in Unix seconds."""
 
     path: Path
     key: str | None
@@ -39,19 +40,20 @@ class BlockFiles:
         self.root = root
 
     def path(self, key: str) -> Path:
-        """The block's file, whether it exists or not. Raises ConfigError when the key is no block key."""
+        """Return the path of the block's file, which need not exist. Raises ConfigError if the key is not a block
+        key."""
         check_key(key)
         return self.root / key[:2] / key[2:4] / f"{key}{SUFFIX}"
 
     def paths(self) -> Iterator[Path]:
-        """All files, of blocks or not; they may vanish meanwhile."""
+        """Yield all files, whether or not they are blocks; they may vanish meanwhile."""
         return (path for directory in self._directories() for path in _sorted_entries(directory))
 
     def keys(self) -> Iterator[str]:
         return (key for path in self.paths() if (key := self.key_of(path)) is not None)
 
     def walk(self) -> Iterator[BlockFile]:
-        """All files with what they take now. A file that gets its name meanwhile is not missed, but may come twice."""
+        """Yield all files with their present sizes. A file renamed meanwhile is not missed, but may come twice."""
         for directory in self._directories():
             targets = {path: final_path(path) for path in _sorted_entries(directory)}
             for path, target in targets.items():
@@ -78,12 +80,13 @@ class BlockFiles:
         return None if status is None else status.st_size
 
     def used_at(self, key: str) -> float | None:
-        """Unix seconds at which the block was last marked as used."""
+        """Return the Unix time in seconds at which the block was last marked as used."""
         status = _status(self.path(key))
         return None if status is None else status.st_mtime
 
     def mark_used(self, key: str, at: float) -> None:
-        """Nothing happens where the file cannot be changed, or is gone: what is lost is an order, no block."""
+        """Set the file's time. Do nothing if the file is missing or cannot be changed: only the order of use is
+        lost."""
         with suppress(OSError):
             os.utime(self.path(key), (at, at))
 
@@ -96,7 +99,8 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _sorted_entries(directory: Path) -> list[Path]:
-    """Entries of a directory, by name; none when there is no directory (it may vanish while others write)."""
+    """Return a directory's entries by name; an empty list if the directory is missing (it may vanish while others
+    write)."""
     try:
         return sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Demotion of blocks that a tier gives up."""
+"""Demotion of evicted blocks to slower tiers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Demotion:
-    """Hands what a tier evicts to the next slower one, and sees that nothing comes to the durable tier which does not
-    belong there: a passing block is never written, and one that was written when its document had been deleted by
-    another process is deleted again (law 10). Thread-safe.
+    """The hand-over of evicted blocks to the next slower tier. It keeps blocks that do not belong in the durable tier
+    out of it: a passing block is never written, and a block written after another process deleted its document is
+    deleted again (law 10). Thread-safe.
 
-    referenced: which of some keys chunks refer to; None: all of them
+    referenced: returns which of the given keys chunks refer to; None: assume all are referenced
     """
 
     durable: DurableTier
@@ -31,13 +31,13 @@ class Demotion:
     referenced: Callable[[Iterable[str]], set[str]] | None
 
     def __post_init__(self) -> None:
-        self._passing: set[str] = set()  # held in memory for a moment, and never to be written
-        self._late: set[str] = set()  # written since the last look at what is referenced
+        self._passing: set[str] = set()  # held in memory for a moment, and never written
+        self._late: set[str] = set()  # written since the last check of references
         self._complaints = WarnOnce(log)
         self._lock = threading.Lock()
 
     def demote(self, above: BudgetedTier, below: Tier, key: str, block: KVBlock) -> None:
-        """Hand a block down, unless the slower tier has it or somebody works on the key: reads, makes or deletes it."""
+        """Hand a block down, unless the slower tier has it or its key is being read, made or deleted."""
         if key in below:
             return
         if below is self.durable:
@@ -58,23 +58,24 @@ class Demotion:
                 self._complaints.failed(f"block {key} is not written, and is computed again when it is needed", error)
 
     def passes(self, key: str) -> None:
-        """The block is held for a moment."""
+        """Mark a block as passing: held in memory for a moment only."""
         with self._lock:
             self._passing.add(key)
 
     def stays(self, key: str) -> None:
-        """Note that the block is written, or deleted."""
+        """Record that the block was written or deleted, so that it is not passing."""
         with self._lock:
             self._passing.discard(key)
 
     def wanted(self, keys: Iterable[str]) -> set[str]:
-        """Blocks in memory that may stay there although the durable tier has them no more."""
+        """Return those of the blocks in memory that may stay there although the durable tier no longer has them."""
         with self._lock:
             known = set(keys) - self._passing
         return self.referenced(known) if self.referenced is not None and known else set()
 
     def delete_late(self) -> None:
-        """Delete what was written after its document was deleted by another process, which did not find it."""
+        """Delete blocks that were written after another process had deleted their document, and so did not find
+        them."""
         with self._lock:
             late, self._late = self._late, set()
         if self.referenced is None or not late:

@@ -1,4 +1,4 @@
-"""One lock a key, there only while somebody wants it."""
+"""A lock for each key, which exists only while it is held or waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class KeyLocks:
-    """Work on one key excludes other work on it; different keys do not wait for each other."""
+    """Locks by key: work on a key excludes other work on it; different keys do not wait for each other."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -16,7 +16,7 @@ class KeyLocks:
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Not reentrant."""
+        """Hold the key's lock, waiting for it. Not reentrant."""
         with self._guard:
             lock, waiting = self._locks.get(key, (threading.Lock(), 0))
             self._locks[key] = (lock, waiting + 1)
@@ -28,7 +28,7 @@ class KeyLocks:
 
     @contextmanager
     def try_hold(self, key: str) -> Iterator[bool]:
-        """Same as `hold` where nobody works on the key; False, at once, where somebody does."""
+        """Hold the key's lock and yield True if it is free; otherwise yield False at once."""
         with self._guard:
             free = key not in self._locks
             if free:

@@ -1,4 +1,4 @@
-"""A durable tier on this machine in front of one that several machines share."""
+"""A durable tier on this machine that caches a durable tier shared by several machines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class CachedTier(DurableTier):
-    """Keeps blocks in `shared`, by whose name it goes, and copies of those written and read here in `local`.
+    """A durable tier that keeps blocks in `shared`, and copies of the blocks written and read here in `local`. It has
+    the shared tier's name.
 
     fills: whether `local` may be written
 
-    The local tier's troubles cost a read of the shared one: they are logged, and a damaged copy is replaced.
+    Failures of the local tier only cost a read of the shared tier: they are logged, and a damaged copy is replaced.
     """
 
     def __init__(self, local: DurableTier, shared: DurableTier, *, fills: bool = True) -> None:
@@ -59,7 +60,7 @@ class CachedTier(DurableTier):
         return self._copy(key, self.shared.get(key)) if block is None else block
 
     def verify(self, key: str) -> None:
-        """The shared block; a damaged copy here is removed."""
+        """Verify the shared block; a damaged local copy is removed."""
         try:
             self.local.verify(key)
         except MissingBlockError:
@@ -70,7 +71,7 @@ class CachedTier(DurableTier):
         self.shared.verify(key)
 
     def delete(self, key: str) -> None:
-        """The copy first: what is left when the shared tier cannot be asked is not served here."""
+        """Delete the copy first: if the shared tier does not answer, this machine still stops serving the block."""
         self.local.delete(key)
         self.shared.delete(key)
 
@@ -83,7 +84,7 @@ class CachedTier(DurableTier):
         return here | self.shared.sizes([key for key in wanted if key not in here])
 
     def keys(self) -> Iterator[str]:
-        """Keys of the shared tier, and of copies here that it has no more."""
+        """Return the keys of the shared tier, and of local copies that it no longer has."""
         return iter(dict.fromkeys([*self.shared.keys(), *self.local.keys()]))
 
     def sweep(self, older_than_s: float) -> int:

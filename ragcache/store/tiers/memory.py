@@ -136,8 +136,7 @@ class BudgetedTier(Tier):
         return leased(held, self._ledger.lease(key))
 
     def make_room(self, room: BudgetedRoom, num_bytes: int) -> bool:
-        """Reserve bytes, demoting and freeing the victims; return False, with nothing changed, if that is
-        impossible."""
+        """Reserve bytes, demoting and freeing the victims; return False, changing nothing, if that is impossible."""
         with self._lock:
             self._forget(room.key)
             claim = self._ledger.claim(Entry(room.key, num_bytes, 0))

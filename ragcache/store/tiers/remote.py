@@ -1,4 +1,4 @@
-"""Blocks in a remote: an object store or a server that several machines share."""
+"""A tier in a remote: an object store or a server that several machines share."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ BLOCKS, USES = "blocks", "uses"
 
 
 class RemoteTier(DurableTier):
-    """Blobs blocks/aa/<key>.safetensors, the same bytes as a disk's files, and uses/aa/<key> with the time of a use.
+    """A tier of blobs: blocks/aa/<key>.safetensors, with the same bytes as a file on disk, and uses/aa/<key> with the
+    time of the last use.
 
-    Reading from one that cannot be asked is a miss, with a warning; `verify`, `keys`, `delete` and all that writes
-    raise StoreUnreachableError. All that a remote's trouble costs is to compute blocks again.
+    Reading from a remote that does not answer is a miss, with a warning; `verify`, `keys`, `delete` and all writing
+    methods raise StoreUnreachableError. A failing remote only means that blocks are computed again.
     """
 
     name = "remote"
@@ -56,7 +57,8 @@ class RemoteTier(DurableTier):
         return held
 
     def get(self, key: str, room: Room | None = None) -> KVBlock | None:
-        """Raises DamagedBlockError, SchemaVersionError."""
+        """Return the block, or None if it is absent or the remote fails. Raises DamagedBlockError,
+        SchemaVersionError."""
         name = _block_name(key)
         data = self._read(lambda blobs: blobs.get(name), None)
         return None if data is None else unpack_block(f"{self.where}: {name}", key, data, self.codec.bases)
@@ -82,7 +84,7 @@ class RemoteTier(DurableTier):
         return {names[name]: blob.num_bytes for name, blob in self._look(names).items()}
 
     def keys(self) -> Iterator[str]:
-        """Raises StoreUnreachableError."""
+        """Return the keys of the remote's blocks. Raises StoreUnreachableError."""
         return iter([key for key, _ in self._listed(BLOCKS)])
 
     def usage(self) -> TierUsage:
@@ -91,7 +93,7 @@ class RemoteTier(DurableTier):
         return TierUsage(len(sizes), sum(sizes))
 
     def used_at(self, key: str) -> float | None:
-        """What `mark_used` said, else when the block was put."""
+        """Return the time recorded by `mark_used`, or else the time at which the block was put."""
         block, use = _block_name(key), _use_name(key)
         found = self._look([block, use])
         if block not in found:
@@ -107,7 +109,7 @@ class RemoteTier(DurableTier):
                 blobs.put(_use_name(key), repr(at).encode())
 
     def sweep(self, older_than_s: float) -> int:
-        """Times of use whose block is gone go, too."""
+        """Remove unfinished blobs, and also times of use whose block was deleted; return how many."""
         with self._writing() as blobs:
             swept = blobs.sweep(older_than_s)
         uses = [(key, blob) for key, blob in self._listed(USES) if blob.changed_at <= time.time() - older_than_s]
@@ -141,7 +143,7 @@ class RemoteTier(DurableTier):
         return found
 
     def _listed(self, folder: str) -> Iterator[tuple[str, Blob]]:
-        """The keys of a folder; names that are no block's are left out."""
+        """Yield the keys and blobs of a folder; names that are not a block's are left out."""
         with self._connection.use() as blobs:
             for blob in blobs.walk(folder):
                 key = blob.name.rpartition("/")[2].removesuffix(SUFFIX)

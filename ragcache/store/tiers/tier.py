@@ -1,4 +1,4 @@
-"""The tier contracts: `Tier` holds blocks in bytes, and `DurableTier` keeps them after the process ends."""
+"""The tier contracts: `Tier` holds blocks by key, and `DurableTier` keeps them after the process ends."""
 
 from __future__ import annotations
 
@@ -165,8 +165,7 @@ class DurableTier(Tier):
     @property
     @abstractmethod
     def has_been_bounded(self) -> bool:
-        """Return whether any process has given these blocks a budget, so that a block may be missing without
-        `delete`."""
+        """Return whether any process has given these blocks a budget, so that any of them may have been evicted."""
 
     @abstractmethod
     def used_at(self, key: str) -> float | None:
