@@ -23,7 +23,7 @@ OWN_SUMMARY = "Retrieval-augmented generation that never reads the same passage 
 @cache
 def refuse_foreign() -> None:
     """Look through the installed distributions, once. Raises ForeignPackageError."""
-    from importlib.metadata import distributions  # takes longer to import than the rest of the package's front
+    from importlib.metadata import distributions  # slower to import than the rest of `import ragcache`
 
     for found in distributions(name=NAME):
         about = found.metadata

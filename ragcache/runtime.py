@@ -32,7 +32,7 @@ def _library() -> Any:
     pause."""
     if sys.platform == "win32":
         return None
-    torch.get_num_threads()  # now it is loaded
+    torch.get_num_threads()  # loads the library
     library = ctypes.CDLL(None)
     known = all(hasattr(library, name) for name in ("omp_set_num_threads", "omp_pause_resource_all"))
     return library if known else None
@@ -41,7 +41,7 @@ def _library() -> Any:
 def work_alone() -> None:
     """Run the calling thread's operations on that thread alone from now on. A helper thread calls this first."""
     if (library := _library()) is not None:
-        torch.get_num_threads()  # PyTorch sets the number at a thread's first use of it
+        torch.get_num_threads()  # PyTorch sets the number when a thread first uses PyTorch
         library.omp_set_num_threads(1)
 
 

@@ -148,15 +148,15 @@ class Database:
         return engine
 
     def _connect(self, uri: str) -> sqlite3.Connection:
-        # isolation_level None: the driver begins nothing on its own, `_begin` does.
+        # isolation_level None: the driver begins no transaction itself, `_begin` does.
         connection = sqlite3.connect(
             uri, uri=True, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA foreign_keys = ON")
-        # A reported commit also survives a power cut. Compared with NORMAL, that is one flush of the log a document,
-        # beside the flushes of its KV blocks, which are a thousand times larger.
+        # A reported commit also survives a power cut. Compared with NORMAL, it costs one more flush of the log per
+        # document, which is small beside the flushes of its KV blocks: these are a thousand times larger.
         connection.execute("PRAGMA synchronous = FULL")
-        # Triggers of the index of words call it.
+        # The text index's triggers call it.
         connection.create_function(words.SPACED, 1, words.spaced, deterministic=True)
         return connection
 

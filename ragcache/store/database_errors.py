@@ -74,7 +74,7 @@ def _translation(error: BaseException | None) -> _Translation:
     if code is not None:
         return _SQLITE.get(code & 0xFF, (StoreError, "the database reports an error"))
     state = getattr(error, "sqlstate", None)
-    if state is None:  # no connection: a server that refuses one says FATAL, also while it starts or stops
+    if state is None:  # not connected: a server that refuses says FATAL, also while it starts or stops
         said = str(error)
         return _UNREACHABLE if "FATAL" in said and "the database system is" not in said else _LOST
     known = (_POSTGRES.get(state[:length]) for length in (5, 3, 2))

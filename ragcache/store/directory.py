@@ -67,7 +67,7 @@ class StoreLayout:
         if not self.exists():
             with translate_os_errors(self.root):
                 taken = self.root.exists() and (not self.root.is_dir() or any(self._foreign_entries()))
-                # Looked for again: another process may have made a store of it meanwhile, the marker before all else.
+                # Check again: another process may have created a store here meanwhile; it writes the marker first.
                 if taken and not self.exists():
                     raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
                 if not taken:

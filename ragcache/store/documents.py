@@ -83,7 +83,7 @@ class DocumentStore:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # What the store was made with
+    # Properties: models and settings that the store was made with
 
     def properties(self) -> dict[str, object]:
         """Return every bound property, and `schema`, the version of the schema."""
@@ -271,7 +271,7 @@ class DocumentStore:
         return where
 
     def _narrowed(self, query: Any, _table: Any) -> Any:
-        """Return a query over documents or chunks, narrowed to the visible ones; here all are."""
+        """Return a query over documents or chunks, restricted to the visible ones; this class hides none."""
         return query
 
     # Vectors

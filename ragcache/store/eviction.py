@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from ragcache.plugins import load
 
-# The eviction contract: which block a full tier gives up. A policy knows names and sizes, no tensors and no files.
+# The eviction contract: which block a full tier evicts. A policy knows keys and sizes, but no tensors or files.
 
 
 class Entry(NamedTuple):

@@ -49,7 +49,7 @@ _OPERATORS = ("$eq", "$ne", *_ORDER, "$in", "$nin", "$exists", "$contains", "$gl
 _GLOB_PARTS = re.compile(r"\*|\?|\[[*?\[]\]|[^*?]", re.DOTALL)
 
 
-# How each database says a thing about one field of a JSON column (the last, about a text column that is not null). No
+# How each database expresses a condition on a field of a JSON column (`matches`: on a text column that is not null). No
 # term is ever NULL.
 
 
@@ -71,7 +71,8 @@ class _SQLiteTerms:
 
     def contains(self, field: str, value: Scalar) -> Condition:
         def holds(entry: Any) -> Condition:
-            members = case((entry.c.type == "array", entry.c.value), else_="[]")  # other texts are no JSON
+            # Values of other types may not be JSON.
+            members = case((entry.c.type == "array", entry.c.value), else_="[]")
             member = func.json_each(members).table_valued("type", "atom")
             return exists().select_from(member).where(self._is_one_of(member, [value]))
 

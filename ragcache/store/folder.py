@@ -32,7 +32,7 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
 
     Raises:
         DatabaseMismatchError: the documents are in another database, or no database is named and they are not in the
-                               directory.
+            directory.
         StoreNotFoundError: their database cannot be reached. The errors of Database are raised, too.
     """
     named = layout.documents_in()

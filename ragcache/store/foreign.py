@@ -22,10 +22,10 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 _TOKEN = np.dtype("<i4")
 PREFIX = "prefix:"
-"""Begins the owners of prompts' prefixes, followed by the generation of the documents that they may quote, and ":"."""
+"""The owners of prompts' prefixes begin with it, followed by the generation of the documents they may quote and ":"."""
 NOBODY = "\1"
-"""The collection of passages that came without an id or a collection. Their names are their handles. A name here
-does not keep KV: it is deleted when the KV is."""
+"""The collection of passages supplied without an id or a collection. Their names are their handles. A name in this
+collection does not keep KV: it is deleted together with the KV."""
 # After so many new passages, passages whose block was evicted are removed from the list.
 _PURGE_EVERY = 1024
 _TABLES = """

@@ -145,9 +145,9 @@ class KVStore:
         return block
 
     def keep_foreign(self, key: str, block: KVBlock, owner: str, token_ids: Sequence[int]) -> KVBlock:
-        """Put the block of a passage that belongs to no document into memory, and also into the foreign store if this
-        store has one. See `PassageList.add`. A failure to write the foreign store is a warning: the block is computed
-        again later."""
+        """Put the block of a passage that belongs to no document into memory, and also into the foreign store, if there
+        is one. See `PassageList.add`. If the foreign store cannot be written, warn; the block is then computed again
+        later."""
         held = self.put(key, block, "memory")
         if self.foreign is not None and self.passages is not None and not self.read_only:
             try:

@@ -50,7 +50,7 @@ class _Memory:
 
 
 def _alias(tensor: Tensor, token: _Token) -> Tensor:
-    if not tensor.numel():  # frombuffer takes no empty buffer, and there are no bytes to use
+    if not tensor.numel():  # frombuffer refuses empty buffers, and no bytes are in use
         return tensor
     # Page-locked memory: the allocator has to know its own storage, to wait for copies that are under way.
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_pinned():

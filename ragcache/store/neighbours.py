@@ -21,7 +21,7 @@ NEIGHBOURS = "neighbours"
 """The store's property that holds a `NeighbourChoice`."""
 SIMILARITY, DOCUMENT = "similarity", "document"
 NEIGHBOURS_FROM = (SIMILARITY, DOCUMENT)
-"""Which chunks are a chunk's neighbours: those with the most similar embeddings, or those before it in its document."""
+"""Ways to choose a chunk's neighbours: the most similar embeddings, or the chunks before it in its document."""
 
 
 class NeighbourChoice(NamedTuple):

@@ -28,7 +28,7 @@ from ragcache.store.json_values import check_metadata
 
 LAST = "last_"
 KEYS = tuple(end + key for key in ("page", "page_label", "slide", "sheet", "row") for end in ("", LAST))
-"""Names of the metadata fields that say where in its file a passage is, but its headings."""
+"""Names of the metadata fields that give a passage's place in its file, except `headings`."""
 MOST_SHOWN = 80  # characters of a name
 
 

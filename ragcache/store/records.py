@@ -83,11 +83,9 @@ class Chunk:
 
     ordinal:   place in its document, from 0
     metadata:  the document's metadata, overridden by the chunk's own
-    vector_id: the chunk's name in the vector index, never reused for another chunk; NOT_STORED for a passage that was
-               not ingested
+    vector_id: the chunk's name in the vector index, never reused; NOT_STORED for a passage that was not ingested
     source, title: the document's
-    neighbours: ids of the chunks that precede this chunk when its KV is computed, in reading order, if they were looked
-                up
+    neighbours: ids of the chunks that precede this chunk when its KV is computed, in reading order, if looked up
     cut_from: if token_ids are a part of the passage: all of the passage's ids, and how many of them precede the part
     """
 

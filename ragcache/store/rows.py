@@ -13,7 +13,7 @@ from ragcache.store.filters import Filter, Own, compile_filter
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, VectorBatch
 from ragcache.store.schema import chunks, documents, windows
 
-# Little endian, whatever the machine: a database may be copied to another one.
+# Little endian on every machine: a database may be copied to a different machine.
 _TOKEN = np.dtype("<i4")
 _COMPONENT = np.dtype("<f4")
 

@@ -45,10 +45,10 @@ properties = Table(
     PREFIX + "properties",
     metadata_obj,
     Column("name", _Text, primary_key=True),
-    Column("value", _Text, nullable=False),  # JSON; text, so that it reads back as it was written
+    Column("value", _Text, nullable=False),  # JSON, stored as text so that it reads back unchanged
 )
 
-# Numbers that only ever rise: `generation` (commits that changed documents) and `vector_id` (the last one given out).
+# Numbers that only ever rise: `generation` (commits that changed documents) and `vector_id` (the last id assigned).
 # Every write transaction updates a row here first, which on PostgreSQL makes writers wait for each other.
 counters = Table(
     PREFIX + "counters",
@@ -79,10 +79,10 @@ chunks = Table(
     Column("text", _Text, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),  # int32, little endian
     Column("num_tokens", Integer, nullable=False),
-    Column("metadata", _Json, nullable=False),  # the document's with the chunk's own on top
+    Column("metadata", _Json, nullable=False),  # the document's, overridden by the chunk's own
     Column("embedding", LargeBinary, nullable=False),  # float32, little endian
     Column("vector_id", BigInteger, nullable=False, unique=True),
-    Column("handle", _Text, nullable=True, index=True),  # null: its KV was not computed yet
+    Column("handle", _Text, nullable=True, index=True),  # null: its KV is not computed yet
     Column("created_at", Double, nullable=False),
 )
 
@@ -121,10 +121,10 @@ neighbours = Table(
 )
 
 
-# Making and checking a database's schema.
+# Create and check a database's schema.
 
 
-# Any number will do, as long as every process takes the same.
+# An arbitrary number, which every process has to use.
 _POSTGRES_LOCK = 7_231_554_190
 
 

@@ -26,7 +26,7 @@ from ragcache.store.schema import PREFIX, chunks
 from ragcache.store.words import LETTERS, MARKS, PUNCTUATION, SPACED, cut
 
 WORDS = 64
-"""Words of a question that are looked for, the first ones: no question takes unbounded time."""
+"""The first words of a question are searched, at most so many: no question takes unbounded time."""
 
 _TERM = re.compile(rf"(?P<run>[{LETTERS}]+)|[^\W{LETTERS}]+")
 _NAME = PREFIX + "terms"
@@ -41,7 +41,7 @@ _SQLITE = (
 )
 _BARE = f"normalize(regexp_replace(normalize(text, NFKD), '[{MARKS}]', '', 'g'), NFKC)"
 _CUT = f"regexp_replace(regexp_replace({_BARE}, '[{PUNCTUATION}]', ' ', 'g'), '([{LETTERS}])', ' \\1 ', 'g')"
-_KINDS = ("'english'", "'simple'")  # stems; and words as they are, since "it" and "who" have no stem
+_KINDS = ("'english'", "'simple'")  # stems, and also unchanged words, since "it" and "who" have no stem
 _VECTOR = " || ".join(f"to_tsvector({kind}, {_CUT})" for kind in _KINDS)
 _POSTGRES = (f"CREATE INDEX {_NAME} ON {chunks.name} USING gin (({_VECTOR}))",)
 

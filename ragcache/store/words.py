@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese. An index of words holds
-# what they made of its texts: other letters here take another name of the index.
+# Letters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese. The text index
+# depends on this list: a change to it needs a new name for the index.
 LETTERS = (
     r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
     r"\U00020000-\U0003ffff"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError
 from ragcache.plugins import load
 
-# Seconds of one attempt, and attempts at one call.
+# Time limits of an attempt in seconds, and the number of attempts for a call.
 CONNECT_S = 3.0
 READ_S = 10.0
 WRITE_S = 60.0
@@ -83,7 +83,7 @@ class Blobs(ABC):
         return
 
 
-# One store's access to a remote, which may be slow, down, or another store's.
+# A store's access to a remote, which may be slow, down, or in use by another store.
 
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ SCHEMES: dict[str, Callable[[str], Blobs] | str] = {
     "rediss": _REDIS,
     "s3": _OBJECTS,
 }
-"""What opens a URL, by its scheme."""
+"""Functions that open a URL, by its scheme."""
 
 
 def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:

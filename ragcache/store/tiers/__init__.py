@@ -19,8 +19,8 @@ from ragcache.store.tiers.tier import Room as Room
 from ragcache.store.tiers.tier import Tier as Tier
 from ragcache.store.tiers.tier import TierUsage as TierUsage
 
-# root, codec, budget_bytes, policy, is_pinned: the store's directory, how new blocks are encoded, the most bytes (None:
-# no bound), which block goes for another, and which keys never do.
+# Arguments: root (the store's directory), codec (of new blocks), budget_bytes (None: unlimited), policy (which blocks
+# to evict), is_pinned (which keys never to evict).
 OpenDurable = Callable[[Path, Codec, int | None, EvictionPolicy, Callable[[str], bool]], DurableTier]
 
 DURABLE: dict[str, OpenDurable] = {"disk": DiskTier}

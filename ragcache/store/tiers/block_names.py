@@ -59,7 +59,7 @@ class BlockFiles:
             for path, target in targets.items():
                 if target is not None and (file := self._look(path)) is not None:
                     yield file
-            # After the temporary files: what was one when it was listed may have its name by now.
+            # After the temporary files: a file that was temporary when listed may have its final name by now.
             for path in sorted({target or path for path, target in targets.items()}):
                 if (file := self._look(path)) is not None:
                     yield file

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Demotion:
-    """The hand-over of evicted blocks to the next slower tier. It keeps blocks that do not belong in the durable tier
-    out of it: a passing block is never written, and a block written after another process deleted its document is
+    """The hand-over of evicted blocks to the next slower tier. It keeps blocks out of the durable tier that do not
+    belong there: a passing block is never written, and a block written after another process deleted its document is
     deleted again (law 10). Thread-safe.
 
     referenced: returns which of the given keys chunks refer to; None: assume all are referenced

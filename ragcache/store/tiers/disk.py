@@ -133,9 +133,9 @@ class DiskTier(BlockFiles, DurableTier):
         self._direct = self._direct or device.type == "cuda"
 
     def _read(self, room: Room | None, descriptor: int, offset: int, num_bytes: int) -> Tensor | None:
-        """Read bytes of a file into the room; return None if there is no room. If the model runs on CUDA, bypass the
-        page cache, unless it already has the file or the room cost another block: the block then stays in memory and
-        need not be held twice."""
+        """Read bytes of a file into the room; return None if there is no room. On CUDA the page cache is bypassed,
+        unless it already holds the file or the room cost another block: the block stays in memory and need not be held
+        twice."""
         direct = self._direct and offset % PAGE == 0
         buffer = None if room is None else room.take(-(-num_bytes // PAGE) * PAGE if direct else num_bytes)
         if room is None or buffer is None:

@@ -88,7 +88,7 @@ class DiskBudget:
         with self._alone() as books:
             self._unlink(books, entry.key)
             self._make_room(books, entry)
-            # The sum first: it may be too high, never too low.
+            # Write the sum first: it may be too high, but never too low.
             self._write(books, books.total_bytes + entry.num_bytes)
             os.truncate(file.fileno(), entry.num_bytes)
             return Claimed(entry.num_bytes, books.epoch)
@@ -222,7 +222,7 @@ class DiskBudget:
     def _read(self) -> _Books:
         try:
             return _Books(*struct.unpack("<qq", self._counter.read_bytes()))
-        except (FileNotFoundError, struct.error):  # new, or cut off by a power cut
+        except (FileNotFoundError, struct.error):  # new, or truncated by a power cut
             self._counted = False
             return _Books(time.time_ns(), 0)
 

@@ -91,7 +91,7 @@ class CachedTier(DurableTier):
         return self.local.sweep(older_than_s) + self.shared.sweep(older_than_s)
 
     def usage(self) -> TierUsage:
-        """Return the shared tier's usage. Copies in the local one are not counted."""
+        """Return the shared tier's usage. Copies in the local tier are not counted."""
         return self.shared.usage()
 
     def used_at(self, key: str) -> float | None:

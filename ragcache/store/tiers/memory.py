@@ -147,7 +147,7 @@ class BudgetedTier(Tier):
             self._leaving |= dict.fromkeys(going, going)
         try:
             for key in list(going):
-                if self._leaving.get(key) is going:  # else it was deleted, or put and evicted once more
+                if self._leaving.get(key) is going:  # otherwise it was deleted, or put and evicted again
                     self.demote(key, going[key])
                 del going[key]
         finally:
