@@ -98,8 +98,9 @@ class PassageList:
     blocks.
 
     blocks: keys of the stored blocks, named as a document's blocks would be; no document refers to them
-    reported: number of evicted passages in the last warning A damaged list is created anew, with a warning.
-              Thread-safe; several processes may share a list.
+    reported: number of evicted passages in the last warning
+
+    A damaged list is created anew, with a warning. Thread-safe; several processes may share a list.
     """
 
     reported = 0

@@ -28,8 +28,7 @@ class TierStack:
     slower tier.
 
     As thread-safe as its tiers. Two concurrent calls for one key may leave a block in some tiers and delete it from
-    others:
-    the caller locks the key.
+    others: the caller locks the key.
     """
 
     durable: DurableTier
