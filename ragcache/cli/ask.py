@@ -1,4 +1,4 @@
-"""ask, chat."""
+"""The commands ask and chat."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def _served(
     *,
     quiet: bool,
 ) -> dict[str, Any] | None:
-    """The answer of the server over this store; None, with the reason on standard error, where it is to be had here."""
+    """Return the answer of the server over this store. Returns None, with the reason on standard error, if the store
+    has to be opened here.
+    """
     try:
         server = find_server(store.store)
         if server is None:
@@ -146,8 +148,11 @@ def chat(
 
 
 def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], Iterator[Event]]:
-    """Asks each question behind those that were answered, over their passages and its own. One that failed or was
-    stopped is forgotten."""
+    """Return a function that asks a question in a conversation: after earlier questions, over their passages and its
+    own.
+
+    A question that failed or was stopped is dropped from the conversation.
+    """
     from ragcache import Done
 
     messages: list[dict[str, str]] = []
@@ -163,7 +168,7 @@ def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], I
 
 
 def _questions() -> Iterator[str]:
-    """Lines from the terminal, prompted for, or from a pipe."""
+    """Yield lines from the terminal, with a prompt, or from a pipe."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -175,7 +180,7 @@ def _questions() -> Iterator[str]:
 
 
 def stream_text(events: Iterator[Event]) -> Answer:
-    """Write the answer as its tokens come, and what the model thinks to standard error; returns all of it."""
+    """Write the answer as its tokens come, and the model's reasoning to standard error, and return the whole answer."""
     from ragcache import Done, Reasoning, Token
 
     for event in events:
@@ -188,7 +193,7 @@ def stream_text(events: Iterator[Event]) -> Answer:
 
 
 def print_answer(answer: Mapping[str, Any]) -> None:
-    """Print the answer's sources and costs; its text is on the screen already. answer: as `Answer.to_json` has it"""
+    """Print the answer's sources and costs, after its text was printed. answer: in the form of `Answer.to_json`"""
     say()
     if not answer["hits"]:
         say("No passages were read: the answer rests on nothing in the store.")

@@ -1,4 +1,4 @@
-"""A server over a store says in it where it listens, and `ask` asks it instead of loading models."""
+"""A server writes its address into its store, and `ask` sends questions to it instead of loading models."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FILE, LOCK = "server.json", "server.lock"
 KEY = "RAGCACHE_API_KEY"
 READY_S = 0.3
 MOST_S = 600.0
-"""Seconds between two pieces of an answer where no limit is given: a server's own limit of a whole one."""
-# Where a server listens on every address, and which of them is asked. The key goes to no other machine.
+"""Seconds to wait for the next piece of an answer if no limit is given: a server's default limit for a whole answer."""
+# Hosts on which a server may listen, and the host to connect to. The key is sent to no other machine.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1", "127.0.0.1": "127.0.0.1", "::1": "::1", "localhost": "localhost"}
-# Options that OpenAI's API has names for; all others are fields of its extension.
+# Options that OpenAI's API has fields for; all others are fields of its extension.
 OF_OPENAI = {
     "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "reasoning_effort", "chat_template_kwargs",
 }  # fmt: skip
 
 
 class NotServedError(Exception):
-    """No server answers for the store; the text says why."""
+    """No server answers for the store; the message says why."""
 
 
 class Address(NamedTuple):
-    """url: of the server. model: its name there. weights: the name that the model was loaded by"""
+    """A server's address. url: of the server. model: its name there. weights: the name that the model was loaded by"""
 
     url: str
     model: str
@@ -44,8 +44,11 @@ class Address(NamedTuple):
 
 @contextmanager
 def announced(root: Path, address: Address) -> Iterator[None]:
-    """Say in the store where its server listens while the body runs. A lock is held as long: it ends with the process,
-    however that ends. Where another server has said so, or nothing can be written, nothing is said."""
+    """Write the server's address into the store while the body runs, and hold a lock, which ends with the process in
+    any case.
+
+    Nothing is written if another server holds the lock or the store cannot be written to.
+    """
     lock = FileLock(root / LOCK)
     try:
         lock.acquire(timeout=1)
@@ -64,9 +67,10 @@ def announced(root: Path, address: Address) -> Iterator[None]:
 
 
 def find_server(root: Path) -> Address | None:
-    """The server over this store; None where none has said so.
+    """Return the address of the server over this store, or None if no server has written one.
 
-    Raises NotServedError: it is gone without having said so, listens for another machine, or is not ready in time.
+    Raises NotServedError if the server ended without removing its address, listens on another machine, or is not ready
+    in time.
     """
     try:
         said = json.loads((root / FILE).read_bytes())
@@ -80,7 +84,7 @@ def find_server(root: Path) -> Address | None:
             (root / FILE).unlink(missing_ok=True)
         raise NotServedError(f"the server at {address.url} is gone")
     except Timeout:
-        pass  # it runs
+        pass  # the server runs
     except OSError as error:
         raise NotServedError(f"{root / LOCK} cannot be read ({error})") from error
     with _reached(address) as connection:

@@ -15,7 +15,7 @@ from ragcache.cli.serve import serve
 from ragcache.cli.terminal import Command
 from ragcache.plugins import Registry
 
-# Ragcache's own, under their names, and those of plug-ins.
+# Ragcache's own commands by name, and those of plug-ins.
 COMMANDS: Registry[Callable[..., None]] = Registry(
     plugins.COMMANDS,
     {
@@ -38,7 +38,7 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
 
 
 def build_app() -> typer.Typer:
-    """The command line as a typer application."""
+    """Return the command line as a typer application."""
     app = typer.Typer(
         help="Retrieval-augmented generation that never reads the same passage twice.",
         no_args_is_help=True,
@@ -65,9 +65,9 @@ def _top(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Takes the options that stand before the command."""
+    """Take the options given before the command."""
 
 
 def main() -> None:
-    """Entry point of `ragcache`."""
+    """Run the `ragcache` command."""
     build_app()()

@@ -1,4 +1,4 @@
-"""The options, in groups that commands share."""
+"""Options of the commands, in groups that commands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def method_options(texts: Sequence[str]) -> dict[str, Any]:
-    """["ratio=0.15", "mode=fusion"] -> {"ratio": 0.15, "mode": "fusion"}: values are JSON, or else plain text."""
+    """Return options as a dictionary: ["ratio=0.15", "mode=fusion"] -> {"ratio": 0.15, "mode": "fusion"}.
+
+    Values are parsed as JSON, or else kept as text. Raises ConfigError for an option that is not NAME=VALUE.
+    """
     found = {}
     for text in texts:
         name, sign, value = text.partition("=")
@@ -40,13 +43,13 @@ Timeout = Annotated[float | None, option("--timeout", "Seconds for one question,
 
 @dataclass(frozen=True)
 class StoreOptions(StoreConfig):
-    """Place of the knowledge base, and how it is opened."""
+    """Where the knowledge base is, and how it is opened."""
 
     store: Annotated[Path, option("--store", "Directory of the store.")] = Path("kb")
 
     @property
     def is_new(self) -> bool:
-        """Whether no store is there yet."""
+        """Return whether the store does not exist yet."""
         from ragcache.store.directory import StoreLayout
 
         return self.database is None and not StoreLayout(self.store).exists()
@@ -54,7 +57,7 @@ class StoreOptions(StoreConfig):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Models that read and embed."""
+    """Language model, embedder and reranker, and how passages are read."""
 
     model: Annotated[
         str | None,
@@ -115,7 +118,7 @@ class ModelOptions:
     ] = ""
 
     def chosen_method(self) -> FusionMethod | str | None:
-        """The method asked for, with its options; None for the model's own; "auto" as it is.
+        """Return the chosen method with its options; None: the model's own; "auto" is returned as it is.
 
         Raises ConfigError naming the option.
         """
@@ -131,7 +134,7 @@ class ModelOptions:
         return get_method(self.method, **options)
 
     def chosen_recipe(self) -> Recipe | str | None:
-        """Raises ConfigError naming the option."""
+        """Return the chosen recipe; None: the store's own. Raises ConfigError naming the option."""
         if self.kv_kept is None and self.kv_task:
             raise ConfigError("--kv-task says which KV is dropped; say with --kv-kept how much stays")
         if self.kv_kept is None and self.primer is None:
@@ -146,7 +149,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class EngineOptions(ModelOptions):
-    """The same, where another engine may run the model."""
+    """Model options for commands that can use another engine."""
 
     engine: Annotated[
         str | None,
@@ -160,7 +163,7 @@ class EngineOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """How documents are cut."""
+    """How documents are split into passages."""
 
     chunk_max_tokens: Annotated[int, option("--chunk-max-tokens", "Longest passage, in the model's tokens.")] = 256
     chunk_overlap: Annotated[int, option("--chunk-overlap", "Tokens that neighbouring passages share at most.")] = 0
@@ -168,14 +171,14 @@ class ChunkOptions:
     def config(self) -> ChunkerConfig:
         from ragcache import ChunkerConfig
 
-        # Short passages need a smaller least size than the default one.
+        # The default minimum is too large for short passages.
         least = min(32, max(0, self.chunk_max_tokens) // 4)
         return ChunkerConfig(self.chunk_max_tokens, least, self.chunk_overlap)
 
 
 @dataclass(frozen=True)
 class ReadLimitOptions:
-    """Limits of reading one document; one that needs more fails, and the others go on."""
+    """Limits for reading a document; a document that needs more fails, and the others are read."""
 
     read_time: Annotated[float, option("--read-time", "Seconds for reading one file.")] = 120.0
     read_memory: Annotated[int, size_option("--read-memory", "Memory for reading a file.", "512MiB")] = 512 << 20
@@ -185,7 +188,7 @@ class ReadLimitOptions:
     )
 
     def config(self) -> IngestConfig:
-        """Raises ConfigError."""
+        """Return the limits as a configuration. Raises ConfigError for an invalid limit."""
         from ragcache import IngestConfig
         from ragcache.ingest.read_limits import ReadLimits
 
@@ -194,7 +197,9 @@ class ReadLimitOptions:
 
 
 ENGINE_KEY = "RAGCACHE_ENGINE_KEY"
-"""The secret shared with another engine comes from the environment alone: arguments are seen by others."""
+"""The secret shared with another engine is taken only from the environment, because arguments are visible to other
+users.
+"""
 
 
 def open_for_care(store: StoreOptions, *, read_only: bool = False) -> Store:
@@ -213,7 +218,7 @@ def open_with_models(
     *,
     create: bool = False,
 ) -> RagCache:
-    """Open a store with its models, to ask and to ingest."""
+    """Open a store with its models, for questions and ingestion."""
     from ragcache import RagCache
 
     report_warnings()
@@ -239,12 +244,12 @@ def open_with_models(
 
 
 def report_warnings() -> None:
-    """Write what the library logs, such as a damaged block that was dropped, to standard error, one line each."""
+    """Write the library's warnings, such as about a damaged block that was dropped, to standard error, one a line."""
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
 
 
 def hide_bars_in_pipes() -> None:
-    """transformers draws bars while it loads: on a terminal only."""
+    """Disable transformers' progress bars while models load, unless standard error is a terminal."""
     if not on_terminal():
         from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""ingest, list, delete; documents by the names that people type: ids, files, folders, patterns of sources."""
+"""The commands ingest, precompute, list and delete, and the selection of documents by id, path or source pattern."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Sources = Annotated[
 
 
 def by_source(given: Sequence[str] | None) -> dict[str, Any] | None:
-    """A filter for the documents of these sources, as they are and as paths from the current directory."""
+    """Return a filter for documents of these sources, as given and as paths relative to the current directory."""
     return _any_of("source", (pattern for one in given or () for pattern in _patterns(one)))
 
 
@@ -59,7 +59,7 @@ def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def document_ids(kb: Store, given: Iterable[str]) -> dict[str, str]:
-    """The ids that these names stand for: ids of documents and passages as they are, files by their paths."""
+    """Return the id for each name: ids of documents and passages as they are, files by their paths."""
     from ragcache.ingest.readers import file_id
 
     named = {}
@@ -77,7 +77,7 @@ def _patterns(source: str) -> list[str]:
         from ragcache.ingest.readers import file_id
 
         path = _literal(file_id(source))
-        # The file; its records, whose source ends in a line number; what is in the folder.
+        # The file; its records, whose source ends in a line number; the contents of the folder.
         return [_literal(source), path, f"{path}:*", f"{path.rstrip('/')}/*"]
     parts = Path(source).parts
     fixed = next(rank for rank, part in enumerate(parts) if _is_pattern(part))
@@ -90,7 +90,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _literal(text: str) -> str:
-    """The pattern that only this text matches."""
+    """Return a pattern that matches only this text."""
     return "".join(f"[{character}]" if character in "*?[" else character for character in text)
 
 
@@ -139,7 +139,7 @@ def ingest(
     """
     cluster = ray_config(ray, ray_actors)
     if cluster is not None and store.is_new and store.neighbours is None:
-        store = replace(store, neighbours=0)  # they are known when all documents are stored
+        store = replace(store, neighbours=0)  # computed when all documents are stored
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
@@ -200,7 +200,7 @@ def precompute(
 def _passages(
     paths: Sequence[Path], kb: RagCache, chunks: ChunkOptions | None, reading: ReadLimitOptions, failed: list[Failure]
 ) -> Iterator[Document]:
-    """The passages in files, read one after the other. failed: what could not be read"""
+    """Yield the passages of files, read one after another. failed: receives the inputs that could not be read"""
     from ragcache import Document
     from ragcache.ingest.chunker import Chunker
     from ragcache.ingest.readers import find_files
@@ -226,7 +226,7 @@ def _passages(
 
 
 def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
-    """Raises ConfigError."""
+    """Return the configuration of Ray, or None without --ray. Raises ConfigError for --ray-actors without --ray."""
     if address is None:
         if actors is not None:
             raise ConfigError("--ray-actors needs --ray: say where they run")
@@ -237,7 +237,7 @@ def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
 
 
 def finish(report: IngestReport, as_json: bool, *, named: bool = False) -> None:
-    """End a command with its report. Raises Exit where some input failed; named: see `print_report`."""
+    """End a command with its report. Raises Exit if an input failed. named: see `print_report`"""
     if as_json:
         print_json(report_to_json(report))
     else:
@@ -266,7 +266,7 @@ def report_to_json(report: IngestReport) -> dict[str, Any]:
 
 
 def print_report(report: IngestReport, *, named: bool = False) -> None:
-    """named: with the documents that were moved or removed; of a dry run, added and updated ones too."""
+    """Print the report. named: list moved and removed documents too, and in a dry run added and updated ones"""
     if report.dry_run:
         say("nothing was changed; a run would do this:")
     for id in [*report.added, *report.updated] if report.dry_run else []:

@@ -1,4 +1,4 @@
-"""info, doctor, methods, pull, pin, unpin, reencode."""
+"""The commands info, doctor, methods, pull, pin, unpin and reencode."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
 
 
 def _foreign_rows(found: ForeignUsage | None) -> list[tuple[str, str]]:
-    """Rows of the passages that no document has."""
+    """Return rows about passages that belong to no document."""
     if found is None:
         return [("foreign cache", "none (--foreign-cache 0)")]
     prompts = f", prompts {bytes_text(found.prompt_bytes)}" if found.prompt_bytes else ""
@@ -91,7 +91,7 @@ def _foreign_rows(found: ForeignUsage | None) -> list[tuple[str, str]]:
 
 
 def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
-    """Rows of the rates that the last process with the store's models measured here."""
+    """Return rows of the rates that the last process with the store's models measured on this machine."""
     rows = [
         (f"{name} rate", f"{bytes_text(round(tier.bytes_s))}/s, {1000 * tier.latency_s:.2f} ms a read")
         for name, tier in rates.tiers.items()

@@ -1,4 +1,4 @@
-"""serve: OpenAI's HTTP API over the store; with the chat page on top for `chat --web`."""
+"""The command serve: OpenAI's HTTP API over the store, with the chat page for `chat --web`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Address on which the server listens."""
+    """The address on which the server listens, and its API keys."""
 
     host: Annotated[str, option("--host", "Address to listen on; others than this machine's own need API keys.")] = (
         "127.0.0.1"
@@ -69,8 +69,11 @@ def run_server(
     *,
     web: bool,
 ) -> None:
-    """Raises ConfigError before a model is loaded: the extra is absent, an option is out of range, the file of keys
-    cannot be read, the address is taken."""
+    """Run the server until it is stopped.
+
+    Raises ConfigError, before a model is loaded, if the extra is not installed, an option is out of range, the file of
+    keys cannot be read, or the address is in use.
+    """
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
@@ -78,8 +81,8 @@ def run_server(
     from ragcache.server.connection import raise_file_limit
     from ragcache.server.run import limit_arenas, listen, url_of
 
-    settings.answers.call_options()  # refuses what no question could be answered with
-    # A server for this machine alone answers to its names alone: a web page may rebind another name to it.
+    settings.answers.call_options()  # refuses options that no question could be answered with
+    # A server for this machine only accepts this machine's names as Host: a web page may rebind another name to it.
     hosts = LOOPBACK_NAMES if address.host in LOOPBACK else ()
     settings = replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
     limit_arenas()
@@ -90,7 +93,7 @@ def run_server(
     hide_bars_in_pipes()
     several = len(settings.api_keys) > 1
     if several and store.is_new and store.neighbours_from is None:
-        store = replace(store, neighbours_from="document")  # no key's documents change what others' answers rest on
+        store = replace(store, neighbours_from="document")  # keeps a key's documents out of others' KV
     with (
         listen(address.host, address.port) as bound,
         open_with_models(store, models, reading=reading, create=True) as kb,

@@ -1,4 +1,4 @@
-"""Parts that all commands share: options, errors as one line, results on standard output and all else on error."""
+"""Parts that all commands share: options, one-line errors, and output of results and notes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ENVIRONMENT = frozenset(
         "max-upload",
     }
 )
-"""Options that a deployment sets for every command: each is an environment variable too."""
+"""Options that a deployment sets for all commands: each can be set by an environment variable too."""
 
 
 def option(flag: str, help: str, *, environment: bool = True, **more: Any) -> Any:
@@ -78,8 +78,8 @@ def option(flag: str, help: str, *, environment: bool = True, **more: Any) -> An
 
     Args:
         flag: the option as it is written.
-        help: its text.
-        environment: whether RAGCACHE_SOME_NAME stands for it, if `ENVIRONMENT` names it.
+        help: its help text.
+        environment: whether the variable RAGCACHE_SOME_NAME can set it, if `ENVIRONMENT` names it.
         more: typer's own arguments.
     """
     name = flag.split("/")[0].removeprefix("--")
@@ -88,7 +88,7 @@ def option(flag: str, help: str, *, environment: bool = True, **more: Any) -> An
 
 
 def size(text: str | int) -> int:
-    """Bytes from "512MiB", "2GB" or a plain number."""
+    """Return the bytes of "512MiB", "2GB" or a plain number. Raises typer.BadParameter for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
@@ -97,12 +97,12 @@ def size(text: str | int) -> int:
 
 
 def size_option(flag: str, help: str, default: str | bool = True) -> Any:
-    """`option` for a number of bytes. default: how the help shows it; True: as it is."""
+    """Return an `option` for a number of bytes. default: how the help shows the default; True: as it is"""
     return option(flag, help, parser=size, metavar="SIZE", show_default=default)
 
 
 def json_object(text: str, name: str, help: str) -> dict[str, Any]:
-    """Raises ConfigError naming the option when the text is not a JSON object. help: shows one at its end"""
+    """Parse a JSON object. Raises ConfigError naming the option if the text is not one. help: ends with an example"""
     example = help[help.find("{") :].rstrip(".")
     try:
         value = json.loads(text)
@@ -114,7 +114,7 @@ def json_object(text: str, name: str, help: str) -> dict[str, Any]:
 
 
 def json_or_text(text: str) -> Any:
-    """The value of an option: JSON, or else the text as it is."""
+    """Return an option's value parsed as JSON, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -124,9 +124,9 @@ def json_or_text(text: str) -> Any:
 def command(function: Function) -> Function:
     """Make `function` a command.
 
-    A parameter whose type is a dataclass stands for the options in that dataclass's fields, as far as they have one:
-    commands share options without repeating them. A RagCacheError becomes one line on standard error and exit status 1
-    (2 for ConfigError), an interrupt becomes status 130.
+    A parameter whose type is a dataclass adds an option for each field that declares one, so that commands share
+    options. A RagCacheError becomes a line on standard error and exit status 1 (2 for ConfigError), an interrupt
+    becomes status 130.
     """
     hints = get_type_hints(function, include_extras=True)
     groups = {name: _fields(hint) for name, hint in hints.items() if is_dataclass(hint)}
@@ -153,13 +153,15 @@ def command(function: Function) -> Function:
 
 
 class Command(typer.core.TyperCommand):
-    """Names the option in place of one that there is not: an own one, or what other programs call so."""
+    """A command that suggests the right option for an unknown one: its own, or the option for a name that other
+    programs use.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            wrong: Any = error  # typer's class for it has no public name
+            wrong: Any = error  # typer has no public name for its class
             if hasattr(wrong, "possibilities"):
                 name = wrong.option_name.strip("-").replace("-", "_")
                 way = (said(name, ()) or "").partition("(..., ")[2].replace("ChunkerConfig(", "(chunk_")
@@ -170,11 +172,11 @@ class Command(typer.core.TyperCommand):
 
 
 Options = dict[str, tuple[Any, Any]]
-"""Type and default by name."""
+"""Type and default of each option, by name."""
 
 
 def _fields(group: Any) -> Options:
-    """A group's options, those first that are its own and no base class's."""
+    """Return a group's options, its own before those of base classes."""
     hints = get_type_hints(group, include_extras=True)
     return {
         one.name: (hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default)
@@ -184,7 +186,9 @@ def _fields(group: Any) -> Options:
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    """What typer reads. It knows no `Option`, no mapping, no sequence but a list, and no choice of two types."""
+    """Return the parameter as typer reads it: typer knows no `Option`, no mapping, no sequence but a list, and no
+    unions.
+    """
     said = _option_of(hint)
     if said is not None:
         kind = hint.__origin__
@@ -196,7 +200,7 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
 
 
 def _values(options: Options, given: dict[str, Any]) -> dict[str, Any]:
-    """The values of these options, as their types are. Raises ConfigError."""
+    """Return the values of these options, converted to their types. Raises ConfigError."""
     found = {name: given[name] for name in options}
     for name, (hint, _) in options.items():
         said = _option_of(hint)
@@ -212,39 +216,40 @@ def _option_of(hint: Any) -> Option | None:
 
 
 def _kinds(hint: Any) -> set[Any]:
-    """A type, or those that it is a choice of, without what they hold."""
+    """Return a type and, for a union, its members, without their type arguments."""
     return {get_origin(one) or one for one in (hint, *get_args(hint)) if not isinstance(one, str)}
 
 
 def _size_text(count: int | None) -> str | bool:
-    """2**31 -> "2GiB"."""
+    """Return a size as text: 2**31 -> "2GiB". None gives True: typer shows the default as it is."""
     unit = next((one for one in ("TiB", "GiB", "MiB", "KiB") if count and count % UNITS[one.upper()] == 0), "")
     return count is None or f"{count // UNITS[unit.upper()]}{unit}"
 
 
-# A pipe has no width: rows are not to be cut for it.
+# Wide enough that rows written to a pipe are never cut.
 PIPE_WIDTH = 10_000
 
 
 def printable(text: object) -> str:
-    """Text that may be written to a terminal: control characters, which could drive it, and bytes of file names that
-    are not UTF-8 are written out."""
+    """Return a text that is safe to write to a terminal. Control characters and bytes of file names that are not UTF-8
+    are escaped.
+    """
     whole = str(text).encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in whole)
 
 
 def say_error(error: object) -> None:
-    """One line on standard error."""
+    """Print an error as one line on standard error."""
     print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
 
 
 def say_note(text: object) -> None:
-    """A line beside the result, on standard error."""
+    """Print a note on standard error."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def say(text: object = "", *, end: str = "\n") -> None:
-    """A line of the result."""
+    """Print a line of the result."""
     print(printable(text), end=end, flush=True)
 
 
@@ -254,7 +259,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(as_json: bool, value: dict[str, Any], line: str) -> None:
-    """A result for programs, or one line for people."""
+    """Print a result as JSON, or as a line of text."""
     if as_json:
         print_json(value)
     else:
@@ -262,18 +267,18 @@ def print_result(as_json: bool, value: dict[str, Any], line: str) -> None:
 
 
 def print_rows(rows: Iterable[tuple[str, object]], width: int) -> None:
-    """Names in a column of this width, and what they stand for; "-" where it is nothing."""
+    """Print names in a column of this width, each followed by its value; "-" for None."""
     for name, value in rows:
         say(f"{name:<{width}}{'-' if value is None else value}")
 
 
 def bars() -> AbstractContextManager[Callable[[ProgressEvent], None] | None]:
-    """Progress, drawn where standard error is a terminal."""
+    """Return a context that shows progress bars if standard error is a terminal."""
     return progress_bars() if on_terminal() else nullcontext()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns whose name begins with ">" are aligned to the right."""
+    """Print a table. Columns whose name begins with ">" are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
@@ -286,10 +291,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def on_terminal() -> bool:
-    """Whether progress may be drawn."""
+    """Return whether standard error is a terminal, and progress may be shown."""
     return sys.stderr.isatty()
 
 
 def seconds_text(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"."""
+    """Return a duration as text: 0.0123 -> "12.3 ms"."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

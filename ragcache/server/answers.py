@@ -1,4 +1,4 @@
-"""Between OpenAI's chat format and the engine's: a request as a call, an answer as objects."""
+"""Conversion between OpenAI's chat format and the engine's: a request to a call, an answer to response objects."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ragcache.server.chat_types import (
     TemplateFields,
 )
 
-# Sampling has OpenAI's fields; a client that hangs up cancels; the time limit bounds the wait for a slot too, so that
-# `Work` keeps it.
+# `Sampling` has OpenAI's fields, a client that hangs up cancels, and `Work` applies the time limit, because it includes
+# the wait for a slot.
 READ = [name for name in names(GenerationOptions) if name not in ("sampling", "cancelled", "timeout_s")]
 
 
@@ -48,8 +48,11 @@ class Call(NamedTuple):
 
 
 def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: int, *, retrieves: bool = True) -> Call:
-    """max_positions: longest prompt with its answer: what a request may ask for at most. retrieves: where it does not
-    say"""
+    """Return the engine call for a chat request.
+
+    max_positions: longest prompt with its answer, and so the most tokens that a request may ask for
+    retrieves: whether to retrieve if the request does not say
+    """
     asked = request.extension
     options = {
         "sampling": sampling(request, defaults, max_positions),
@@ -64,7 +67,9 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
 
 
 def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Role and text, and what is of tools. System messages at the beginning are one, as chat templates expect."""
+    """Return messages with role, text and tool calls. System messages at the beginning are joined, as chat templates
+    expect.
+    """
     found: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
@@ -81,7 +86,7 @@ def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _tools(request: ChatRequest) -> dict[str, Any]:
-    """Options that say what the model may call. strict is no word of a prompt."""
+    """Return the options about tools. `strict` is left out, because it is not part of the prompt."""
     if not request.tools and request.tool_choice in (None, "auto", "none"):
         return {}
     choice, unsaid = request.tool_choice, {"function": {"strict"}}
@@ -94,7 +99,7 @@ def _tools(request: ChatRequest) -> dict[str, Any]:
 
 
 def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
-    """Raises ConfigError."""
+    """Return the sampling options of a request. Raises ConfigError for invalid values."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
     asked = request.max_completion_tokens if isinstance(request, ChatRequest) else None
@@ -118,7 +123,7 @@ def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: i
 
 
 def each_of(options: dict[str, Any], n: int | None) -> Iterator[dict[str, Any]]:
-    """The options of each of n answers to one question: with a seed, the next one for each, as in vLLM."""
+    """Yield the options of each of n answers to a question. A given seed is raised by 1 for each answer, as in vLLM."""
     sampling: Sampling = options["sampling"]
     for index in range(n or 1):
         seed = None if sampling.seed is None else sampling.seed + index
@@ -132,24 +137,24 @@ def _schema(wanted: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str,
 
 
 def _passages(asked: Extension, defaults: AnswerDefaults, retrieves: bool) -> dict[str, Any]:
-    """Documents of the request, or a retrieval, or neither."""
+    """Return the request's documents, the arguments of a retrieval, or nothing."""
     if asked.documents is not None:
         return {"passages": [_passage(document) for document in asked.documents]}
     return retrieval(asked, defaults) if _first(asked.retrieve, retrieves) else {}
 
 
 def retrieval(asked: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
-    """Arguments of `RagCache.retrieve`."""
+    """Return the arguments of `RagCache.retrieve`."""
     return {"k": _first(asked.k, defaults.k), **_given(names(RetrieveOptions), asked, defaults)}
 
 
 def read_options(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
-    """Arguments of `RagCache.stream_completion`; see `engine_call`."""
+    """Return the arguments of `RagCache.stream_completion`; see `engine_call`."""
     return {"sampling": sampling(request, defaults, max_positions), **_given(READ, request.extension, defaults)}
 
 
 def _given(options: Iterable[str], asked: RetrieveFields | ReadFields, defaults: AnswerDefaults) -> dict[str, Any]:
-    """Options that the request or the server's defaults state; the engine has its own for the rest."""
+    """Return options that the request or the server's defaults set; the engine has defaults for the rest."""
     found = {name: _first(getattr(asked, name), getattr(defaults, name, None)) for name in options}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -159,13 +164,14 @@ def _passage(document: GivenDocument) -> Passage:
 
 
 def _first(*values: Any) -> Any:
-    """The first that was given."""
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
-    """Answers over as many prompts, in their order. Each prompt counts once: as that answer read it that computed most
-    of it."""
+    """Return the usage of answers to as many prompts, in their order. Each prompt counts once, as read by the answer
+    that computed the most of its tokens.
+    """
     each = len(answers) // prompts
     read = [dearest(answers[start : start + each]).usage for start in range(0, len(answers), each)]
     prompt_tokens = sum(usage.prompt_tokens for usage in read)
@@ -187,7 +193,7 @@ def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
 
 
 def dearest(answers: Sequence[Answer]) -> Answer:
-    """Return the answer that had least of its prompt cached: the others read what it placed."""
+    """Return the answer that had the fewest prompt tokens cached; the others reused the context that it placed."""
     return min(answers, key=lambda answer: answer.usage.cached_tokens)
 
 
@@ -196,9 +202,9 @@ def sources_of(hits: Sequence[Source]) -> list[SourceItem]:
 
 
 def citations(answer: Answer) -> list[dict[str, JsonValue]]:
-    """The documents that an answer was read from, as the Responses API cites them: pages by their URL, others as files.
+    """Return the documents of an answer as citations of the Responses API: web pages by their URL, others as files.
 
-    Nothing says which words rest on which document, so that each is cited for the whole text.
+    Nothing says which words rest on which document, so each is cited for the whole text.
     """
     found: dict[str, dict[str, JsonValue]] = {}
     end = len(answer.text)
@@ -217,16 +223,16 @@ def _is_page(chunk: Chunk) -> bool:
 
 
 def _cited(chunk: Chunk) -> tuple[str, str]:
-    """What its document is told apart by, and what readers are shown for it."""
+    """Return the id of a passage's document, and the name that readers see."""
     file = PurePath(chunk.source).name
     titled = chunk.title or file or chunk.document_id or chunk.id
     return (chunk.source, titled) if _is_page(chunk) else (chunk.document_id, file or titled)
 
 
 def source_event(hits: Sequence[Source]) -> dict[str, Any]:
-    """The passages as an event of Open WebUI's own, which it takes from any chunk and shows by document, text and all.
+    """Return the passages as an Open WebUI event, which it takes from any chunk and shows by document, text included.
 
-    Without scores: it shows them as percentages, which those of a search by words or of a reranker are not.
+    Scores are left out, because it shows them as percentages, which scores of a keyword search or a reranker are not.
     """
     cited = [_cited(hit.chunk) for hit in hits]
     pages = ({"page": hit.chunk.metadata["page"]} if "page" in hit.chunk.metadata else {} for hit in hits)
@@ -236,13 +242,13 @@ def source_event(hits: Sequence[Source]) -> dict[str, Any]:
 
 
 def chat_citations(answer: Answer) -> list[JsonValue]:
-    """The same as chat completions cite them, which know no files."""
+    """Return the citations in the form of chat completions, which have no file citations."""
     pages = [one for one in citations(answer) if one.pop("type") == "url_citation"]
     return [{"type": "url_citation", "url_citation": page} for page in pages]
 
 
 def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
-    """Fields of the extension that are known at the end."""
+    """Return the extension's fields that are known at the end of an answer."""
     usage = answer.usage
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -259,7 +265,7 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
     }
 
 
-LEAST = -9999.0  # in place of minus infinity, which JSON has not
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:

@@ -1,4 +1,4 @@
-"""The application: routes, the layers around them, and /openapi.json: what every route takes and answers."""
+"""The ASGI application: its routes, its middleware and the schema at /openapi.json."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from ragcache.server.status import models_router, operation_router, store_router
 
 ROUTERS = (chat.router, embeddings.router, document_routes.router, models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
-"""Routes of packages. Attributes that a router may have: `error_body` makes the errors below its prefix; `view` makes
-of the knowledge base what all requests see, without the documents that the package keeps for its own routes."""
+"""Routes that installed packages add. A router may have two attributes: `error_body` writes the errors below its
+prefix, and `view` makes a view of the knowledge base that every request sees, without the documents that the package
+keeps for its own routes.
+"""
 OPEN, PAGE = ("/healthz", "/readyz", "/openapi.json"), ("/", "/static/")
-"""Paths that need no API key; those of the chat page."""
+"""Paths that need no API key, and the paths of the chat page."""
 PAGE_NAME = "page"
-"""Name of the chat page among the routes of packages. Its routes are left out unless they are asked for."""
+"""Name of the chat page among the added routes. Its routes are left out unless `web` is set."""
 DESCRIPTION = "OpenAI's API over a ragcache store: passages are retrieved, and their precomputed KV is reused."
 
 
 def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: bool = False) -> FastAPI:
-    """An ASGI application over one knowledge base, which stays the caller's to close.
+    """Return an ASGI application that serves a knowledge base. The caller closes the knowledge base.
 
     web: serve the chat page at "/" too
 
-    Raises ConfigError when the page is wanted and not installed.
+    Raises ConfigError when `web` is set and the chat page is not installed.
     """
     settings = settings or ServerSettings()
     added = {name: router for name, router in ADDED.items() if web or name != PAGE_NAME}
@@ -68,10 +70,10 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added.values()}
     app.state.error_forms = {start: form for start, form in forms.items() if form is not None}
     add_handlers(app)
-    # Whatever routes a package has, and however they are nested, they need a key.
+    # Every route needs a key, however a package nests its routes.
     open_paths = (*OPEN, *(PAGE if web else ()), *(("/metrics",) if settings.open_metrics else ()))
     app.open_paths = open_paths if settings.api_keys else None
-    # The last one added is the first to see a request.
+    # The last middleware added sees a request first.
     sizes = settings.max_body_bytes, settings.max_upload_bytes
     app.add_middleware(BodyLimit, *sizes, document_routes.PATH, settings.receive_s)
     app.add_middleware(Guard, settings.api_keys, open_paths, settings.allowed_hosts)
@@ -83,9 +85,9 @@ RETRY_LATER = ("409", "503")
 
 
 class Application(FastAPI):
-    """Describes its routes with what the layers around them add: errors, keys and headers.
+    """FastAPI with a schema that also describes the middleware: its errors, API keys and headers.
 
-    open_paths: those that need no key; None: no path does
+    open_paths: paths that need no key; None: no path needs a key
     """
 
     open_paths: Sequence[str] | None = None
@@ -107,7 +109,7 @@ class Application(FastAPI):
 
 
 def _definitions(node: Any) -> dict[str, Any]:
-    """Take out the definitions that `schema_of` put into schemas of events."""
+    """Remove the definitions that `schema_of` put into the schemas of events, and return them."""
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     found = node.pop("$defs", {}) if isinstance(node, dict) else {}
     return found | {name: schema for part in parts for name, schema in _definitions(part).items()}

@@ -1,4 +1,4 @@
-"""Access control: API keys, and requests that a web page elsewhere sends behind its reader's back."""
+"""Access control: API keys, allowed hosts, and protection from requests of other origins' pages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the keys of a file (one a line, comments after #) and of RAGCACHE_API_KEYS (commas or blanks between).
+    """Return the keys of a file (one a line, comments after #) and of RAGCACHE_API_KEYS (separated by commas or
+    spaces).
 
-    Raises ConfigError for a file that cannot be read, and for a file or a variable without a key: a server that was to
-    be locked must not be open.
+    Raises ConfigError if the file cannot be read, or if the file or the variable has no key: a server that was meant to
+        be locked must not be open.
     """
     keys = environment.get(VARIABLE, "").replace(",", " ").split()
     if VARIABLE in environment and not keys:
@@ -44,7 +45,7 @@ def _keys_in(file: Path) -> list[str]:
 
 
 class ApiKeys:
-    """Digests of the keys. A look-up takes the same time for every key, right or wrong."""
+    """Digests of the keys. A look-up takes the same time for every key, valid or not."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -54,7 +55,7 @@ class ApiKeys:
 
     def __contains__(self, key: bytes) -> bool:
         given = _digest(key)
-        matches = [hmac.compare_digest(given, known) for known in self._digests]  # all of them, no early end
+        matches = [hmac.compare_digest(given, known) for known in self._digests]  # all keys, for constant time
         return any(matches)
 
 
@@ -63,16 +64,16 @@ def _digest(key: bytes) -> bytes:
 
 
 def is_open(path: str, open_paths: Sequence[str]) -> bool:
-    """Whether a path needs no key: one of the open ones, or below one that is a folder ("/static/")."""
+    """Return whether a path needs no key: it is an open path, or below an open folder such as "/static/"."""
     return path in open_paths or path.startswith(tuple(one for one in open_paths if one.endswith("/") and one != "/"))
 
 
 class Guard:
-    """Lets in requests for open paths, and others with a key. Before a body is read.
+    """Middleware that lets in requests for open paths, and other requests with a key, before their body is read.
 
     open_paths:    see `is_open`
-    allowed_hosts: names that the Host header may hold, against pages that rebind a name of theirs to this address;
-                   empty: any
+    allowed_hosts: names allowed in the Host header, against pages that rebind their own name to this address; empty:
+        any
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Guard:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
 

@@ -1,4 +1,4 @@
-"""Request bodies: read once, strictly, into the model that the route declares."""
+"""Request bodies: read once, and parsed strictly into the model that the route declares."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ragcache.server.wire import RequestModel
 
 JSON = "application/json"
 MULTIPART = "multipart/form-data"
-# Takes milliseconds to parse: not on the event loop.
+# Parsing takes milliseconds, so it runs in a thread.
 LARGE = 256 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
 
 class JsonRoute(APIRoute):
-    """A route whose body parameter `read_json` reads, in place of FastAPI, which documents it and hands it to the
-    endpoint. Fields that an answer does not set are left out of its JSON.
+    """A route whose body is parsed by `read_json` instead of FastAPI, which still documents it and passes it to the
+    endpoint. Fields that a response does not set are left out of its JSON.
 
-    content_type: which the body must have, as `read_json` takes it
+    content_type: the body's content type, as `read_json` takes it
     """
 
     content_type: ClassVar[str] = JSON
@@ -49,7 +49,7 @@ class JsonRoute(APIRoute):
 
 
 class _ReadRequest(Request):
-    """A request whose body is the object that `read_json` made of it."""
+    """A request whose body is the object that `read_json` parsed."""
 
     async def json(self) -> Any:
         return self.state.asked
@@ -62,22 +62,24 @@ def content_type(request: Request) -> str:
 
 
 async def read_json(request: Request, model: type[Model], accepted: str = JSON) -> Model:
-    """Read the body as the model says. pydantic's own parser reads the bytes: it refuses text that is not UTF-8, half a
-    surrogate pair, and endless nesting, before it builds anything.
+    """Parse the body into a model. pydantic's parser reads the bytes: it refuses text that is not UTF-8, lone
+    surrogates and endless nesting before it builds anything.
 
     accepted: content types that the route takes, for the message; empty: the body is JSON, whatever its type
+
+    Raises ApiError (415) for another content type.
     """
     if accepted and content_type(request) != JSON:
         raise ApiError(415, f"send the body as Content-Type: {accepted}", "unsupported_media_type")
     body = await request.body()
     asked, unknown = await asyncio.to_thread(_parse, model, body) if len(body) > LARGE else _parse(model, body)
-    request.state.asked = asked  # errors name the place of their option in it
+    request.state.asked = asked  # errors look up the name of their option in it
     check_unknown(request, unknown)
     return asked
 
 
 def check_unknown(request: Request, unknown: list[str]) -> None:
-    """Warn of unknown fields. Raises ApiError (400) for the first one where the server is strict."""
+    """Warn of unknown fields. Raises ApiError (400) naming the first of them if the server is strict."""
     if unknown and service_of(request).settings.strict:
         param = printable(unknown[0])[:200]
         raise ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)
@@ -86,7 +88,7 @@ def check_unknown(request: Request, unknown: list[str]) -> None:
 
 
 def _parse(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
-    """Return the body, and the places of unknown fields in it."""
+    """Return the body, and the paths of its unknown fields."""
     try:
         asked = model.model_validate_json(body)
     except ValidationError as error:
@@ -95,7 +97,7 @@ def _parse(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
 
 
 def _dropped(value: Any, place: str = "") -> Iterator[str]:
-    """Drop unknown fields, so that no template reads them. Yield their places, such as "tools[0].colour"."""
+    """Drop unknown fields, so that no template reads them, and yield their paths, such as "tools[0].colour"."""
     if isinstance(value, list):
         for rank, item in enumerate(value):
             if isinstance(item, RequestModel):
@@ -109,6 +111,9 @@ def _dropped(value: Any, place: str = "") -> Iterator[str]:
 
 
 def request_body(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route that reads its body itself. content: schemas by content type"""
+    """Return the `openapi_extra` of a route that reads its body itself.
+
+    content: schemas by content type
+    """
     schemas = {kind: {"schema": schema} for kind, schema in content.items()}
     return {"requestBody": {"required": True, "content": schemas}}

@@ -71,8 +71,9 @@ async def create_chat_completion(request: Request, service: ServiceParam, asked:
 async def respond(
     writer: Writer, asked: SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
 ) -> Response:
-    """The answers that these events are, each in a slot of its own: whole, or as a stream. They share a placed context
-    as those of several askers do."""
+    """Return the response to a request, whole or as a stream. Each answer runs in its own slot. Answers share a placed
+    context, as those of different users do.
+    """
     service, request = writer.service, writer.request
     work = service.answer(*(_counted(service, request, one) for one in events), timeout_s=timeout_s)
     index, first = await work.unless_gone(request, anext(work))
@@ -89,8 +90,9 @@ async def _answers(work: Work[Event]) -> list[Answer]:
 
 
 async def _counted(service: Service, request: Request, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
-    """The same events, once there is a slot; the answer's times begin at the request's arrival. The answer is counted
-    even when its reader has gone."""
+    """Yield the events with timings that begin at the request's arrival. The answer is counted even if its reader has
+    hung up.
+    """
     queue_s = waited_s(request)
     async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
@@ -110,11 +112,11 @@ def _answer(last: Event | None) -> Answer:
 
 @dataclass
 class Writer:
-    """Writes the answers to one request in OpenAI's shapes: all objects carry the same id, time, model, fingerprint.
+    """Writes the answers to a request in OpenAI's format; all objects carry the same id, time, model and fingerprint.
 
-    names_tool: whether the request names the function to call: such an answer ends as any other does
-    prompts: how many the answers are over
-    calls: of each answer so far
+    names_tool: whether the request names the function to call; such an answer ends with "stop"
+    prompts: the number of prompts that the answers belong to
+    calls: tool calls so far, by answer
     """
 
     stream: ClassVar[type[EventStream]] = EventStream
@@ -148,7 +150,7 @@ class Writer:
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
     def piece(self, index: int, one: Event) -> Any:
-        """What an event adds to its answer, as a choice of a chunk."""
+        """Return an event as a choice of a chunk."""
         delta, logprobs = Delta(), None
         if isinstance(one, Sources):
             delta = Delta(role="assistant", content="", refusal=None)
@@ -171,8 +173,11 @@ class Writer:
         return reason_of(answer)
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
-        """The stream. rank: of the answer that `first` belongs to"""
-        more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: a value in the last chunk only
+        """Yield the chunks of the stream.
+
+        rank: index of the answer that `first` belongs to
+        """
+        more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: only the last chunk has a value
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
         shown = {"event": source_event(first.hits)} if first.hits else {}
@@ -189,7 +194,7 @@ class Writer:
         yield DONE
 
     def failed(self, error: Exception) -> bytes:
-        """The error as the stream's last event."""
+        """Return the error as the stream's last event."""
         return event(self.problem(error).body().to_json())
 
     def problem(self, error: Exception) -> ApiError:

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/chat/completions, and its answers."""
+"""Bodies of POST /v1/chat/completions and its responses."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MAX_TOOLS = 128
 MAX_ANSWERS = 128
 """Most tools, and most answers (`n`), of one request, as in OpenAI's own API."""
 
-# Features that change an answer and that this server does not have: refused by name unless they ask for nothing.
+# Features that would change an answer and that this server lacks: refused by name unless they are disabled.
 UNSUPPORTED = {
     "audio", "background", "best_of", "context_management", "function_call", "functions", "include", "modalities",
     "moderation", "suffix", "tool_choice", "tools", "truncation", "verbosity", "web_search_options",
 }  # fmt: skip
 
-# Parts of messages that hold what a model thought.
+# Types of message parts that hold a model's reasoning.
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 CONTINUED = "the last message is continued where it is an assistant's, and there alone; leave it out"
 
@@ -53,7 +53,7 @@ class TextPart(LooseModel):
 
 
 def _without_thoughts(content: Any) -> Any:
-    """What another service's model thought is sent back with its answer; chat templates leave it out."""
+    """Drop parts with reasoning, which clients send back with an answer; chat templates leave it out."""
     if not isinstance(content, list):
         return content
     return [part for part in content if not (isinstance(part, dict) and part.get("type") in THOUGHTS)]
@@ -121,7 +121,7 @@ class GivenDocument(RequestModel):
 
 
 def optional(*names: str) -> type[RequestModel]:
-    """Model of these answer options, none of them required, with their help as descriptions."""
+    """Return a model with the named answer options, all optional, and their help as descriptions."""
     made: dict[str, Any] = {}
     for name, hint in get_type_hints(AnswerDefaults, include_extras=True).items():
         if name in names:
@@ -269,7 +269,7 @@ class SampledRequest(RequestModel):
 
     @property
     def likeliest(self) -> int | None:
-        """`Sampling.logprobs`."""
+        """Return the value for `Sampling.logprobs`."""
         raise NotImplementedError
 
     @property
@@ -290,7 +290,7 @@ class ChatRequest(SampledRequest, TemplateFields, Ignored):
     top_logprobs: LikeliestCount | None = None
     ragcache: Extension | None = None
 
-    # vLLM's words for what the messages say: the answer goes on with the last one where that is an assistant's.
+    # vLLM's fields. The messages decide this already: an answer continues the last message if it is an assistant's.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 

@@ -1,4 +1,4 @@
-"""Connections of the server: how many there are at once, and how long a client may take to send a request's header."""
+"""Connections of the server: their number, and the time that a client may take to send a request's header."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if sys.platform != "win32":
 
 MOST_CONNECTIONS = 4096
 MOST_FILES = 1 << 16
-# For the store's and the model's files, and for connections that are accepted before others are closed.
+# Kept for files of the store and the model, and for connections accepted before others are closed.
 OTHER_FILES = 512
 
 
 class Connections(ServerState):
-    """A server's connections, and which of them are idle: no request is running on them.
+    """A server's connections, and which of them are idle, that is, run no request.
 
-    most: how many there may be at once; the one that has been idle longest is closed for another one
+    most: the largest number of connections; beyond it the longest idle connection is closed
     header_s: seconds that a client may take to send a whole header
     idle: in the order in which they became idle
     """
@@ -36,7 +36,7 @@ class Connections(ServerState):
         self.idle: dict[Connection, None] = {}
 
     def make_room(self) -> None:
-        """Close the connection that has been idle longest if there are too many."""
+        """Close the longest idle connection if there are too many."""
         if len(self.connections) > self.most and self.idle:
             next(iter(self.idle)).drop(f"more than {self.most} connections")
 
@@ -44,8 +44,8 @@ class Connections(ServerState):
 class Connection(H11Protocol):
     """A connection that is closed when a header takes too long to arrive, or when it is idle and others need its place.
 
-    The time for a header runs from the connection's beginning, or from the first byte after an answer, and no further
-    byte extends it. Between an answer and that byte uvicorn's keep-alive time runs.
+    The time for a header runs from the start of the connection, or from the first byte after a response, and later
+    bytes do not extend it. Between a response and that byte uvicorn's keep-alive time applies.
     """
 
     server_state: Connections
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
             self._end_idleness()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # may begin a request that was sent ahead
+        super().on_response_complete()  # may begin a pipelined request
         if self.transport.is_closing() or not self._is_idle:
             return
         self.server_state.idle[self] = None
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def drop(self, reason: str) -> None:
-        """Close the connection at once, whatever is left to send."""
+        """Close the connection at once, and discard unsent data."""
         self._end_idleness()
         if not self.transport.is_closing():
             write("connection closed", logging.WARNING, reason=reason)
@@ -100,7 +100,7 @@ class Connection(H11Protocol):
 
 
 def raise_file_limit() -> None:
-    """Let the process have as many files open as the system lets it, MOST_FILES where that is without end."""
+    """Raise the process's limit of open files to the hard limit, or to MOST_FILES if that is infinite."""
     if sys.platform != "win32":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MOST_FILES if hard == resource.RLIM_INFINITY else hard
@@ -110,7 +110,7 @@ def raise_file_limit() -> None:
 
 
 def affordable_connections() -> int:
-    """Return how many connections fit into the process's limit of open files beside OTHER_FILES."""
+    """Return how many connections fit into the limit of open files, with OTHER_FILES kept for other files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else MOST_FILES
     if sys.platform != "win32" and soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS

@@ -33,7 +33,7 @@ Said = ProgressEvent | IngestReport
 async def add_uploads(
     service: Service, uploads: Sequence[Upload], *, replace: bool = True
 ) -> AsyncGenerator[Said, None]:
-    """Progress, then the report."""
+    """Add uploaded files. Yields progress, then the report."""
     with ExitStack() as stack:
         for upload in uploads:
             stack.callback(upload.file.close)
@@ -54,9 +54,11 @@ async def add_documents(
     replace: bool = True,
     to: RagCache | None = None,
 ) -> AsyncGenerator[Said, None]:
-    """Progress, then the report. Closed early, the ingestion is cancelled, and waited for; what was committed stays.
+    """Add documents. Yields progress, then the report.
 
-    to: in place of what requests see
+    Closed early, it cancels the ingestion and waits for its end; committed documents stay.
+
+    to: the knowledge base to add to, instead of the view that requests see
     """
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[ProgressEvent | None] = asyncio.Queue()
@@ -79,7 +81,7 @@ async def add_documents(
     finally:
         left.set()
         await asyncio.wait([ingestion])
-        ingestion.exception()  # told above, or nobody is left to tell
+        ingestion.exception()  # mark it as retrieved: it was raised above, or the caller is closed
         service.figures.forget()
 
 
@@ -92,7 +94,7 @@ def report_of(report: IngestReport) -> AddReport:
 
 
 async def as_events(first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
-    """progress, progress, ..., done."""
+    """Yield the events: progress, progress, ..., done."""
     yield _event(first)
     async for _, said in rest:
         yield _event(said)
@@ -235,7 +237,7 @@ async def _additions(service: Service, request: Request, replace: bool) -> Async
 
 
 async def _files(request: Request, most: int) -> list[Upload]:
-    """The files of a form. Raises ApiError (400) where it is none, or holds none."""
+    """Return the files of a form. Raises ApiError (400) if there is no form or no file."""
     form = await request.form(max_files=most, max_fields=most)
     uploads = [
         Upload(given.filename, given.file)
@@ -313,7 +315,7 @@ def _document(service: Service, id: str) -> tuple[StoredDocument, list[Chunk]]:
     responses=errors(404, 409, 503, 507),
 )
 async def delete_document(service: ServiceParam, id: str) -> DeletedDocument:
-    # Not cancelled by a client that hangs up: a deletion that was asked for is done.
+    # Not cancelled by a client that hangs up: a requested deletion is carried out.
     if not await service.change(deletion(service, [_checked(id)])).last():
         raise _absent(id)
     return DeletedDocument(id=id, object="document", deleted=True)
@@ -322,7 +324,10 @@ async def delete_document(service: ServiceParam, id: str) -> DeletedDocument:
 async def deletion(
     service: Service, ids: Sequence[str] = (), where: Filter | None = None, of: RagCache | None = None
 ) -> AsyncGenerator[list[str], None]:
-    """The work of a deletion, for `Service.change`: ids of what was deleted. of: in place of what requests see"""
+    """Delete documents and yield their ids, for `Service.change`.
+
+    of: the knowledge base to delete from, instead of the view that requests see
+    """
     try:
         yield await (of or service.kb).adelete(ids, filter=where, timeout_s=service.settings.write_wait_s)
     finally:
@@ -330,7 +335,7 @@ async def deletion(
 
 
 def _checked(id: str) -> str:
-    """An id that no store can hold is in none."""
+    """Return an id. Raises NoSuchDocumentError for an id that no store can hold."""
     if "\0" in id or not id:
         raise _absent(id)
     return id
@@ -341,6 +346,6 @@ def _absent(id: str) -> NoSuchDocumentError:
 
 
 def _fields(document: StoredDocument) -> dict[str, Any]:
-    """What has another name, or another form, in an answer."""
+    """Return the fields that have another name or type in a response."""
     counts = {"chunks": document.num_chunks, "tokens": document.num_tokens}
     return {"object": "document", **counts, "created_at": int(document.created_at)}

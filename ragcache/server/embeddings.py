@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of the store's own embedder."""
+"""POST /v1/embeddings: vectors from the store's own embedder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
 def _form(given: Any) -> str:
-    """Which of the four forms was meant: the errors are then about that one."""
+    """Return the form of the input, so that errors refer to that form."""
     first = given[0] if isinstance(given, list) and given else None
     if isinstance(first, list):
         return "IdLists"
@@ -48,7 +48,7 @@ Inputs = Annotated[
 
 
 def listed(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
-    """Each input: a text, or token ids."""
+    """Return a list of inputs, each a text or token ids."""
     if isinstance(given, str):
         return [given]
     ids = [one for one in given if isinstance(one, int)]
@@ -91,7 +91,7 @@ class EmbeddingList(AnswerModel):
 
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
-# Texts between two looks at whether the client is still there.
+# Texts between two checks whether the client has hung up.
 BATCH = 64
 Vectors = NDArray[np.float32]
 
@@ -107,7 +107,7 @@ async def create_embeddings(request: Request, service: ServiceParam, asked: Embe
 
 
 async def embed(request: Request, asked: EmbeddingRequest) -> tuple[Vectors, int]:
-    """Vectors [len(inputs), dimensions], and how many tokens were read. Raises ApiError."""
+    """Return the vectors [len(inputs), dimensions] and the number of tokens read. Raises ApiError."""
     service = service_of(request)
     service.check_model(asked.model, service.embedding_model)
     _check_dimensions(service.kb.embedder, asked)
@@ -117,7 +117,7 @@ async def embed(request: Request, asked: EmbeddingRequest) -> tuple[Vectors, int
 
 
 def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
-    """Raises ApiError (400) for a number that the embedder was not trained to be cut to."""
+    """Raise ApiError (400) for a number of dimensions that the embedder was not trained for."""
     known = embedder.dimensions if isinstance(embedder, NestedEmbedder) else (embedder.dimension,)
     if asked.dimensions is not None and asked.dimensions not in known:
         numbers = f"1 to {known.stop - 1}" if isinstance(known, range) else ", ".join(map(str, known))
@@ -130,7 +130,9 @@ def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
 
 
 def _vectors(service: Service, asked: EmbeddingRequest) -> tuple[Vectors, int]:
-    """See `embed`. Raises ApiError (400) for a text that is longer than the embedder reads at once, CancelledError by
+    """Return the vectors and token count for `embed`.
+
+    Raises ApiError (400) for a text that is longer than the embedder reads at once, CancelledError on a signal of
     `LIMIT`.
     """
     embedder = service.kb.embedder
@@ -148,7 +150,7 @@ def _text(embedder: Embedder, ids: Sequence[int]) -> str:
 
 
 def _cut(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The vectors' beginnings, of length 1 again, as OpenAI and vLLM give them."""
+    """Return the first `dimensions` of each vector, normalised again, as OpenAI and vLLM do."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
     cut = vectors[:, :dimensions]
@@ -157,7 +159,7 @@ def _cut(vectors: Vectors, dimensions: int | None) -> Vectors:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Between two of them it is seen whether the client has gone, whatever the embedder."""
+    """Yield the texts in batches. Before each the client's connection is checked, whatever the embedder."""
     for start in range(0, len(texts), BATCH):
         LIMIT.get().check()
         yield texts[start : start + BATCH]
@@ -181,7 +183,7 @@ def _counted(service: Service, texts: Sequence[str], truncate: bool) -> list[int
 
 
 def _answer(asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:
-    """Many numbers take a while to write out: not on the event loop."""
+    """Return the response as JSON. Call it in a thread, since many numbers take long to write."""
     data = [
         Embedding(object="embedding", index=rank, embedding=_encoded(vector, asked.encoding_format))
         for rank, vector in enumerate(vectors)

@@ -1,4 +1,4 @@
-"""OpenAI's error object: every answer that is no success."""
+"""OpenAI's error object, and streams of server-sent events that may end in it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class ErrorBody(AnswerModel):
 
 
 EVENT_STREAM = "text/event-stream"
-# Proxies are not to collect events before they pass them on.
+# Tells proxies to pass events on at once.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(data: str, name: str = "") -> bytes:
-    """One event. data: one line (JSON)."""
+    """Return a server-sent event. data: a single line (JSON)."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {data}\n\n".encode()
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. Once it has begun, an error can only be told inside of it.
+    """A stream of events. After it has begun, an error can only be sent as an event.
 
-    failed: the error as the last event
-    closed: called when the response is over, however it ended, even where it never began
+    failed: writes an error as the last event
+    closed: called when the response is over, however it ended, even if it never began
     """
 
     media_type = EVENT_STREAM

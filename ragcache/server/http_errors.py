@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}, and the status of each."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}, and their status codes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FAILURE = "the server failed; its log says more under this request's id"
 UNAVAILABLE = "a part of the store does not answer; ask again later. The log says which under this request's id"
 OWN_FAULTS = (500, 502)
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-# A client that waits no longer: nobody reads the status, but logs and metrics show it.
+# Status for a client that hung up. It reads no response, but logs and metrics show the status.
 CLIENT_GONE = 499
-# Asking again would take as long again. OpenAI's clients obey this header.
+# A retry would take as long again. OpenAI's clients obey this header.
 NO_RETRY = {"X-Should-Retry": "false"}
 
 
 class ApiError(HTTPException):
-    """An answer that is no success. An HTTPException: the framework's own parsers let it pass."""
+    """An error response. It is an HTTPException, so that the framework's own parsers let it pass."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ApiError(HTTPException):
         return ErrorBody(error=ErrorDetail(message=message, type=self.type, param=self.param, code=self.code))
 
     def response(self, scope: Scope) -> Response:
-        """In the form of the package that the path belongs to, or OpenAI's."""
+        """Return the response in the form of the package that the path belongs to, or in OpenAI's."""
         forms, path = scope["app"].state.error_forms, scope["path"]
         form = next((form for start, form in forms.items() if path.startswith(start)), ApiError.body)
         return Response(form(self).to_json(), self.status_code, self.headers, "application/json")
@@ -64,12 +64,12 @@ class ClientGoneError(Exception):
     """The client hung up."""
 
 
-# While its answer is made, or before its body has come.
+# The client hung up while the answer was made, or before its whole body arrived.
 HUNG_UP = (ClientGoneError, ClientDisconnect)
 
 
 class Meaning(NamedTuple):
-    """How one of the engine's errors is told. option: whose fault it is, by the engine's name for it"""
+    """The response to an error class of the engine. option: the engine's name of the option at fault"""
 
     status: int
     code: str
@@ -77,7 +77,7 @@ class Meaning(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-# The nearest class of the error tree counts.
+# Looked up by the nearest class in the error's class tree.
 MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.RagCacheError: Meaning(500, "internal_error"),
     engine.ConfigError: Meaning(400, "invalid_value"),
@@ -96,7 +96,7 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.TimedOutError: Meaning(504, "request_timeout", headers=NO_RETRY),
     engine.CancelledError: Meaning(503, "cancelled", headers={"Retry-After": "2"}),
 }
-# What the engine calls otherwise than the requests.
+# The engine's options whose names differ in requests.
 PLACES = {
     "question": ("messages", "prompt", "query", "input"),
     "json_schema": ("response_format", "text"),
@@ -106,9 +106,10 @@ PLACES = {
 
 
 def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> ApiError:
-    """An error of the server's own tells no more than that it is one: its message is about this machine.
+    """Return an engine error as a response. An error of the server itself gets a general message, because its own
+    describes this machine.
 
-    asked: the request's body, where it is JSON
+    asked: the request's body if it is JSON
     """
     meaning = next(MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS)
     message, headers = FAILURE if meaning.status in OWN_FAULTS else str(error), meaning.headers
@@ -125,19 +126,21 @@ def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> 
 
 
 def place_of(option: str, asked: BaseModel | None) -> str | None:
-    """Where a request names an option of the engine: at its top, or in its `ragcache`; None: nowhere."""
+    """Return the path of an engine option in a request: at its top level or in its `ragcache`; None if it has none."""
     if asked is None:
         return option
     inner: BaseModel = getattr(asked, "extension", asked)
     fields, extension = type(asked).model_fields, type(inner).model_fields
     names = PLACES.get(option, (option,))
     if at_top := [name for name in names if name in fields]:
-        return min(at_top, key=lambda name: name not in asked.model_fields_set)  # the first that was given, or could be
+        return min(at_top, key=lambda name: name not in asked.model_fields_set)  # the first given, or else the first
     return next((f"ragcache.{name}" for name in names if name in extension), None)
 
 
 def as_api_error(error: Exception, asked: BaseModel | None = None) -> ApiError:
-    """Any error as an answer. What is not expected tells nothing about itself: it may hold document text."""
+    """Return any error as a response. An unexpected error gets a general message, because its own may hold text of
+    documents.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, engine.RagCacheError):
@@ -155,9 +158,9 @@ def _from_framework(error: HTTPException) -> ApiError:
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The problem that lies deepest: of several readings of a value, it is the one that came furthest.
+    """Return the most deeply nested problem: among the alternatives of a union, that alternative matched furthest.
 
-    The value itself is not repeated: it may be long, or text of a document.
+    The value itself is not repeated, because it may be long or be text of a document.
     """
     problem = max(problems, key=lambda one: len(one["loc"]))
     place = list(problem["loc"])
@@ -181,8 +184,10 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def param_of(place: Sequence[str | int]) -> str:
-    """("messages", 0, "content") -> "messages[0].content". Names that pydantic puts between (the readings of a union)
-    are left out."""
+    """Return a path as text: ("messages", 0, "content") -> "messages[0].content".
+
+    Names that pydantic inserts for the alternatives of a union are left out.
+    """
     text = ""
     for part in place:
         if isinstance(part, int):
@@ -193,7 +198,7 @@ def param_of(place: Sequence[str | int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Make a text fit to send: no halves of surrogate pairs, at most MAX_MESSAGE characters."""
+    """Return a text that can be sent: lone surrogates escaped, at most MAX_MESSAGE characters."""
     clean = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return clean if len(clean) <= MAX_MESSAGE else clean[:MAX_MESSAGE] + " ..."
 
@@ -206,7 +211,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
-        problems = [{**one, "loc": one["loc"][1:] or one["loc"]} for one in problems]  # not whether of path or query
+        problems = [{**one, "loc": one["loc"][1:] or one["loc"]} for one in problems]  # without "path" or "query"
         return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:
@@ -220,7 +225,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Methods that the path takes, over all of its routes: the framework names those of the first one."""
+    """Return the methods of all routes at the path; the framework names only those of the first route."""
     asked = [{**request.scope, "method": method} for method in METHODS]
     return [one["method"] for one in asked if any(route.matches(one)[0] is Match.FULL for route in request.app.routes)]
 
@@ -244,12 +249,14 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def errors(*statuses: int) -> Responses:
-    """`responses` of a route: what it answers when it fails."""
+    """Return the `responses` of a route for its errors."""
     return {status: {"model": ErrorBody, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)}
 
 
 def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) -> dict[str, Any]:
-    """A success that is JSON or, where it was asked for, a stream of events: the schema is one event's, with `data`."""
+    """Return a success response that is JSON, or a stream of events on request. The schema is of one event, with
+    `data`.
+    """
     text = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(data)}
     any_of = {"anyOf": [text, {"const": "[DONE]"}]}
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": any_of}, "required": ["data"]}
@@ -257,7 +264,7 @@ def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) ->
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """A reference to its JSON schema, with the definitions, which /openapi.json puts in their place."""
+    """Return a reference to a model's JSON schema, with its definitions, which /openapi.json moves to their place."""
     place = "#/components/schemas/{model}"
     _, definitions = models_json_schema([(model, "validation")], ref_template=place)
     return {"$ref": place.format(model=model.__name__), **definitions}

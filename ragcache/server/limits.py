@@ -1,4 +1,4 @@
-"""How much at once: slots for questions, one writer, how large a request may be and how slowly it may arrive."""
+"""Limits of requests: slots for questions, a lock for writers, the size of bodies and the time they take to arrive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ragcache.server.http_errors import ApiError
 
 
 class Slots:
-    """So many questions are worked on at the same time, first come first served; the others wait, up to a number.
+    """Slots for questions that are answered at the same time. The others wait in order of arrival, up to `max_queue`.
 
-    in_use, waiting: how many hold a slot, and how many wait for one
+    in_use, waiting: how many questions hold a slot, and how many wait
     """
 
     def __init__(self, slots: int, max_queue: int) -> None:
@@ -27,7 +27,7 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Raises ApiError (503) when the queue is full."""
+        """Hold a slot. Raises ApiError (503) when the queue is full."""
         if self._free.locked() and self.waiting >= self.max_queue:
             raise ApiError(
                 503,
@@ -49,7 +49,7 @@ class Slots:
 
 
 class Writers:
-    """One change of the documents at a time. The next waits here, on the loop, not in a thread on the store's lock."""
+    """A lock for changes of the documents. Waiting changes wait here on the event loop, and block no thread."""
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = wait_s
@@ -57,12 +57,12 @@ class Writers:
 
     @property
     def busy(self) -> bool:
-        """Whether a change is under way."""
+        """Return whether a change is running."""
         return self._lock.locked()
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Raises StoreBusyError when another change takes longer than `wait_s`."""
+        """Hold the lock. Raises StoreBusyError if another change takes longer than `wait_s`."""
         try:
             async with asyncio.timeout(self.wait_s):
                 await self._lock.acquire()
@@ -75,8 +75,9 @@ class Writers:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large (by their Content-Length before they are sent, else while they arrive) or stop
-    arriving."""
+    """Middleware that refuses bodies that are too large or stop arriving. The size is checked by the Content-Length
+    header before the body is sent, or else while it arrives.
+    """
 
     def __init__(
         self, app: ASGIApp, max_body_bytes: int, max_upload_bytes: int, upload_path: str, receive_s: float
@@ -106,7 +107,7 @@ def _limited(receive: Receive, most: int, receive_s: float) -> Receive:
 
     async def limited() -> Message:
         nonlocal total, is_whole
-        if is_whole:  # only that the client hangs up can follow, whenever that is
+        if is_whole:  # only the client's disconnect can follow, at any time
             return await receive()
         try:
             async with asyncio.timeout(receive_s):

@@ -1,4 +1,4 @@
-"""Figures for Prometheus at /metrics."""
+"""Prometheus metrics at /metrics."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COMPUTED = "computed"
 
 
 class Metrics:
-    """Counts of one server, in a registry of its own: two servers in one process do not mix.
+    """Metrics of a server, in a registry of its own, so that two servers in a process do not mix.
 
     tiers: names of the store's tiers, fastest first
-    passes, admission, prefixes: of the engine: its passes, memory and prefix tree
+    passes, admission, prefixes: the engine's passes, memory admission and prefix tree
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Metrics:
         self.registry.register(_Prefixes(prefixes))
 
     def count_answer(self, answer: Answer) -> None:
-        phases, method = asdict(answer.timings), labelled_name(answer.method)  # options are anybody's, and many
+        # Without the method's options: clients choose them freely, and each value would add a label.
+        phases, method = asdict(answer.timings), labelled_name(answer.method)
         phases.pop("total_s")
         phases["total_s"] = phases.pop("ttft_s")
         for name, seconds in phases.items():
@@ -94,10 +95,10 @@ class Metrics:
             self.tokens.labels(kind).inc(tokens)
 
     def _count_blocks(self, sources: Sequence[Source]) -> None:
-        """A block is missed by every tier above the one that had it."""
+        """Count hits and misses of blocks. A block is missed by every tier above the tier that had it."""
         for source in sources:
             if source.kv not in (*self.tiers, COMPUTED):
-                continue  # a method that reads no block
+                continue  # the method reads no block
             level = self.tiers.index(source.kv) if source.kv in self.tiers else len(self.tiers)
             for tier in self.tiers[:level]:
                 self.misses.labels(tier).inc()
@@ -105,7 +106,7 @@ class Metrics:
                 self.hits.labels(source.kv).inc()
 
     def render(self, info: Info, rates: RateFigures, loads: LoadCounts) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the metrics in Prometheus's text format."""
         for tier, rate in rates.tiers.items():
             self.tier_rate.labels(tier).set(rate.bytes_s)
         self.prefill_rate.set(rates.prefill_tokens_s or float("nan"))
@@ -138,7 +139,7 @@ class Metrics:
 
 
 class _Passes(Collector):
-    """The model's passes: how many questions shared each, and how many tokens ran."""
+    """Collects figures of the model's passes: how many questions shared each, and how many tokens ran."""
 
     def __init__(self, passes: Callable[[], PassStats]) -> None:
         self._passes = passes
@@ -157,7 +158,7 @@ class _Passes(Collector):
 
 
 class _Prefixes(Collector):
-    """Tokens that the prefix tree was asked for, those of them that it had, and those that it gave up for others."""
+    """Collects tokens of the prefix tree: requested, matched, and evicted."""
 
     def __init__(self, prefixes: Callable[[], PrefixStats]) -> None:
         self._prefixes = prefixes

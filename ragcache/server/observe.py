@@ -1,4 +1,4 @@
-"""Around every request: its id, its line in the log, its place in the metrics, and headers that browsers obey."""
+"""Middleware around every request: its id, log line, metrics and security headers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECURITY = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
-# Probed every few seconds: only their failures are worth a line.
+# Probed every few seconds, so only their failures are logged.
 QUIET = ("/healthz", "/readyz", "/metrics")
 FIELDS = "ragcache.log"
 REQUEST = "request"
@@ -40,33 +40,34 @@ ID = "ragcache.request_id"
 
 
 def note(request: Request, **fields: Any) -> None:
-    """Add fields to the request's line in the log."""
+    """Add fields to the request's log line."""
     request.scope.setdefault(FIELDS, {}).update(fields)
 
 
 def warn(request: Request, message: str) -> None:
-    """Send a warning with the answer, in a header."""
+    """Send a warning in a header of the response."""
     _tell(request, WARNING, message)
 
 
 def tell_method(request: Request, method: str) -> None:
-    """Send the method's label with the answer, in a header."""
+    """Send the method's label in a header of the response."""
     _tell(request, METHOD, method)
 
 
 def _tell(request: Request, header: str, text: str) -> None:
-    """Send a text in this header: printable ASCII."""
+    """Send a text in a header, escaped to printable ASCII."""
     request.scope[header] = printable(text.encode("unicode_escape").decode("ascii"))
 
 
 def waited_s(request: Request) -> float:
-    """Seconds since the request arrived."""
+    """Return the seconds since the request arrived."""
     return time.perf_counter() - float(request.scope[ARRIVED])
 
 
 class Observe:
-    """The outermost layer. An error that no handler knew becomes a 500 here, and a line in the log; a client that hung
-    up is none, whatever it had been sent."""
+    """The outermost middleware. It answers an unhandled error with 500 and logs it. A client that hung up is not logged
+    as an error, whatever it was sent before.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -113,23 +114,24 @@ class Observe:
 
 
 def _method(scope: Scope) -> str:
-    """Made-up methods are one: labels are not to grow with what clients make up."""
+    """Return the method, or "other" for unknown methods, so that clients cannot add labels to the metrics."""
     known = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
     return scope["method"] if scope["method"] in known else "other"
 
 
-# One JSON object a line; nothing that holds text of documents or questions, or a key.
+# One JSON object a line; it never holds text of documents or questions, or a key.
 log = logging.getLogger("ragcache.server")
 
 
 def write(event: str, level: int = logging.INFO, **fields: Any) -> None:
-    """One line about `event`."""
+    """Write a log line about `event`."""
     log.log(level, event, extra={"fields": fields})
 
 
 def write_failure(error: BaseException, **fields: Any) -> None:
-    """Log an error that nobody expected: its class and the way it took. Its message may hold text and stays out,
-    unless it says which part of the store does not answer."""
+    """Log an unexpected error by class and stack trace. Its message may hold text and is left out, unless it names the
+    part of the store that does not answer.
+    """
     if isinstance(error, StoreUnreachableError):
         fields["reason"] = str(error)
     write("failure", logging.ERROR, error=type(error).__qualname__, trace=_way(error.__traceback__), **fields)
@@ -140,9 +142,10 @@ def _way(trace: TracebackType | None) -> list[str]:
 
 
 class Throttle(logging.Filter):
-    """Lets the same warning or error pass once in `every_s`; its next line says in `left_out` how many did not.
+    """A log filter that passes the same warning or error once in `every_s`. The next line's `left_out` counts those
+    dropped.
 
-    Two are the same if their logger, the first line of their message and their fields are, but for the request's id. A
+    Records are the same if their logger, first line of the message and fields match, the request's id aside. A
     request's own line always passes.
     """
 
@@ -152,7 +155,7 @@ class Throttle(logging.Filter):
         super().__init__()
         self.every_s = every_s
         self._lock = threading.Lock()
-        self._kinds: dict[tuple[str, ...], tuple[float, int]] = {}  # when one passed, and how many did not since
+        self._kinds: dict[tuple[str, ...], tuple[float, int]] = {}  # when the last passed, number dropped since
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING or record.msg == REQUEST:
@@ -174,7 +177,7 @@ class Throttle(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger, event and the event's own fields."""
+    """Formats a record as JSON: time, level, logger, event and the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

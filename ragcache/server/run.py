@@ -1,4 +1,4 @@
-"""Serve an application until it is told to stop, and let running answers finish first."""
+"""Run the application with uvicorn, and let running answers finish before it stops."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from ragcache.server.connection import Connection, Connections, affordable_conne
 from ragcache.server.service import Service
 
 BACKLOG = 2048
-# How many connections the loop takes at once: each is a file before it can be refused.
+# Connections that the event loop accepts at once. Each one opens a file before it can be refused.
 ACCEPTED_AT_ONCE = 64
 KEEP_ALIVE_S = 30
-# For what is left when the time for draining is up.
+# Time for tasks that still run after draining.
 CLOSE_S = 5
 
 
 class Server(uvicorn.Server):
-    """The first SIGTERM or SIGINT lets running answers finish, for so many seconds at most, while /readyz says 503, and
-    ends the adding of documents; the second ends everything at once."""
+    """A uvicorn server that drains before it stops.
+
+    On the first SIGTERM or SIGINT running answers may finish within `drain_s` seconds, /readyz answers 503, and
+    additions of documents are cancelled. A second signal stops everything at once.
+    """
 
     def __init__(self, app: FastAPI, *, drain_s: float) -> None:
         config = uvicorn.Config(
@@ -53,7 +56,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or ():
-            bound.listen(BACKLOG)  # asyncio made the queue as short as what it accepts at once
+            bound.listen(BACKLOG)  # asyncio set the backlog to the number that it accepts at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until is None:
@@ -62,7 +65,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     def drain(self) -> None:
-        """Take no more questions; stop when the running ones are done, or the time is up."""
+        """Refuse new questions, and stop once the running ones are done or the time is up."""
         self.service.stop()
         self._drain_until = time.monotonic() + self.drain_s
 
@@ -72,7 +75,7 @@ class Server(uvicorn.Server):
     def _is_drained(self) -> bool:
         if self._drain_until is None:
             return False
-        if not self._has_said_so:  # not by the signal's handler, which may interrupt a line that is being written
+        if not self._has_said_so:  # not in the signal handler, which may interrupt another write to the log
             self._has_said_so = True
             logs.write("draining", requests=len(self.server_state.tasks))
         self.service.end_additions()
@@ -83,7 +86,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes a free one. Raises ConfigError naming the address."""
+    """Return a socket that listens at an address; port 0 takes a free port. Raises ConfigError naming the address."""
     with ExitStack() as undo:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -109,10 +112,10 @@ VARIABLE = "MALLOC_ARENA_MAX"
 
 
 def limit_arenas(most: int = 2) -> None:
-    """Let glibc's malloc use so many arenas, unless MALLOC_ARENA_MAX says how many.
+    """Limit the number of arenas of glibc's malloc, unless MALLOC_ARENA_MAX is set.
 
-    By default threads get up to eight a core, and each arena keeps what the largest pass in it took: a process with
-    many threads grows for an hour. No effect on other C libraries, and none on arenas that are there already.
+    By default glibc makes up to eight arenas per core, and each keeps the memory of the largest pass that ran in it, so
+    a process with many threads grows for an hour. Has no effect on other C libraries or on arenas that exist already.
     """
     if VARIABLE not in os.environ:
         with suppress(AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""State that all routes share: the knowledge base, its limits, its figures."""
+"""State that all routes share: the knowledge base, the limits and the metrics."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ T = TypeVar("T")
 U = TypeVar("U")
 View = Callable[[RagCache], RagCache]
 THREADS = 8
-# Requests for embeddings that share the embedder; they leave the slots of questions, and most threads, alone.
+# Embedding requests that run at once. They share the embedder, take no slots of questions and leave most threads free.
 EMBEDDING_SLOTS = 4
 
 
 class Service:
-    """One knowledge base, served.
+    """A served knowledge base.
 
-    kb:          what requests see of it
-    unfiltered:  all of it, for the package that a part of its documents belongs to
-    chat_model, embedding_model, reranking_model: names that requests use; None for a reranker that there is not
-    plain_model: the chat model for requests without passages, such as those for a conversation's title
+    kb:          the view of it that requests see
+    unfiltered:  the whole knowledge base, for packages that keep documents of their own in it
+    chat_model, embedding_model, reranking_model: names that requests use; None if there is no reranker
+    plain_model: the chat model's name for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
     """
 
@@ -69,8 +69,7 @@ class Service:
         self._threads: ThreadPoolExecutor | None = None
 
     async def start(self) -> None:
-        """Delete what a killed server left, and pay for what the first question would pay for: a model's first pass
-        takes longer."""
+        """Delete files left by killed servers, and warm up the model, whose first pass takes longer."""
         self.draining = False
         await self.in_thread(self._clean)
         await self.in_thread(self.kb.warm_up)
@@ -79,35 +78,39 @@ class Service:
     def _clean(self) -> None:
         try:
             self.uploads.clean()
-        except (StoreError, OSError) as error:  # a store that cannot be written is served all the same
+        except (StoreError, OSError) as error:  # a store that cannot be written to is served all the same
             logs.write_failure(error)
 
     def stop(self) -> None:
-        """Take no more work; what runs goes on."""
+        """Refuse new work; running work continues."""
         self.draining = True
 
     def end_additions(self) -> None:
-        """End what adds documents: what it has stored stays, and sent again it goes on from there. On the loop."""
+        """Cancel running additions of documents. Documents stored so far stay, and a repeated request continues from
+        there.
+
+        Call it on the event loop.
+        """
         while self._additions:
             self._additions.pop().cancel()
 
     def cancel_all(self) -> None:
-        """End what still runs."""
+        """Cancel all running work."""
         for task in list(self._working):
             task.cancel()
 
     def close(self) -> None:
-        """Let go of the threads; a later start makes new ones."""
+        """Shut down the threads; a later start makes new ones."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
         self.uploads.close()
 
     async def in_thread(self, function: Callable[..., T], *args: Any, cancelled: threading.Event | None = None) -> T:
-        """Run what would block the loop. Cancelled, it waits: a thread cannot be stopped, and is not to outlive its
-        place in the queue.
+        """Run a blocking function in a thread. If cancelled, wait until it returns: a thread cannot be stopped, and
+        must not run on after its slot is released.
 
-        cancelled: set then; the function looks at it
+        cancelled: set on cancellation; the function checks it
         """
         if self._threads is None:  # the loop's own pool is small on small machines, and others use it too
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ragcache-server")
@@ -119,20 +122,20 @@ class Service:
                 cancelled.set()
             await asyncio.wait([future])
             if not future.cancelled():
-                future.exception()  # nobody is left to tell
+                future.exception()  # mark it as retrieved: the caller was cancelled
             raise
 
     async def compute(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run a function beside the questions' slots, until the client hangs up: `LIMIT` tells it.
+        """Run a function in an embedding slot until it returns or the client hangs up, which `LIMIT` signals to it.
 
-        Raises ApiError (503) when the server is to stop.
+        Raises ApiError (503) if the server is shutting down.
         """
         limited = alone(partial(self.limited, function, *args))
         work = self._begin([limited], self.embedding_slots.hold, self.settings.timeout_s)
         return await work.unless_gone(request, work.last())
 
     async def limited(self, function: Callable[..., T], *args: Any) -> T:
-        """`in_thread`, where `LIMIT` tells the function that it is cancelled."""
+        """Run `in_thread` with a `LIMIT` that signals cancellation to the function."""
         gone = threading.Event()
 
         def run() -> T:
@@ -142,19 +145,20 @@ class Service:
         return await self.in_thread(run, cancelled=gone)
 
     def answer(self, *answers: AsyncGenerator[T, None], timeout_s: float | None = None) -> Work[T]:
-        """Work on a question, each answer in a slot, for at most the server's time or the question's own.
+        """Start answering a question, each answer in its own slot. The server's time limit and the question's own
+        apply.
 
-        Raises ApiError (503) when the server is to stop.
+        Raises ApiError (503) if the server is shutting down.
         """
         most = self.settings.timeout_s if timeout_s is None else min(timeout_s, self.settings.timeout_s)
         return self._begin(answers, self.slots.hold, most)
 
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """Change the documents, alone. However long it takes: half an upload helps nobody."""
+        """Start a change of the documents, one at a time. It has no time limit, because half an upload is of no use."""
         return self._begin([items], self.writers.hold, None)
 
     def add(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """`change` that `end_additions` may end."""
+        """Start a change that `end_additions` may cancel."""
         work = self.change(items)
         self._additions.update(work.tasks)
         return work
@@ -174,7 +178,7 @@ class Service:
         return work
 
     def told(self, error: Exception, request: Request) -> ApiError:
-        """The error as an answer, without where things are on this machine. One that is the server's own is logged."""
+        """Return an error as a response, without paths of this machine. Errors of the server itself are logged."""
         problem = as_api_error(error, getattr(request.state, "asked", None))
         if problem.status_code in OWN_FAULTS or isinstance(error, StoreUnreachableError):
             logs.write_failure(error, request_id=request.scope.get(logs.ID, ""))
@@ -184,13 +188,15 @@ class Service:
         return problem
 
     def retrieves(self, model: str) -> bool:
-        """Whether passages are found for a request of this model that does not say. Raises ApiError (404)."""
+        """Return whether to retrieve passages for a request to this model that does not say so. Raises ApiError (404)
+        for an unknown model.
+        """
         if model != self.plain_model:
             self.check_model(model, self.chat_model)
         return self.settings.retrieve == "on" and model != self.plain_model
 
     def check_model(self, asked: str, served: str) -> None:
-        """Raises ApiError (404) naming the model that there is."""
+        """Raise ApiError (404) if the model requested is not the model served."""
         if asked != served:
             raise ApiError(
                 404, f"the model {asked!r} is not served here; this route takes {served!r}", "model_not_found", "model"
@@ -198,7 +204,7 @@ class Service:
 
 
 class Figures:
-    """The store's counts and bytes. Counting walks directories, so they are kept for some seconds."""
+    """The store's counts and sizes. Counting walks directories, so the result is cached for some seconds."""
 
     def __init__(self, kb: RagCache, max_age_s: float, in_thread: Callable[..., Coroutine[Any, Any, Info]]) -> None:
         self._kb = kb
@@ -216,7 +222,7 @@ class Figures:
             return self._info
 
     def forget(self) -> None:
-        """The documents have changed."""
+        """Drop the cached figures, because the documents have changed."""
         self._counted_at = float("-inf")
 
 
@@ -226,26 +232,26 @@ def service_of(request: Request) -> Service:
 
 
 async def _service(request: Request) -> Service:
-    """`service_of` as a dependency: FastAPI would run a plain function in a thread."""
+    """Return `service_of(request)`. Async, because FastAPI would run a plain function in a thread."""
     return service_of(request)
 
 
 ServiceParam = Annotated[Service, Depends(_service)]
-"""A route's parameter: the application's service."""
+"""Type of a route's parameter that receives the application's service."""
 
 
 def _public_name(name: str) -> str:
-    """Public name of a model: for a directory its last part, so that no path of this machine is shown."""
+    """Return the public name of a model: for a directory its last part, so that no path of this machine is shown."""
     path = Path(name)
     return path.name if path.is_absolute() or path.is_dir() else name
 
 
 class Work(Generic[T]):
-    """Async generators that run side by side, each in a task of its own that holds a place (a slot, the writer's).
+    """Async generators that run concurrently, each in its own task that holds a slot or the writer's lock.
 
-    Iterate over it for their items as they come, each with its generator's rank; an error of one comes out there. A
-    place is free again when its generator is done, when the time is up, or when `cancel` is called. `cancel` does not
-    wait: a response that is cut off in mid-sentence cannot.
+    Iterating yields (index of the generator, item) as the items arrive, and raises an error of any generator. A slot is
+    released when its generator ends, when the time is up, or on `cancel`. `cancel` does not wait, because a response
+    that is cut off while being sent cannot.
     """
 
     def __init__(
@@ -289,9 +295,9 @@ class Work(Generic[T]):
         raise StopAsyncIteration
 
     async def unless_gone(self, request: Request, wanted: Awaitable[U]) -> U:
-        """Wait for a result of this work. Where none comes the work is cancelled.
+        """Wait for a result of this work. If none comes, the work is cancelled.
 
-        Raises ClientGoneError as soon as the client hangs up. The request's body was read before.
+        The request's body must have been read. Raises ClientGoneError as soon as the client hangs up.
         """
         result, watch = asyncio.ensure_future(wanted), asyncio.ensure_future(_hung_up(request))
         try:
@@ -307,7 +313,7 @@ class Work(Generic[T]):
             watch.cancel()
 
     async def last(self) -> T:
-        """Return the last item of all."""
+        """Return the last item of all generators."""
         return [item async for _, item in self][-1]
 
     def cancel(self) -> None:
@@ -316,7 +322,7 @@ class Work(Generic[T]):
 
 
 async def alone(function: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
-    """Yield what the function returns, and nothing else."""
+    """Yield only the function's result."""
     yield await function()
 
 

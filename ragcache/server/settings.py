@@ -1,4 +1,4 @@
-"""How the server runs, and what a request gets that does not say otherwise."""
+"""Settings of the server, and the defaults of its requests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits, keys and names. Each field's option says what it is; these have none, or more to say:
+    """Limits, keys and names. The option of each field describes it, except for these:
 
-    slots:            at most one fewer than the engine has threads: one is left for a change of the documents
+    slots:            at most one fewer than the engine's threads, so that a change of the documents has one
     write_wait_s:     how long a change of the documents waits for another one before 409
     max_upload_bytes: largest body of POST /v1/documents
     max_upload_files: files in one upload
     receive_s:        seconds for a request's whole header, and for each next part of its body
     max_connections:  connections at once; None: as many as the limit of open files allows, 4096 at most
-    figures_s:        age up to which store figures are given again without looking at the disk
-    api_keys:         any of them opens /v1; none: open to whoever reaches the port
+    figures_s:        how long store figures are cached
+    api_keys:         keys that open /v1; if empty, every client that reaches the port has access
     allowed_hosts:    names in the Host header; empty: any
     answers:          defaults of chat requests
 

@@ -1,4 +1,4 @@
-"""What there is and how it is: /v1/store, /v1/methods, /v1/models, /healthz, /readyz, /metrics."""
+"""Status of the server and the store: /v1/store, /v1/methods, /v1/models, /healthz, /readyz, /metrics."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _methods(kb: RagCache) -> list[MethodItem]:
 
 
 def _is_usable(kb: RagCache, method: str) -> bool:
-    """The engine checks a method when a stream is made, before anything runs."""
+    """Return whether a method can run. The engine checks that when a stream is made, before anything runs."""
     try:
         kb.stream("?", method=method)
     except RagCacheError:
@@ -134,7 +134,7 @@ operation_router = APIRouter(route_class=JsonRoute, tags=["operation"])
 
 
 def check_device() -> None:
-    """Raises ApiError after a failure that only a new process gets over."""
+    """Raise ApiError (503) after a device failure that requires a new process."""
     if (failure := device_failure()) is not None:
         raise ApiError(503, failure, "device_failed")
 

@@ -1,4 +1,4 @@
-"""Uploaded files on their way into the store."""
+"""Uploaded files, saved until they are ingested."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LOCK = ".lock"
 
 
 class Upload(NamedTuple):
-    """A file as it came: the name that the client gave it, and its bytes."""
+    """A file as uploaded: the name that the client gave it, and its bytes."""
 
     name: str
     file: BinaryIO
 
 
 class UploadFolder:
-    """A folder for uploads while they are read: this server's own, beside those of other servers on the store.
+    """A folder that holds uploads while they are read. Each server on a store has its own.
 
-    It is gone when the server stops, and when another one starts after this one was killed: a server holds a lock for
-    as long as it lives. Made at the first upload, so that a store that cannot be written can be served.
+    It is deleted when the server stops, or, if the server was killed, when another one starts: a server holds a lock as
+        long as it runs. It is made at the first upload, so that a store that cannot be written to can be served.
     """
 
     def __init__(self, root: Path) -> None:
@@ -39,7 +39,7 @@ class UploadFolder:
         self._lock: FileLock | None = None
 
     def clean(self) -> None:
-        """Delete what servers left that live no more."""
+        """Delete folders of servers that no longer run."""
         if self.root.is_dir():
             with translate_os_errors(self.root), self._changing():
                 for lock in self.root.glob(f"*{LOCK}"):
@@ -47,10 +47,10 @@ class UploadFolder:
 
     @contextmanager
     def holding(self, uploads: Sequence[Upload]) -> Iterator[tuple[list[SourceFile], list[Failure]]]:
-        """The uploads as files, for as long as it is held, and those of kinds that cannot be read.
+        """Save uploads as files for the duration of the context, and yield them with failures for kinds that cannot be
+        read.
 
-        A file becomes the document that `ragcache ingest` would make of it: its id is its name, and nothing names the
-        place where it lies.
+        A file becomes the document that `ragcache ingest` would make: its id is its name, and its path is not stored.
         """
         with translate_os_errors(self.root):
             folder = Path(tempfile.mkdtemp(dir=self._folder()))
@@ -84,7 +84,9 @@ class UploadFolder:
         return self._own
 
     def _changing(self) -> FileLock:
-        """Held while a folder is made or dead ones are deleted: a folder that has no lock yet is not taken for dead."""
+        """Return the lock held while a folder is made or folders are deleted, so that a folder not yet locked is not
+        taken for a dead server's.
+        """
         return FileLock(self.root.with_name(f"{self.root.name}{LOCK}"), timeout=30)
 
 
@@ -92,7 +94,7 @@ def _delete_dead(path: Path) -> None:
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=0)
-    except Timeout:  # its server lives
+    except Timeout:  # its server still runs
         return
     shutil.rmtree(path.with_name(path.name.removesuffix(LOCK)), ignore_errors=True)
     path.unlink(missing_ok=True)
@@ -112,7 +114,7 @@ def _save(upload: Upload, place: Path) -> SourceFile | Failure:
 
 
 def plain_name(given: str) -> str:
-    """A relative path with forward slashes, without steps upwards: an id, never a place on this machine."""
+    """Return a relative path with forward slashes and no "..": an id, never a path on this machine."""
     parts = [part for part in given.replace("\\", "/").replace("\0", "").split("/") if part not in ("", ".", "..")]
     name = "/".join(parts)[-512:]
     return name.encode("utf-8", "backslashreplace").decode("utf-8") or "unnamed"

@@ -1,4 +1,4 @@
-"""Types that all bodies share."""
+"""Types that all request and response bodies share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _without_nul(text: str) -> str:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Refuse what a store or a method cannot hold: NUL, numbers beyond 64 bits, deep nesting."""
+    """Return the value. Raises ValueError for values that a store or method cannot hold: NUL, numbers beyond 64 bits,
+    deep nesting.
+    """
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, str):
@@ -70,5 +72,5 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 Text = Annotated[str, AfterValidator(_without_nul)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_without_nul)]
-# Checked before pydantic walks it: the walk must not meet what is nested too deep.
+# Checked before pydantic walks it, which must not meet too deep a nesting.
 JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_plain)]

@@ -1,4 +1,4 @@
-"""LangChain components over a store of ragcache: documents are read once, and answered from by fused prefill."""
+"""LangChain components over a ragcache store: documents are read once, and questions are answered by fused prefill."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The middleware needs the package langchain, which no other component does."""
+    """Import the middleware on first use, because only it needs the package langchain."""
     if name != "RagCacheMiddleware":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from langchain_ragcache.middleware import RagCacheMiddleware

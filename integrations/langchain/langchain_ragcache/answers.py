@@ -1,4 +1,4 @@
-"""The engine's answers as LangChain's messages."""
+"""Conversion of the engine's answers to LangChain's messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_result(answer: rc.Answer, model: str) -> ChatResult:
 
 
 def to_calls(calls: Sequence[rc.ToolCall]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
-    """Calls that can be executed, and those that cannot, with what the model wrote."""
+    """Return the calls that can be executed, and those that cannot, with the text that the model wrote."""
     valid = [tool_call(name=one.name, args=json.loads(one.arguments), id=one.id) for one in calls if one.error is None]
     invalid = [
         invalid_tool_call(name=one.name or None, args=one.arguments, id=one.id, error=one.error)
@@ -41,15 +41,15 @@ def to_calls(calls: Sequence[rc.ToolCall]) -> tuple[list[ToolCall], list[Invalid
 
 
 def _thoughts(text: str) -> dict[str, Any]:
-    """Where LangChain reads a message's reasoning block from (`content_blocks`)."""
+    """Return reasoning in the field where LangChain looks for it (`content_blocks`)."""
     return {"reasoning_content": text} if text else {}
 
 
 class ChunkWriter:
-    """Writes one answer's events as chunks.
+    """Writes an answer's events as chunks.
 
-    Usage and metadata are in the last chunk alone: chunks are added up. LangChain reads calls off the sum, and would
-    complete one that cannot be read to something else: it is sent as a JSON string.
+    Only the last chunk has usage and metadata, because LangChain adds chunks up. It parses calls from the sum, and
+    would complete an unreadable call to something else, so such a call is sent as a JSON string.
     """
 
     def __init__(self, model: str) -> None:
@@ -57,7 +57,9 @@ class ChunkWriter:
         self._calls = 0
 
     def chunk(self, event: rc.Sources | rc.Reasoning | rc.Token | rc.ToolCall | rc.Done) -> ChatGenerationChunk | None:
-        """A piece of text, a call, or at the end what is known about the whole; None where there is nothing to say."""
+        """Return a chunk with text, a call, or at the end usage and metadata of the answer; None for an event without
+        content.
+        """
         if isinstance(event, rc.Token):
             return ChatGenerationChunk(message=AIMessageChunk(content=event.text))
         if isinstance(event, rc.Reasoning):
@@ -93,7 +95,7 @@ def to_usage(usage: rc.Usage) -> UsageMetadata:
 
 
 def about(answer: rc.Answer, model: str) -> dict[str, Any]:
-    """Response metadata, all JSON: the passages with score, handle and where their KV came from; times in seconds."""
+    """Return the response metadata, all JSON: passages with score, handle and origin of KV, and times in seconds."""
     known = answer.to_json()
     scores = {} if answer.logprobs is None else {"logprobs": {"content": known["logprobs"]}}
     return {

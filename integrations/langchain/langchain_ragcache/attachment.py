@@ -1,6 +1,6 @@
-"""A user's own vector store or retriever whose documents have their KV in a store of ragcache.
+"""Attachment of a user's own vector store or retriever to a ragcache store that keeps the KV of its documents.
 
-Only KV is kept, and what names the document of a passage: embeddings, texts and searches stay where they are.
+Only KV and the name of each passage's document are kept here: embeddings, texts and searches stay where they are.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import ragcache as rc
 from langchain_ragcache.documents import HANDLE_KEY, clean, to_passage, without_handle
 from ragcache.errors import ConfigError
 
-# What finds documents: in the base classes, and in stores that add ways of their own.
+# Methods that find documents: of the base classes, and of stores with methods of their own.
 _FINDS = re.compile(r"a?(similarity_search|max_marginal_relevance_search|hybrid_search|search$|get_by_ids$)")
 _RELEVANT = ("_get_relevant_documents", "_aget_relevant_documents")
 _ADDS = ("add_documents", "aadd_documents", "add_texts", "aadd_texts")
-# What changes documents besides, in stores that have ways of their own.
+# Other methods that change documents, in stores that have them.
 _CHANGES = re.compile(r"a?((add|update|upsert)_(documents?|texts|embeddings)|upsert)$")
 _DELETES = ("delete", "adelete")
 
 
 class RagCacheDocumentTransformer(BaseDocumentTransformer):
-    """Makes the KV of documents on their way into somebody's vector store, or from there to the model.
+    """A transformer that computes the KV of documents before they are stored, or before they reach the model.
 
     kb:         an open `rc.RagCache`, or the path of a store (`rc.open_shared`)
     collection: see `rc.RagCache.precompute`
-    handles:    whether documents come back with the name of their KV in metadata["ragcache_handle"]
+    handles:    whether to return documents with the name of their KV in metadata["ragcache_handle"]
 
-    It is callable, so it may stand in a chain: `retriever | RagCacheDocumentTransformer(kb) | ...`. Documents that the
-    model cannot read pass as they are. Raises what `rc.RagCache.precompute` raises.
+    It is callable, so it may be part of a chain: `retriever | RagCacheDocumentTransformer(kb) | ...`. Documents that
+        the model cannot read are returned as they are. Raises the errors of `rc.RagCache.precompute`.
     """
 
     def __init__(self, kb: rc.RagCache | str | Path, *, collection: str = "", handles: bool = True) -> None:
@@ -59,10 +59,10 @@ class RagCacheDocumentTransformer(BaseDocumentTransformer):
 
 
 class LangChainAdapter:
-    """What `rc.RagCache.precompute` and `rc.attach` know of LangChain."""
+    """Adapter of LangChain's objects for `rc.RagCache.precompute` and `rc.attach`."""
 
     def documents(self, given: Any) -> Iterable[rc.Document]:
-        """Raises ConfigError for what does not say which documents it holds."""
+        """Return the documents of an object. Raises ConfigError if the object does not give them."""
         if isinstance(given, Document):
             return [_passage(given)]
         parts = [getattr(given, "vectorstore", None), *(getattr(given, "retrievers", None) or ())]
@@ -83,7 +83,9 @@ class LangChainAdapter:
         return None if isinstance(found, Document) else found
 
     def hooks(self, given: Any, attachment: rc.Attachment) -> Mapping[str, rc.Hook]:
-        """Raises ConfigError for options, of which there are none, and what is neither a store nor a retriever."""
+        """Return the hooks for an object's methods. Raises ConfigError for any option, and for an object that is
+        neither a store nor a retriever.
+        """
         if attachment.options:
             raise ConfigError(f"attach takes no {', '.join(attachment.options)} for objects of LangChain")
         if not isinstance(given, VectorStore | BaseRetriever):
@@ -101,7 +103,7 @@ ADAPTER = LangChainAdapter()
 
 
 def _found(attachment: rc.Attachment, _: Any, result: Any, arguments: Mapping[str, Any]) -> Any:
-    """Documents, or tuples that begin with one, with handles."""
+    """Return the result with handles in its documents, or in tuples that begin with a document."""
     rows = result if isinstance(result, list) else []
     documents = [row[0] if isinstance(row, tuple) and row else row for row in rows]
     if not documents or not all(isinstance(one, Document) for one in documents):
@@ -121,16 +123,16 @@ def _added(attachment: rc.Attachment, _: Any, ids: Any, arguments: Mapping[str, 
 
 
 def _texts(store: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Texts that are going to be deleted, as far as the store gives them out."""
+    """Return the texts about to be deleted, if the store returns them."""
     try:
         return {"texts": [one.page_content for one in store.get_by_ids(list(arguments.get("ids") or ()))]}
-    except Exception:  # many stores cannot, each in its way; the ids are known all the same
+    except Exception:  # many stores cannot, each in its own way; the ids are known anyway
         return {"texts": []}
 
 
 def _deleted(attachment: rc.Attachment, store: Any, result: Any, arguments: Mapping[str, Any]) -> Any:
     ids = arguments.get("ids")
-    if ids is None:  # whatever that means to this store: what it still holds stays
+    if ids is None:  # the store decides what this means: documents that it still holds stay
         attachment.sync(store)
     else:
         attachment.forget(map(str, ids), given=arguments["texts"])
@@ -142,19 +144,21 @@ def _passage(document: Document) -> rc.Document:
 
 
 def _document(text: str, metadata: Any) -> Document:
-    """A document of a store's own parts."""
+    """Return a document made of a store's text and metadata."""
     return Document(page_content=text, metadata=dict(metadata) if isinstance(metadata, Mapping) else {})
 
 
 def _held(store: Any) -> Iterable[rc.Document] | None:
-    """The documents of a store or retriever, as those of LangChain and its usual partners keep them; None: unknown."""
+    """Return the documents of a store or retriever, as LangChain's and its usual partners' classes keep them; None:
+    unknown.
+    """
     if isinstance(held := getattr(store, "store", None), dict):  # InMemoryVectorStore
         rows = list(held.values())
         rows = [row for row in rows if isinstance(row, dict) and "text" in row]
         return (to_passage(_document(row["text"], row.get("metadata")), str(row["id"])) for row in rows)
     if isinstance(held := getattr(getattr(store, "docstore", None), "_dict", None), dict):  # FAISS
         return (to_passage(one, str(id)) for id, one in list(held.items()))
-    if isinstance(held := getattr(store, "docs", None), list):  # retrievers by words
+    if isinstance(held := getattr(store, "docs", None), list):  # keyword retrievers
         return map(_passage, held)
     held = store.get() if hasattr(store, "get") else None
     if isinstance(held, dict) and {"ids", "documents"} <= held.keys():  # Chroma
@@ -164,7 +168,7 @@ def _held(store: Any) -> Iterable[rc.Document] | None:
 
 
 def with_handles(documents: Sequence[Document], handles: Sequence[str | None]) -> list[Document]:
-    """Copies that name their KV."""
+    """Return copies that name their KV."""
     pairs = zip(documents, handles, strict=True)
     about = [(one, without_handle(one.metadata), handle) for one, handle in pairs]
     return [

@@ -1,4 +1,4 @@
-"""Chains that hand documents to a chat model one by one, so that their KV can be reused.
+"""Chains that pass documents to a chat model as separate passages, so that their KV can be reused.
 
 LangChain's stuff chain joins the documents' text into the prompt; their boundaries, and with them their KV, are lost.
 """
@@ -32,20 +32,21 @@ def create_fused_documents_chain(
     document_separator: str = "\n\n",
     document_variable_name: str = DOCUMENTS_KEY,
 ) -> Runnable[dict[str, Any], Any]:
-    """Return a chain that answers from documents: create_stuff_documents_chain, with every document its own passage.
+    """Return a chain that answers from documents, like create_stuff_documents_chain, with every document its own
+    passage.
 
     llm:    a `ChatRagCache`, also with arguments bound, with fallbacks of its kind (`with_fallbacks`), or with more
-            steps (`model | parser`, `with_structured_output`)
-    prompt: has `document_variable_name` once, as "{context}" in the text of one message: there the documents go
-    output_parser: if left out, StrOutputParser, or none for an llm with steps of its own
-    document_prompt: has {page_content} once; what it writes around it is read between the passages, by a method that
-            reads text there: reposition, link, full
-    document_separator: stands between passages where it is more than white space; else they are divided by a line break
+        steps (`model | parser`, `with_structured_output`)
+    prompt: has `document_variable_name` once, as "{context}" in the text of one message, where the documents are put
+    output_parser: by default StrOutputParser, or none for an llm with more steps
+    document_prompt: has {page_content} once; its text around that is read between the passages, by a method that reads
+        text there: reposition, link, full
+    document_separator: put between passages unless it is only white space; by default they are divided by a line break
     document_variable_name: key of the documents in the chain's input
 
     Input: a dictionary with the documents and the prompt's other variables. Raises ConfigError (here) and PromptError
-    (when it runs) for a prompt that has no single place for the documents; ConfigError for another chat model, which
-    would not know the passages' content blocks.
+        (when it runs) for a prompt that has no single place for the documents; ConfigError for another chat model,
+        which would not know the passages' content blocks.
     """
     if isinstance(llm, BaseChatModel) and not isinstance(llm, ChatRagCache):
         raise ConfigError(
@@ -63,9 +64,9 @@ def create_fused_retrieval_chain(
     retriever: BaseRetriever | Runnable[dict[str, Any], list[Document]],
     combine_docs_chain: Runnable[dict[str, Any], Any],
 ) -> Runnable[dict[str, Any], dict[str, Any]]:
-    """A chain from {"input": question} to {"input", "context", "answer"}: create_retrieval_chain.
+    """Return a chain from {"input": question} to {"input", "context", "answer"}, like create_retrieval_chain.
 
-    retriever: gets the question; one that is no BaseRetriever gets the whole input
+    retriever: gets the question; if it is not a BaseRetriever, it gets the whole input
     combine_docs_chain: `create_fused_documents_chain(...)`
     """
     find = RunnableLambda(_question, name="question") | retriever if isinstance(retriever, BaseRetriever) else retriever

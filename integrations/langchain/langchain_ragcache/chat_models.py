@@ -28,44 +28,44 @@ from langchain_ragcache.opening import open_kb
 from langchain_ragcache.options import refuse_unknown
 from ragcache.errors import CancelledError, ConfigError, ModelMismatchError, TimedOutError
 
-# OpenAI's later name of a field.
+# OpenAI's newer name of a field.
 ALSO = {"max_completion_tokens": "max_tokens"}
-# Forms that an answer is held to: of one call.
+# Constraints on an answer's form, given with a call only.
 FORMS = ("json_schema", "regex", "choices")
 SAMPLING = tuple(field.name for field in fields(rc.Sampling) if field.name not in (*FORMS, "stop"))
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
-# The engine's options, but for those that LangChain has names of its own for: the sampling's fields, a task or stream
-# that is cancelled, and `timeout`.
+# The engine's options that keep their names. LangChain has its own for the others: the sampling's fields, a cancelled
+# task or stream, and `timeout`.
 RENAMED = ("sampling", "cancelled", "timeout_s")
 READING = (*(name for name in rc.GenerationOptions.__annotations__ if name not in RENAMED), "context", "drop_turns")
-# `stream` is LangChain's own switch, `model` is checked.
+# `stream` is LangChain's own switch, and `model` is only checked.
 CALL_OPTIONS = (*SAMPLING, *ALSO, *FORMS, *TOOLS, *READING, "timeout", "model", "stream")
-# Standard parameters of chat models that reach a service; there is none here.
+# Standard parameters of chat models for reaching a service, which have no effect here.
 OF_SERVICES = ("api_key", "base_url", "max_retries")
 
 
 class ChatRagCache(BaseChatModel):
-    """The language model of a store. Passages among the messages are read by fused prefill.
+    """A chat model over the language model of a store. Passages in the messages are read by fused prefill.
 
-    A passage is a text block that says so in its extras (`document_block(document)`, or
-    `create_text_block(text, id=..., ragcache={"handle": ...})`); other text is prompt. `create_fused_documents_chain`
-    makes such messages from documents. A conversation without passages is read as it is.
+    A passage is a text block that is marked in its extras (`document_block(document)`, or `create_text_block(text,
+    id=..., ragcache={"handle": ...})`); other text is prompt. `create_fused_documents_chain` makes such messages from
+    documents. A conversation without passages is read as it is.
 
     kb:          an open `rc.RagCache`, or the path of a store, which is opened once for all components that name it,
-                 and closed with the last of them; what RAGCACHE_STORE names if left out
-    model:       the model to open a path with; else the store's own by name, any other is refused
+        and closed with the last of these; if left out, the store named by RAGCACHE_STORE
+    model:       the model to open a path with; by default the store's own model. For an open store any other is refused
     max_tokens (also max_completion_tokens), temperature, top_p, top_k, seed, stop, min_p, presence_penalty,
     frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
-                 are in the response metadata, as OpenAI's chat model has them there
+                 are in the response metadata, in the form of OpenAI's chat model
     method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
     chat_template_kwargs: see `rc.GenerationOptions`
-    context:     "last", or "keep": every turn keeps the passages that stand in its message
-    drop_turns:  leave out the oldest messages where they do not fit the model; False: ContextTooLongError
+    context:     "last", or "keep": every turn keeps the passages of its message
+    drop_turns:  leave out the oldest messages if they do not fit the model; False: raise ContextTooLongError
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.GenerationOptions`
 
-    `invoke`, `bind` and their like take the same, but for kb; and json_schema, regex and choices of `rc.Sampling`, and
-    what `bind_tools` binds. They refuse what they do not know. api_key, base_url and max_retries are taken at
-    construction, as from every chat model, and have no effect: there is no service.
+    `invoke`, `bind` and similar methods take the same options except kb, as well as json_schema, regex and choices of
+    `rc.Sampling` and the options that `bind_tools` binds. Unknown options are refused. api_key, base_url and
+    max_retries are accepted at construction, as by every chat model, and have no effect.
     Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError, CancelledError.
     """
 
@@ -104,7 +104,7 @@ class ChatRagCache(BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _open(cls, values: Any) -> Any:
-        """A path is opened with the model that is named; what belongs to a service is left out."""
+        """Open a path with the named model, and drop the parameters for a service."""
         given = {ALSO.get(name, name): value for name, value in values.items() if name not in OF_SERVICES}
         if isinstance(given.get("kb"), rc.RagCache):
             return given
@@ -119,7 +119,7 @@ class ChatRagCache(BaseChatModel):
 
     @model_validator(mode="after")
     def _set_ragcache_version(self) -> Self:
-        """For traces, beside the versions that LangChain puts there itself."""
+        """Add the version for traces, next to those that LangChain adds itself."""
         known = (self.metadata or {}).get("lc_versions")
         versions = dict(known) if isinstance(known, Mapping) else {}
         self.metadata = {**(self.metadata or {}), "lc_versions": {**versions, "ragcache": rc.__version__}}
@@ -198,7 +198,7 @@ class ChatRagCache(BaseChatModel):
         return given.get(name, getattr(self, name))
 
     def _reading(self, stop: list[str] | str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of the engine for one call. Raises ConfigError, ModelMismatchError."""
+        """Return the engine's options for a call. Raises ConfigError, ModelMismatchError."""
         refuse_unknown(type(self).__name__, given, CALL_OPTIONS)
         given = {ALSO.get(name, name): value for name, value in given.items()}
         self._check_model(given.get("model") or self.model)
@@ -218,15 +218,15 @@ class ChatRagCache(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Let the model call tools, which its own chat template shows it.
+        """Return a model that may call tools, which its own chat template shows to it.
 
         tools:       functions, tools, Pydantic classes or OpenAI schemas
-        tool_choice: "auto"; "any", "required" or True: one call at least; the name of a tool; "none". All but the first
-                     and the last hold the answer to the tools' schemas and need the extra "structured"
-        strict:      forbids arguments that a schema does not name, in the schema
-        kwargs:      options of every call, such as parallel_tool_calls=False (one call at most) and tool_format
+        tool_choice: "auto"; "any", "required" or True: at least one call; the name of a tool; "none". All but the first
+            and the last constrain the answer to the tools' schemas and need the extra "structured"
+        strict:      forbids, in the schema, arguments that the schema does not name
+        kwargs:      options of every call, such as parallel_tool_calls=False (at most one call) and tool_format
 
-        At the call: ConfigError for a model whose template shows no tools.
+        A call raises ConfigError for a model whose template shows no tools.
         """
         shown = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         chosen = {"tool_choice": tool_choice} if tool_choice else {}
@@ -241,14 +241,15 @@ class ChatRagCache(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Answers as objects of a schema: decoding is held to it, so the model need not know of it.
+        """Return a model whose answers are objects of a schema. Decoding is constrained to it, so the prompt need not
+        explain it.
 
         schema: a Pydantic class (answers are its instances), a TypedDict class, or a JSON or OpenAI schema (dicts)
-        method: "json_schema", which "function_calling" means too; "json_mode" holds answers to JSON alone
+        method: "json_schema", or "function_calling" with the same effect; "json_mode" constrains answers to JSON only
         strict: False lets objects have properties that the schema does not name and does not forbid
         include_raw: answer {"raw": message, "parsed": object or None, "parsing_error": error or None}
 
-        An answer that reaches max_tokens is cut, and then no object. Raises ConfigError.
+        An answer that reaches max_tokens is cut and gives no object. Raises ConfigError.
         """
         refuse_unknown("with_structured_output", kwargs, ())
         if schema is None and method != "json_mode":
@@ -277,7 +278,7 @@ class ChatRagCache(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What answers depend on: the key of LangChain's cache of answers, and the parameters in traces."""
+        """Return the parameters that answers depend on: for the key of LangChain's answer cache, and traces."""
         own = {name: getattr(self, name) for name in (*SAMPLING, *READING, "stop")}
         method = self.method or self.kb.method
         return {"model": self.model, "fingerprint": self.kb.lm.fingerprint, **own, "method": method}
@@ -294,12 +295,13 @@ class ChatRagCache(BaseChatModel):
             text_inputs=True,
             text_outputs=True,
             tool_calling=calls_tools,
-            # An agent that calls tools gets its schema as a tool: an answer that is held to JSON could call none.
+            # An agent that calls tools gets its schema as a tool, because an answer constrained to JSON could call
+            # none.
             structured_output=find_spec("llguidance") is not None and not calls_tools,
         )
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of the store's own tokenizer, no special ones added."""
+        """Return the token ids of the store's own tokenizer, without special tokens."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         ids: list[int] = self.kb.lm.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -307,7 +309,7 @@ class ChatRagCache(BaseChatModel):
 
 
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's options, where LangChain calls one of them by another name."""
+    """Return the engine's tool options, translated from LangChain's names."""
     options = {name: given[name] for name in TOOLS if name in given}
     if options.get("tool_choice") in ("any", True):
         options["tool_choice"] = "required"
@@ -315,7 +317,7 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no other properties than it names, where it does not say."""
+    """Return the schema with additional properties forbidden in every object that does not allow them."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -330,7 +332,7 @@ def _closed(schema: Any) -> Any:
 
 @contextmanager
 def naming_timeout(limit: float | None) -> Iterator[None]:
-    """Raises CancelledError, in place of the engine's TimedOutError, that names the limit as LangChain does."""
+    """Raise CancelledError instead of the engine's TimedOutError, naming the limit as LangChain does."""
     try:
         yield
     except TimedOutError as error:
@@ -338,5 +340,5 @@ def naming_timeout(limit: float | None) -> Iterator[None]:
 
 
 def _stops(given: list[str] | str | None) -> list[str]:
-    """Stop strings, of which a text is one."""
+    """Return the stop strings as a list; a single text counts as one."""
     return [given] if isinstance(given, str) else list(given or ())

@@ -1,4 +1,4 @@
-"""LangChain's documents and the store's chunks."""
+"""Conversion between LangChain's documents and the store's chunks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ HANDLE_KEY = rc.HANDLE_KEY
 
 
 def to_document(chunk: rc.Chunk, handle: str | None = None) -> Document:
-    """A chunk as a document, with its handle in the metadata where one is given.
+    """Return a chunk as a document, with the handle, if any, in its metadata.
 
-    A document that was added as one passage comes back as it was. A passage that was cut out of a file is told where it
-    is from: "source" and "title", unless its metadata say so already.
+    A document that was added as one passage comes back as it was. A passage cut out of a file gets its origin in
+    "source" and "title", unless its metadata has them.
     """
     metadata = dict(chunk.metadata)
     if chunk.id != chunk.document_id:
@@ -28,7 +28,7 @@ def to_document(chunk: rc.Chunk, handle: str | None = None) -> Document:
 
 
 def to_passage(document: Document, id: str) -> rc.Document:
-    """Return what is stored for a document: its text as it is, and its metadata."""
+    """Return the document to store: its text as it is, and its metadata."""
     source = document.metadata.get("source")
     return rc.Document(id, document.page_content, document.metadata, source=source if isinstance(source, str) else "")
 
@@ -38,12 +38,12 @@ def without_handle(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def strip_handles(documents: Iterable[Document]) -> list[Document]:
-    """Copies without the handle that retrieval attached: what `langchain_core.indexing.index` may hash."""
+    """Return copies without the handles of a retrieval, so that `langchain_core.indexing.index` may hash them."""
     return [document.model_copy(update={"metadata": without_handle(document.metadata)}) for document in documents]
 
 
 def clean(value: Any) -> Any:
-    """Return an argument of a vector store's method with no handle in the documents and metadata that it holds."""
+    """Return an argument of a vector store's method without handles in its documents and metadata."""
     if isinstance(value, dict):
         return {key: clean(one) for key, one in without_handle(value).items()}
     if isinstance(value, Document):

@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 from ragcache.errors import EmbedderError
 
 Vectors = NDArray[np.float32]
-# Where LangChain's embeddings keep the name of their model.
+# Attributes in which LangChain's embeddings keep the name of their model.
 MODEL_ATTRIBUTES = ("model", "model_name", "model_id", "deployment", "repo_id")
 PROBE = "dimension"
-PREFIX = "langchain:"  # of names made here
+PREFIX = "langchain:"  # of the names that `_name` makes
 
 
 class LangChainEmbedder:
     """An `rc.Embedder` over LangChain's `Embeddings`.
 
-    name:      recorded in the store, which refuses another one later; by default the class and the model that it names,
-               so that the same kind of embeddings has the same name in every process
-    dimension: length of the vectors; asked for with one text when first wanted
-    normalize: vectors are scaled to length 1, so that the store's scores (inner products) are cosines. False keeps them
-               as they are, for models that were trained for inner products
+    name:      recorded in the store, which later refuses another name; by default the class and its model's name, so
+        that the same kind of embeddings has the same name in every process
+    dimension: length of the vectors; by default found by embedding a text at first use
+    normalize: scale vectors to length 1, so that the store's scores (inner products) are cosines. False keeps them as
+        they are, for models trained for inner products
 
-    Raises EmbedderError when the vectors have another shape than they should, or are not finite.
+    Raises EmbedderError when the vectors have a wrong shape or are not finite.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class LangChainEmbedder:
             return self._dimension
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        """Vectors of passages, float32 [len(texts), dimension]; at most `batch_size` texts are asked for at once."""
+        """Return the vectors of passages, float32 [len(texts), dimension], embedded in batches of at most `batch_size`
+        texts.
+        """
         found = [np.empty((0, self.dimension), np.float32)]
         for start in range(0, len(texts), batch_size):
             batch = list(texts[start : start + batch_size])
@@ -62,12 +64,12 @@ class LangChainEmbedder:
         return np.concatenate(found)
 
     def embed_query(self, text: str) -> Vectors:
-        """Vector of a question, float32 [dimension]."""
+        """Return the vector of a question, float32 [dimension]."""
         vector: Vectors = self._checked([self.embeddings.embed_query(text)], 1)[0]
         return vector
 
     def scaled(self, vectors: Vectors) -> Vectors:
-        """Vectors [..., dimension] as the store keeps them: of length 1 if `normalize`."""
+        """Return vectors [..., dimension] as the store keeps them: of length 1 if `normalize`."""
         if not self.normalize:
             return vectors
         lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
@@ -89,7 +91,7 @@ class LangChainEmbedder:
 
 
 def _name(embeddings: Embeddings, normalize: bool) -> str:
-    """The same in every process for embeddings of the same class and model."""
+    """Return a name that is the same in every process for embeddings of the same class and model."""
     kind = type(embeddings)
     stated = (getattr(embeddings, attribute, None) for attribute in MODEL_ATTRIBUTES)
     model = next((value for value in stated if isinstance(value, str) and value), "")

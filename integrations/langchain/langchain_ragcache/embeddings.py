@@ -1,4 +1,4 @@
-"""A store's embedder as LangChain's embeddings."""
+"""A store's embedder as LangChain embeddings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ragcache.errors import ConfigError
 
 
 class RagCacheEmbeddings(Embeddings):
-    """The embedder of a store, for a chain that embeds texts itself: one model in memory, one space of vectors.
+    """The embedder of a store, for a chain that embeds texts itself: one model in memory, one vector space.
 
     kb:       an open store, whose embedder is shared
-    embedder: instead, an `rc.Embedder` or what `rc.load_embedder` takes: "minilm", "contriever", a directory, a hub id.
-              With neither, what RAGCACHE_EMBEDDER says, else "minilm"
+    embedder: instead of kb, an `rc.Embedder` or an argument of `rc.load_embedder`: "minilm", "contriever", a directory,
+        a hub id. With neither, the embedder named by RAGCACHE_EMBEDDER, or else "minilm"
 
     Raises ConfigError (both given) and EmbedderError.
     """
@@ -28,7 +28,7 @@ class RagCacheEmbeddings(Embeddings):
 
     @property
     def model(self) -> str:
-        """Name of the embedding model."""
+        """Return the name of the embedding model."""
         return self.embedder.name
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:

@@ -1,8 +1,8 @@
-"""LangChain's messages as the engine's, and documents as content blocks.
+"""Conversion of LangChain's messages to the engine's, and of documents to content blocks.
 
-A passage is a text block whose extras hold {"ragcache": {...}}: what `document_block` makes, and
-`create_text_block(text, id=..., ragcache={"handle": ...})`. Documents that are the artifact of a tool's message are
-passages too, in place of its text. Any other text is prompt.
+A passage is a text block whose extras hold {"ragcache": {...}}, as made by `document_block` or `create_text_block(text,
+id=..., ragcache={"handle": ...})`. Documents that are the artifact of a tool message are passages too, and replace its
+text. Any other text is prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ragcache.errors import PromptError
 KEY = "ragcache"
 PASSAGE_KEYS = {"handle", "score", "metadata"}
 ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
-# Blocks that are no text of the conversation: an answer's calls, which `tool_calls` and `invalid_tool_calls` hold too,
-# and what a model thought before it answered, which chat templates leave out of earlier turns.
+# Blocks that are not text of the conversation: calls, which `tool_calls` and `invalid_tool_calls` hold too, and
+# reasoning, which chat templates leave out of earlier turns.
 READ_OVER = (
     "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call", "reasoning", "reasoning_content",
     "thinking", "redacted_thinking",
@@ -31,17 +31,18 @@ READ_OVER = (
 
 
 def document_block(document: Document) -> TextContentBlock:
-    """A document as a content block that `ChatRagCache` reads as a passage. Without a handle its KV is found by its
-    text, or computed."""
+    """Return a document as a content block that `ChatRagCache` reads as a passage. Without a handle its KV is found by
+    its text, or computed.
+    """
     handle = document.metadata.get(HANDLE_KEY)
     block = create_text_block(document.page_content, id=document.id, ragcache={"handle": handle} if handle else {})
     if document.id is None:
-        del block["id"]  # a new one every time: no cache of answers would find its prompt again
+        del block["id"]  # a random id would keep any cache of answers from finding the prompt again
     return block
 
 
 def to_engine(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Messages as `rc.RagCache.chat` takes them. Raises PromptError naming what it cannot read."""
+    """Return messages in the form of `rc.RagCache.chat`. Raises PromptError naming the part that it cannot read."""
     return [{"role": _role(message), "content": _content(message), **_tools(message)} for message in messages]
 
 
@@ -57,7 +58,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _tools(message: BaseMessage) -> dict[str, Any]:
-    """The calls of an answer, or the call that a message of a tool answers."""
+    """Return the calls of an answer, or the call that a tool message answers."""
     if isinstance(message, ToolMessage):
         return {"tool_call_id": message.tool_call_id, "name": message.name or ""}
     if not isinstance(message, AIMessage):
@@ -77,13 +78,13 @@ def _content(message: BaseMessage) -> str | list[str | rc.Passage]:
 
 
 def _type(block: Mapping[str, Any]) -> Any:
-    """A provider's own type, where LangChain has none for it."""
+    """Return a block's type: a provider's own type if LangChain has none."""
     own = block.get("value")
     return own.get("type") if block.get("type") == "non_standard" and isinstance(own, Mapping) else block.get("type")
 
 
 def _found(artifact: Any) -> list[str | rc.Passage]:
-    """The passages that a retriever tool found, where they are of a store: the message's text joins the same."""
+    """Return the passages of a retriever tool, if all are of a store: the message's text repeats them."""
     documents = artifact if isinstance(artifact, list) else []
     if not documents or not all(isinstance(one, Document) and HANDLE_KEY in one.metadata for one in documents):
         return []
@@ -91,7 +92,9 @@ def _found(artifact: Any) -> list[str | rc.Passage]:
 
 
 def _part(block: Mapping[str, Any]) -> str | rc.Passage:
-    """block: of LangChain's standard form, whose other keys are in "extras", or of a provider's, where they are not."""
+    """Return a block as text or passage. block: in LangChain's standard form, with other keys in "extras", or in a
+    provider's form, without
+    """
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise PromptError(f"a content block of type {block.get('type')!r} cannot be read; this model reads text only")
     extras = block.get("extras")

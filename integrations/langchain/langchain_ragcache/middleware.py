@@ -1,4 +1,4 @@
-"""Middleware of LangChain's agents."""
+"""Middleware for LangChain's agents."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from langchain_ragcache.attachment import with_handles
 from ragcache.errors import RagCacheError
 
 log = logging.getLogger(__name__)
-# Shorter texts are read as fast as they are looked for.
+# Shorter texts are computed as fast as they are looked up.
 LEAST_CHARACTERS = 100
 
 
 class RagCacheMiddleware(AgentMiddleware[Any, Any, Any]):
-    """Keeps the KV of what an agent's tools find: `create_agent(ChatRagCache(kb=kb), tools, middleware=[...])`.
+    """Middleware that keeps the KV of an agent's tool results: `create_agent(ChatRagCache(kb=kb), tools,
+    middleware=[...])`.
 
     Documents that a tool returns as its artifact are precomputed and get handles, so that `ChatRagCache` reads each
-    from its KV, in this conversation and in any other. Of the tools that are named the text itself is: part by part,
-    as `separator` divides it.
+    from its KV, in this conversation and in any other. For the tools in `text_of` the text itself is precomputed, split
+    at `separator`.
 
     kb:        an open `rc.RagCache`, or the path of a store (`rc.open_shared`)
     text_of:   names of tools whose results are passages in plain text
     separator: between the passages of such a result
 
-    The tool comes first: where KV cannot be kept, that is logged and the agent goes on. A kb whose method reads no
-    blocks is left alone.
+    A failure to keep KV is logged and does not stop the agent. A kb whose method reads no blocks is left unchanged.
     """
 
     def __init__(self, kb: rc.RagCache | str | Path, *, text_of: Sequence[str] = (), separator: str = "\n\n") -> None:
@@ -49,7 +49,7 @@ class RagCacheMiddleware(AgentMiddleware[Any, Any, Any]):
         return await asyncio.to_thread(self._learn, await handler(request))
 
     def _learn(self, result: Any) -> Any:
-        """The result, its documents with handles; a Command and a failed call as they are."""
+        """Return the result, with handles in its documents; a Command or a failed call is returned as it is."""
         if not isinstance(result, ToolMessage) or result.status == "error" or not self.kb.reads_blocks:
             return result
         try:

@@ -1,4 +1,4 @@
-"""A store that the environment names."""
+"""Opening a store by path, by environment variable, or already open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from langchain_ragcache.embedder import PREFIX
 from ragcache.errors import ConfigError, EmbedderError
 
 STORE = "RAGCACHE_STORE"
-# Options of `rc.RagCache.open` that the environment may set, by the names that the `ragcache` command uses.
+# Options of `rc.RagCache.open` that the environment may set, by the variables that the `ragcache` command uses.
 FROM_ENVIRONMENT = {
     name: f"RAGCACHE_{name.upper()}"
     for name in ("model", "method", "embedder", "reranker", "dtype", "device", "system", "tenant")
@@ -19,15 +19,15 @@ FROM_ENVIRONMENT = {
 
 
 def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.RagCache:
-    """An open store as it is; a path, opened once for all that name it (`rc.open_shared`); None: the store that
-    RAGCACHE_STORE names.
+    """Return an open store. A path is opened once for all components that name it (`rc.open_shared`); None opens the
+    store named by RAGCACHE_STORE.
 
-    options: of `rc.RagCache.open`; what is not given is taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
-             RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block
-             keys, which separates no documents)
+    options: of `rc.RagCache.open`; those not given are taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
+        RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block keys,
+        which separates no documents)
 
     Raises ConfigError (no path anywhere, or options for a store that is open), EmbedderError (a store filled with
-    LangChain's embeddings, opened without them) and what `rc.RagCache.open` raises.
+    LangChain's embeddings, opened without them) and the errors of `rc.RagCache.open`.
     """
     if isinstance(kb, rc.RagCache):
         return rc.open_shared(kb, **options)

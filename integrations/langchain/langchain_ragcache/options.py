@@ -1,4 +1,4 @@
-"""Keyword arguments that LangChain passes on by name only."""
+"""Checks of keyword arguments, which LangChain passes on unchecked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcache.errors import ConfigError
 
 
 def refuse_unknown(where: str, given: Mapping[str, Any] | Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError that names what is unknown and what there is."""
+    """Raise ConfigError for unknown names, listing these and the known names."""
     names = set(known)
     if unknown := sorted(name for name in given if name not in names):
         raise ConfigError(f"{where} does not take {', '.join(unknown)}; it takes {', '.join(sorted(names))}")

@@ -1,4 +1,4 @@
-"""A prompt with a place for documents, filled with content blocks."""
+"""Prompts with a place for documents, which is filled with content blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ragcache.errors import ConfigError, PromptError
 
 
 class Around:
-    """Text around documents: what a document prompt writes before and behind each, and what divides them.
+    """Text around documents: the text that a document prompt writes before and after each, and the separator.
 
-    Raises ConfigError for a document prompt that is no text, or does not have {page_content} once.
+    Raises ConfigError for a document prompt that is not text, or does not have {page_content} exactly once.
     """
 
     def __init__(self, document_prompt: BasePromptTemplate[Any], separator: str) -> None:
@@ -29,7 +29,9 @@ class Around:
         self.halves(Document("", metadata=dict.fromkeys(wanted, "")))
 
     def halves(self, document: Document) -> tuple[str, str]:
-        """Raises ValueError for a document without metadata that the prompt wants."""
+        """Return the text before and after a document. Raises ValueError for a document that lacks metadata of the
+        prompt.
+        """
         mark = _mark()
         written = format_document(Document(mark, metadata=document.metadata), self._prompt)
         if not isinstance(written, str) or written.count(mark) != 1:
@@ -40,19 +42,19 @@ class Around:
         return before, behind
 
     def texts(self, documents: Sequence[Document]) -> list[str]:
-        """One in front of each document, and one behind the last."""
+        """Return the text before each document, and the text after the last."""
         halves = [self.halves(document) for document in documents]
         between = [f"{behind}{self._separator}{before}" for (_, behind), (before, _) in pairwise(halves)]
         return [halves[0][0], *between, halves[-1][1]] if halves else [""]
 
 
 class FusedPrompt:
-    """Messages of a prompt, with a block for every document in the place of `variable`.
+    """A prompt whose messages get a block for every document at `variable`.
 
-    around: text around them
+    around: text around the documents
 
-    The prompt is formatted with a mark in that place, made anew each time: nothing that a user writes can be it.
-    Raises PromptError: no documents in the input, or no single place for them in the prompt.
+    The prompt is formatted with a random mark in that place, so that no user's text can match it. Raises PromptError if
+    the input has no documents or the prompt has no single place for them.
     """
 
     def __init__(self, prompt: BasePromptTemplate[Any], variable: str, around: Around) -> None:

@@ -19,19 +19,20 @@ RETRIEVAL = ("k", *rc.RetrieveOptions.__annotations__)
 
 
 class RagCacheRetriever(BaseRetriever):
-    """The passages nearest to a question: documents with their id and, where their KV is computed,
+    """A retriever of the passages nearest to a question, as documents with their id and, if their KV is computed,
     metadata["ragcache_handle"].
 
-    kb:     an open `rc.RagCache`, or the path of a store, which is opened; what RAGCACHE_STORE names if left out
-    k:      how many
+    kb:     an open `rc.RagCache`, or the path of a store, which is opened; if left out, the store named by
+        RAGCACHE_STORE
+    k:      number of passages
     search: "vector", "text" (BM25) or "hybrid" (both rankings fused)
     filter: on metadata, see docs/langchain.md
     score_threshold: least score (inner product with the question)
     mmr_lambda: diversity by maximal marginal relevance: 1 is the plain ranking, 0 the most diverse; None: no MMR
-    fetch_k: how many candidates MMR or the reranker chooses from
-    rerank: whether the reranker that kb was opened with orders them; None: where there is one, without MMR
+    fetch_k: number of candidates for MMR or the reranker
+    rerank: whether to order them by the reranker that kb was opened with; None: if it has one and MMR is off
 
-    All but kb may be given to `invoke` as well. Raises FilterError, ConfigError.
+    `invoke` takes the same options except kb. Raises FilterError, ConfigError.
     """
 
     kb: Annotated[rc.RagCache, BeforeValidator(open_kb)] = Field(

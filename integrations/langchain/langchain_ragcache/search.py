@@ -1,4 +1,4 @@
-"""What a search of the vector store may be told, and what its hits become."""
+"""Options of the vector store's searches, and conversion of their hits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Scored = list[tuple[Document, float]]
 
 @dataclass(frozen=True)
 class Search:
-    """filter: on metadata. score_threshold: least score. handles: attach the handle to each document's metadata."""
+    """Options of a search. filter: on metadata. score_threshold: least score. handles: add handles to the documents'
+    metadata
+    """
 
     filter: Mapping[str, Any] | None = None
     score_threshold: float | None = None
@@ -27,12 +29,12 @@ class Search:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for an option that there is not."""
+        """Return the options as a search. Raises ConfigError for an unknown option."""
         refuse_unknown("the search", given, ["k", *(field.name for field in fields(cls))])
         return cls(**given)
 
     def retrieval(self) -> dict[str, Any]:
-        """Options of `rc.RagCache.retrieve`."""
+        """Return the options of `rc.RagCache.retrieve`."""
         return {"filter": self.filter, "score_threshold": self.score_threshold}
 
     def document(self, hit: rc.Hit) -> Document:
@@ -42,15 +44,14 @@ class Search:
         return [self.document(hit) for hit in hits]
 
     def scored(self, hits: Sequence[rc.Hit]) -> Scored:
-        """Documents with inner products."""
+        """Return documents with inner products."""
         return [(self.document(hit), float(hit.score)) for hit in hits]
 
     def relevant(self, hits: Sequence[rc.Hit], kb: rc.RagCache, question: NDArray[np.float32]) -> Scored:
-        """Documents with relevance in 0..1: the cosine of question and passage, 0 where it is negative.
+        """Return documents with relevance in 0..1: the cosine of question and passage, or 0 if it is negative.
 
-        Where the embedder normalises, that is the inner product itself; elsewhere it is computed from the vectors. Of a
-        passage longer than the embedder reads the best window counts. A passage that was deleted since it was found is
-        left out.
+        If the embedder normalises, that is the inner product itself; else it is computed from the vectors. For a
+        passage longer than the embedder reads, its best window counts. A passage deleted since the search is left out.
         """
         stored = kb.store.documents
         found = [(hit, stored.vectors_of([hit.chunk.vector_id], len(question))[0].vectors) for hit in hits]
@@ -58,7 +59,9 @@ class Search:
 
 
 def mmr(search: Search, k: int, fetch_k: int, lambda_mult: float) -> dict[str, Any]:
-    """Options of `rc.RagCache.retrieve`. As elsewhere in LangChain, a fetch_k below k is no mistake."""
+    """Return the options of `rc.RagCache.retrieve` for MMR. A fetch_k below k is raised to k, as elsewhere in
+    LangChain.
+    """
     return {**search.retrieval(), "mmr_lambda": lambda_mult, "fetch_k": max(k, fetch_k)}
 
 

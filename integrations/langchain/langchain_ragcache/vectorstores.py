@@ -1,4 +1,4 @@
-"""LangChain's vector store over a store of ragcache."""
+"""A ragcache store as a LangChain vector store."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from langchain_ragcache.options import refuse_unknown
 from langchain_ragcache.search import Scored, Search, mmr
 from ragcache.errors import ConfigError, NoSuchDocumentError
 
-# batch_size is what `langchain_core.indexing.index` passes; the store makes batches by tokens.
+# `langchain_core.indexing.index` passes batch_size, which has no effect: the store makes batches by tokens.
 ADD_OPTIONS = ("ids", "kv", "timeout_s", "batch_size")
 
 
 class RagCacheVectorStore(VectorStore):
-    """Documents, their embeddings and their KV, in one store. One document is one passage, kept exactly as it is.
+    """A vector store of documents, their embeddings and their KV. Each document is one passage, kept exactly as it is.
 
-    kb:        an open `rc.RagCache`, or the path of a store, which is opened; None: what RAGCACHE_STORE names
+    kb:        an open `rc.RagCache`, or the path of a store, which is opened; None: the store named by RAGCACHE_STORE
     embedding: LangChain embeddings (or an `rc.Embedder`) to open the path with; None: the store's own
     options:   of `rc.RagCache.open`, for a path
 
-    `add_documents` computes the KV of every document beside its embedding. Documents come back from a search as they
-    were added; with `handles=True`, and from `as_retriever()`, their metadata name their KV under "ragcache_handle",
-    which is never stored. Every search takes filter=, score_threshold= and handles=, and refuses what it does not know.
+    `add_documents` computes the KV of every document as well as its embedding. A search returns documents as they were
+    added; with `handles=True`, and from `as_retriever()`, their metadata name their KV under "ragcache_handle", which
+    is never stored. Every search takes filter=, score_threshold= and handles=, and refuses unknown options.
 
-    Scores are inner products: cosines, where the embedder normalises. `close()` closes the store.
+    Scores are inner products, which are cosines if the embedder normalises. `close()` closes the store.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class RagCacheVectorStore(VectorStore):
         embedding: Embeddings | rc.Embedder | None = None,
         **options: Any,
     ) -> None:
-        """Raises ConfigError (a store that is open with another embedding) and what `rc.RagCache.open` raises."""
+        """Open the store. Raises ConfigError if the store is open with another embedding, and the errors of
+        `rc.RagCache.open`.
+        """
         embedder = None if embedding is None else _embedder(embedding)
         if isinstance(kb, rc.RagCache) and embedder is kb.embedder:
             embedder = None
@@ -56,11 +58,11 @@ class RagCacheVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embeddings that the store was opened with, or its own."""
+        """Return the embeddings that the store was opened with, or its own."""
         own = self.kb.embedder
         return own.embeddings if isinstance(own, LangChainEmbedder) else RagCacheEmbeddings(self.kb)
 
-    # Making one
+    # Construction
 
     @classmethod
     def from_texts(
@@ -93,30 +95,31 @@ class RagCacheVectorStore(VectorStore):
     # Adding and deleting
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Store documents, each under its id; one that is there already is replaced. Returns the ids, in order.
+        """Store documents by id, replacing any with the same ids, and return the ids in order.
 
-        ids: instead of the documents' own. A document without id gets a new one, so adding it twice stores it twice.
-             Of several documents with the same id the last one stays
+        ids: instead of the documents' own. A document without id gets a new one, so adding it twice stores it twice. Of
+            several documents with the same id the last is stored
         kv:  "eager" computes KV now, "lazy" at the first use
         timeout_s: how long to wait for another writer
 
-        Raises what `rc.RagCache.ingest` raises. Where a document cannot be stored, the others are, and then its
-        IngestError is raised (MetadataError: metadata that is not JSON), with the ids that are missing as its note.
+        Raises the errors of `rc.RagCache.ingest`. If a document cannot be stored, the others are stored, and then its
+        IngestError is raised (MetadataError: metadata that is not JSON), with a note of the missing ids.
         """
         ids = _ids(documents, kwargs)
         report = self.kb.ingest(_passages(documents, ids), split=False, **_ingest_options(kwargs))
         return _stored(ids, report)
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """`add_documents`; the event loop goes on."""
+        """Run `add_documents` without blocking the event loop."""
         ids = _ids(documents, kwargs)
         report = await self.kb.aingest(_passages(documents, ids), split=False, **_ingest_options(kwargs))
         return _stored(ids, report)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Delete documents: text, embedding, KV bytes in every tier. Ids that are not there are none; None: all.
+        """Delete documents: text, embedding, KV bytes in every tier. Unknown ids are ignored. ids: None deletes all
+        documents.
 
-        Raises NoSuchDocumentError for the id of a passage that was cut out of a larger document: delete that one.
+        Raises NoSuchDocumentError for the id of a passage that was cut out of a larger document: delete that document.
         """
         refuse_unknown("delete", kwargs, ["timeout_s"])
         self.kb.delete(self._deletable(ids), **kwargs)
@@ -134,18 +137,18 @@ class RagCacheVectorStore(VectorStore):
         return list(ids)
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents of these ids, in their order; an id that is not there is left out."""
+        """Return the documents with these ids, in their order; unknown ids are left out."""
         return [to_document(chunk) for chunk in self.kb.chunks(ids)]
 
     # Searching
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """The k documents nearest to the question, best first. Raises FilterError, ConfigError."""
+        """Return the k documents nearest to the question, best first. Raises FilterError, ConfigError."""
         search = Search.of(kwargs)
         return search.documents(self.kb.retrieve(query, k, **search.retrieval()))
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        """Documents with inner products: higher is nearer."""
+        """Return documents with inner products; higher is nearer."""
         search = Search.of(kwargs)
         return search.scored(self.kb.retrieve(query, k, **search.retrieval()))
 
@@ -154,8 +157,9 @@ class RagCacheVectorStore(VectorStore):
         return search.documents(self.kb.retrieve(self._vector(embedding), k, **search.retrieval()))
 
     def _similarity_search_with_relevance_scores(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        """Documents with the cosine of question and document, 0 where it is negative. LangChain applies
-        score_threshold to it."""
+        """Return documents with the cosine of question and document, or 0 if it is negative. LangChain applies
+        score_threshold to it.
+        """
         search = Search.of(kwargs)
         question = self.kb.embedder.embed_query(query)
         return search.relevant(self.kb.retrieve(question, k, **search.retrieval()), self.kb, question)
@@ -166,8 +170,10 @@ class RagCacheVectorStore(VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """The k of the fetch_k nearest documents that do not repeat each other. lambda_mult: 1 is plain ranking, 0 the
-        most diverse."""
+        """Return k of the fetch_k nearest documents by maximal marginal relevance.
+
+        lambda_mult: 1 is plain ranking, 0 the most diverse
+        """
         search = Search.of(kwargs)
         return search.documents(self.kb.retrieve(query, k, **mmr(search, k, fetch_k, lambda_mult)))
 
@@ -179,20 +185,20 @@ class RagCacheVectorStore(VectorStore):
         return search.documents(self.kb.retrieve(vector, k, **mmr(search, k, fetch_k, lambda_mult)))
 
     def _vector(self, embedding: Sequence[float]) -> NDArray[np.float32]:
-        """A question's vector as the store's embedder would give it."""
+        """Return a question's vector, scaled as the store's embedder would scale it."""
         vector = np.asarray(embedding, dtype=np.float32)
         own = self.kb.embedder
         return own.scaled(vector) if isinstance(own, LangChainEmbedder) else vector
 
     def as_retriever(self, **kwargs: Any) -> VectorStoreRetriever:
-        """LangChain's own retriever over this store; its documents carry their handles."""
+        """Return LangChain's own retriever over this store; its documents carry their handles."""
         kwargs["search_kwargs"] = {"handles": True, **kwargs.get("search_kwargs", {})}
         return super().as_retriever(**kwargs)
 
     # Closing
 
     def close(self) -> None:
-        """Close the store, `kb`, for everything that shares it."""
+        """Close the store `kb`, for every component that shares it."""
         self.kb.close()
 
     def __enter__(self) -> Self:
@@ -211,7 +217,7 @@ def _embedder(embedding: Embeddings | rc.Embedder) -> rc.Embedder:
 
 
 def _ids(documents: Sequence[Document], options: dict[str, Any]) -> list[str]:
-    """Raises ConfigError: unknown options, or ids that are not one string a document."""
+    """Return the documents' ids. Raises ConfigError for unknown options and for ids that are not a string a document."""
     refuse_unknown("add_documents", options, ADD_OPTIONS)
     given = options.get("ids") or [None] * len(documents)
     if isinstance(given, str) or len(given) != len(documents):
