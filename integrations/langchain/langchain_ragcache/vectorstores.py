@@ -217,7 +217,7 @@ def _embedder(embedding: Embeddings | rc.Embedder) -> rc.Embedder:
 
 
 def _ids(documents: Sequence[Document], options: dict[str, Any]) -> list[str]:
-    """Return the documents' ids. Raises ConfigError for unknown options and for ids that are not a string a document."""
+    """Return the documents' ids. Raises ConfigError for unknown options, or unless each is a string."""
     refuse_unknown("add_documents", options, ADD_OPTIONS)
     given = options.get("ids") or [None] * len(documents)
     if isinstance(given, str) or len(given) != len(documents):

@@ -1,4 +1,4 @@
-"""What all of these routes share: whose an object is, lists in pages, names for what is absent."""
+"""Parts that all routes of this package share: ownership of objects, pages of lists, errors for absent objects."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _ends(limit: Limit = 20, order: Order = "desc", after: After = None, before:
 
 
 Bounds = Annotated[dict[str, Any], Depends(_bounds)]
-"""Which page of a list is asked for."""
+"""The requested page of a list."""
 Ends = Annotated[dict[str, Any], Depends(_ends)]
-"""The same of a list that is read backwards too."""
+"""The requested page of a list that can be read backwards too."""
 
 
 class Deleted(AnswerModel):
@@ -61,14 +61,14 @@ class ListOf(AnswerModel):
 
 @dataclass
 class Kept:
-    """What the routes work with. work: says that there is something to index"""
+    """The state that the routes share. work: set when there is something to index"""
 
     records: Records
     work: asyncio.Event
 
 
 def kept_of(app: FastAPI) -> Kept:
-    """The application's, made at the first use."""
+    """Return the application's state, made at the first use."""
     if not hasattr(app.state, "openai"):
         app.state.openai = Kept(Records(app.state.service.kb.store.documents.database), asyncio.Event())
     kept: Kept = app.state.openai
@@ -79,7 +79,7 @@ def kept_of(app: FastAPI) -> Kept:
 class Caller:
     """A request's access to the records of its API key.
 
-    work: says that there is something to index
+    work: set when there is something to index
     """
 
     service: Service
@@ -88,18 +88,18 @@ class Caller:
     owner: str
 
     async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """A look into the database, off the event loop."""
+        """Read from the database, off the event loop."""
         return await self.service.in_thread(lambda: function(*args, **options))
 
     async def find(self, kind: str, id: str, name: str, param: str | None = None, status: int = 404) -> Record:
-        """Raises ApiError (404) for an object that is not there, or another key's."""
+        """Return an object. Raises ApiError (404) if it does not exist or is another key's."""
         record = await self.read(self.records.get, kind, self.owner, id)
         if record is None:
             raise absent(name, id, param, status)
         return record
 
     async def among(self, kind: str, ids: Sequence[str], name: str, param: str) -> list[Record]:
-        """Raises ApiError (404) for the first of them that is not there, or another key's."""
+        """Return objects. Raises ApiError (404) for the first id that does not exist or is another key's."""
         read = await self.read(self.records.among, ids)
         found = {one.id: one for one in read if (one.kind, one.owner) == (kind, self.owner)}
         for id in ids:
@@ -108,7 +108,9 @@ class Caller:
         return list(found.values())
 
     async def list(self, kind: str, shown: Callable[[Record], dict[str, Any]], **wanted: Any) -> ListOf:
-        """wanted: as for `Records.page`, with `order` in place of newest_first, as `Bounds` and `Ends` have them"""
+        """Return a page of a list. wanted: as for `Records.page`, with the fields of `Bounds` and `Ends`, so with
+        `order` for newest_first
+        """
         newest_first = wanted.pop("order") == "desc"
 
         def read() -> tuple[list[dict[str, Any]], bool]:
@@ -128,7 +130,7 @@ async def _caller(request: Request, service: ServiceParam) -> Caller:
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]
-"""A route's parameter: who sent the request."""
+"""Type of a route's parameter that receives the sender of the request."""
 
 
 def absent(name: str, id: str, param: str | None = None, status: int = 404) -> ApiError:

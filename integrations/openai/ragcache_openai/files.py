@@ -1,4 +1,4 @@
-"""/v1/files: files as they were sent, to be attached to vector stores."""
+"""/v1/files: files as uploaded, to be attached to vector stores."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def create_file(request: Request, caller: CallerParam) -> FileObject:
 
 
 def _check_names(request: Request, unknown: list[str]) -> None:
-    """Check fields of the form that are not known. Raises ApiError (400)."""
+    """Check unknown fields of the form. Raises ApiError (400)."""
     if any(name.startswith("expires_after") for name in unknown):
         message = "files do not expire here; leave it out, and delete them"
         raise ApiError(400, message, "unsupported_parameter", "expires_after")

@@ -1,4 +1,4 @@
-"""Files of vector stores become documents of the store, one after the other, in the background."""
+"""Indexing of the files of vector stores, one after another, in the background."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MOST_MESSAGE = 500
 
 @dataclass
 class Indexer:
-    """Works on the files that wait, the oldest first, whichever server over the store took them: one that was killed
-    loses nothing, and what two of them do twice is the same.
+    """Indexes waiting files, oldest first, whichever server over the store accepted them. If a server is killed no file
+    is lost, and two servers that index the same file store the same documents.
 
-    work: set where there may be more to do
+    work: set when there may be more to index
     """
 
     service: Service
@@ -44,7 +44,7 @@ class Indexer:
         self.reader = IsolatedReader(self.service.kb.ingestor.config.reading)
 
     async def run(self) -> None:
-        """Until it is cancelled, or the server is to stop."""
+        """Index files until cancelled, or until the server shuts down."""
         while not self.service.draining:
             self.work.clear()
             try:
@@ -53,7 +53,7 @@ class Indexer:
                     await self._index(waiting[0])
                 else:
                     await self.work.wait()
-            except Exception as error:  # the database cannot be read or written now, say: what waits stays
+            except Exception as error:  # for example, the database is unavailable: the files go on waiting
                 logs.write_failure(error)
                 await asyncio.sleep(PAUSE_S)
 
@@ -61,7 +61,7 @@ class Indexer:
         self.reader.close()
 
     async def _index(self, file: Record) -> None:
-        """Index a file, or say why not; a store that is busy or a server that stops leave it waiting."""
+        """Index a file, or record its failure; it goes on waiting if the store is busy or the server shuts down."""
         failure: Exception | None
         try:
             documents, failed = await self._documents(file)
@@ -71,20 +71,20 @@ class Indexer:
         except StoreBusyError:
             await asyncio.sleep(PAUSE_S)
             return
-        except ApiError:  # the server is to stop
+        except ApiError:  # the server is shutting down
             return
         except Exception as error:
             if not isinstance(error, IngestError):
                 logs.write_failure(error)
             stored, failure = False, error
         body, state = {**file.body, "error": failure and _told(failure)}, DONE if stored else FAILED
-        # One that was changed meanwhile waits still.
+        # A file that was changed meanwhile goes on waiting.
         current = await self.service.in_thread(self.records.settle, file, body, state)
         if current is None or current.state == CANCELLED:
             await self._forget(file)
 
     async def _forget(self, file: Record) -> None:
-        """Delete the documents of a file that was taken out while it was indexed."""
+        """Delete the documents of a file that was detached while it was indexed."""
         while True:
             try:
                 await self.service.change(deletion(self.service, where=inside(file), of=self.service.unfiltered)).last()
@@ -93,7 +93,9 @@ class Indexer:
                 await asyncio.sleep(PAUSE_S)
 
     async def _documents(self, file: Record) -> tuple[list[Document], list[Exception]]:
-        """What is in a file, and what cannot be read in it. Raises IngestError where nothing can."""
+        """Return the documents in a file, and errors for its unreadable parts. Raises IngestError if nothing can be
+        read.
+        """
         left = threading.Event()
         return await self.service.in_thread(self._read, file, left, cancelled=left)
 
@@ -127,7 +129,7 @@ class Indexer:
         ], failed
 
     async def _store(self, file: Record, documents: Sequence[Document]) -> AsyncGenerator[IngestReport | None, None]:
-        """The report; None for a file that does not wait any more."""
+        """Yield the report; None for a file that no longer waits."""
         current = await self.service.in_thread(self.records.get, ATTACHED, file.owner, file.id)
         if current is None or current.state != WAITING:
             yield None
@@ -140,12 +142,12 @@ class Indexer:
 
 
 def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of itself, which are no attributes: these are given when it is attached."""
+    """Return the file's own metadata without names of attributes, which are set only when a file is attached."""
     return {name: value for name, value in metadata.items() if not name.startswith(ATTRIBUTE)}
 
 
 def _outcome(report: IngestReport, failed: Sequence[Exception]) -> tuple[bool, list[Exception]]:
-    """Whether anything of a file was stored, and why some of it was not."""
+    """Return whether any part of a file was stored, and the errors of the other parts."""
     errors = [*failed, *(one.error for one in report.failed)]
     stored = bool(report.added or report.updated or report.unchanged) or not errors
     if stored and len(errors) > 1:
@@ -154,7 +156,7 @@ def _outcome(report: IngestReport, failed: Sequence[Exception]) -> tuple[bool, l
 
 
 def _told(error: Exception) -> dict[str, str]:
-    """What `last_error` says. An error of the server's own tells no more than that it is one."""
+    """Return the `last_error` for an error. An error of the server itself gets a general message."""
     if isinstance(error, IngestError):
         return {"code": "invalid_file", "message": str(error)[:MOST_MESSAGE]}
     return {"code": "server_error", "message": "the server failed; its log says more. Attach the file again"}

@@ -1,4 +1,4 @@
-"""Items: the messages that make up a conversation, as they come in, are kept, and are read by the model."""
+"""Items, the messages of a conversation: as clients send them, as they are kept, and as the model reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEM, CONVERSATION, RESPONSE = "item", "conversation", "response"
 """Kinds of records."""
 MOST_ITEMS = 10_000
 MOST_LETTERS = 16 << 20
-"""The most of one conversation."""
+"""The largest size of a conversation."""
 PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
 
 
@@ -41,7 +41,7 @@ class InputMessage(LooseModel):
         return Message(role=self.role, content=[TextPart(type="text", text=part.text) for part in self.content])
 
     def as_item(self) -> dict[str, Any]:
-        """The item that is kept and given out: with an id, and its content in parts."""
+        """Return the item that is kept and returned: with an id, and its content in parts."""
         if isinstance(self.content, str):
             parts: list[dict[str, Any]] = [{"type": PARTS[self.role], "text": self.content}]
         else:
@@ -70,7 +70,7 @@ def kept_items(given: Iterable[InputItem]) -> list[dict[str, Any]]:
 
 
 def messages_of(items: Iterable[dict[str, Any]]) -> list[Message]:
-    """Kept items as the model reads them."""
+    """Return kept items as messages for the model."""
     read = (_kept.validate_python(item) for item in items)
     return [one.as_message() for one in read if isinstance(one, InputMessage)]
 
@@ -81,7 +81,7 @@ def text_of(item: dict[str, Any]) -> str:
 
 
 def records_of(caller: Caller, conversation: str, items: Sequence[dict[str, Any]]) -> list[Record]:
-    """Items as records of a conversation."""
+    """Return items as records of a conversation."""
     return [
         Record(item["id"], ITEM, caller.owner, dict(item), conversation, text=text_of(item).casefold())
         for item in items
@@ -89,7 +89,7 @@ def records_of(caller: Caller, conversation: str, items: Sequence[dict[str, Any]
 
 
 def check_room(count: int, letters: int, param: str) -> None:
-    """Raises ApiError (400) for a conversation that has grown too long."""
+    """Raise ApiError (400) for a conversation that has become too long."""
     if count > MOST_ITEMS or letters > MOST_LETTERS:
         raise ApiError(
             400,

@@ -1,7 +1,8 @@
-"""Files in vector stores are documents of the store that belong to these routes: all others see the store without them.
+"""Views that keep the files of vector stores, which are documents of the store, apart from all other documents.
 
-Whose a vector store is, these routes check, and what they find is in it alone. No other route does, so that a chat, a
-search, a list or a deletion elsewhere, with whichever API key, is about the server's own documents.
+Only these routes see such files; they check who owns a vector store, and search only in it. All other routes see the
+store without them, so that a chat, search, list or deletion there, with any API key, is about the server's own
+documents.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ OTHERS: Filter = {STORE_FIELD: {"$exists": False}}
 
 
 def without_files(kb: RagCache) -> RagCache:
-    """The knowledge base without the files in vector stores."""
+    """Return a view of the knowledge base without the files in vector stores."""
     return kb.filtered_view(OtherDocuments(kb.store.documents.database))
 
 
 def only_files_in(kb: RagCache, stores: Sequence[str]) -> RagCache:
-    """The knowledge base with nothing but the files in these vector stores."""
+    """Return a view of the knowledge base with only the files in these vector stores."""
     inside = {STORE_FIELD: {"$in": list(stores)}}
     return kb.filtered_view(SomeDocuments(kb.store.documents.database, inside))
 
@@ -47,32 +48,38 @@ class SomeDocuments(DocumentStore):
 
 @dataclass(eq=False, repr=False)
 class OtherDocuments(SomeDocuments):
-    """The documents that are no files in vector stores. Nothing becomes one through it, or takes a file's place."""
+    """The documents that are not files in vector stores. No document added through it becomes such a file or
+    replaces one.
+    """
 
     passing: Filter = field(default_factory=lambda: OTHERS, init=False)
 
     def __post_init__(self) -> None:
         self._all = DocumentStore(self.database)
-        self._looked, self._others = (-1, False), (-1, set[int]())  # of which generation that is
+        self._looked, self._others = (-1, False), (-1, set[int]())  # each with the generation that it belongs to
 
     def visible(self, where: Filter | None) -> Filter | None:
-        """`where` itself in a store without such files: the search is as it is without these routes."""
+        """Return `where` itself in a store without such files, so that searches run as without these routes."""
         generation = self.generation()
         if self._looked[0] != generation:
             self._looked = (generation, bool(self._all.documents(FILES, limit=1)))
         return super().visible(where) if self._looked[1] else where
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
-        """Those of all documents here are looked up once for every change of them: a look goes over all chunks."""
+        """Return the vector ids. The ids of all documents here are cached for each generation, because finding them
+        scans all chunks.
+        """
         if where is not OTHERS:
             return super().vector_ids(where)
-        generation = self.generation()  # read before: at worst, it is looked again
+        generation = self.generation()  # read first: at worst the ids are found again
         if self._others[0] != generation:
             self._others = (generation, super().vector_ids(where))
         return self._others[1]
 
     def replace_document(self, document: NewDocument, new_chunks: Sequence[NewChunk]) -> list[int]:
-        """Raises MetadataError for a document that pretends to be such a file, IngestError for the id of one."""
+        """Replace a document. Raises MetadataError for a document with the metadata of such a file, IngestError for
+        the id of such a file.
+        """
         if STORE_FIELD in document.metadata:
             raise MetadataError(
                 f"{document.source or document.id}: the metadata field {STORE_FIELD!r} is the server's own; rename it, "

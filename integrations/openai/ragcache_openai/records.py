@@ -1,4 +1,6 @@
-"""What the API keeps, in the store's database: objects by id, each of one API key, and files' bytes."""
+"""Objects that the API keeps in the store's database: each has an id and belongs to an API key; files have their
+bytes too.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from ragcache.store.database import Database
 PIECE = 1 << 20
 AT_ONCE = 500
 REMEMBERED = 100_000
-"""Bytes of a file in one row; rows that one statement names; objects back to which deleted ones are remembered."""
+"""Bytes of a file in a row; rows that a statement may name; number of newest objects among which deleted ids are
+remembered.
+"""
 
 _metadata = MetaData()
 _Text = Text().with_variant(Text(collation="C"), "postgresql")
@@ -47,7 +51,7 @@ _Text = Text().with_variant(Text(collation="C"), "postgresql")
 objects = Table(
     "ragcache_openai_objects",
     _metadata,
-    # In the order of their making; what lists go by.
+    # In order of creation, which lists use.
     Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
     Column("id", _Text, nullable=False, unique=True),
     Column("kind", _Text, nullable=False),
@@ -56,10 +60,10 @@ objects = Table(
     Column("state", _Text, nullable=False, index=True),
     Column("created_at", Double, nullable=False),
     Column("body", JSON().with_variant(JSONB(), "postgresql"), nullable=False),
-    Column("text", _Text, nullable=False),  # to be searched, in lower case
-    sqlite_autoincrement=True,  # a number is never given out twice: pages go on from one
+    Column("text", _Text, nullable=False),  # for search, in lower case
+    sqlite_autoincrement=True,  # a number is never reused, because pages continue from it
 )
-gone = Table(  # objects that were deleted: a list that was read up to one of them goes on from there
+gone = Table(  # deleted objects: a list that was read up to such an object continues from there
     "ragcache_openai_gone",
     _metadata,
     Column("number", BigInteger, primary_key=True, autoincrement=False),
@@ -76,7 +80,7 @@ pieces = Table(
 
 
 class Record(NamedTuple):
-    """An object that is kept. body: what it says, as JSON"""
+    """An object that is kept. body: its content, as JSON"""
 
     id: str
     kind: str
@@ -90,15 +94,17 @@ class Record(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A part of a list, and whether more follow."""
+    """A part of a list, and whether more objects follow."""
 
     records: list[Record]
     has_more: bool
 
 
 class Records:
-    """Safe to call from several threads and processes. The tables are made at the first change: a store that nobody
-    keeps anything in has none."""
+    """The table of kept objects. Safe to use from several threads and processes.
+
+    The tables are made at the first change, so that a store without kept objects has none.
+    """
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -109,10 +115,12 @@ class Records:
         return self._db.read_only
 
     def add(self, records: Sequence[Record], content: BinaryIO | None = None) -> list[Record]:
-        """Keep new objects, all of them or none; one that has the id of another takes its place.
+        """Keep new objects, all or none; an object with the id of another replaces it.
 
-        content: bytes of the only one of them, a file. Raises NoSuchDocumentError where what they are to be below was
-        deleted meanwhile, StoreReadOnlyError, StoreBusyError, StoreFullError.
+        content: bytes of a file, if `records` has just that file
+
+        Raises NoSuchDocumentError if a parent was deleted meanwhile, StoreReadOnlyError, StoreBusyError,
+        StoreFullError.
         """
         now, parents = time.time(), {one.parent for one in records} - {"", *(one.id for one in records)}
         with self._writing() as connection:
@@ -135,15 +143,15 @@ class Records:
         return next((one for one in found if (one.kind, one.owner) == (kind, owner)), None)
 
     def among(self, ids: Sequence[str]) -> list[Record]:
-        """Those of these ids that are there, in the order of their making."""
+        """Return the objects with these ids that exist, in order of creation."""
         found: list[Record] = []
         for start in range(0, len(ids), AT_ONCE):
-            part = [id for id in ids[start : start + AT_ONCE] if "\0" not in id]  # which PostgreSQL would refuse
+            part = [id for id in ids[start : start + AT_ONCE] if "\0" not in id]  # PostgreSQL would refuse NUL
             found += self._select(objects.c.id.in_(part))
         return found
 
     def of_state(self, kind: str, state: str, limit: int) -> list[Record]:
-        """The oldest objects in this state, whoever owns them."""
+        """Return the oldest objects in this state, of all owners."""
         return self._select(objects.c.kind == kind, objects.c.state == state, limit=limit)
 
     def page(
@@ -161,14 +169,14 @@ class Records:
         words: Sequence[str] = (),
         any_parent: bool = False,
     ) -> Page:
-        """Objects of a kind in the order of their making, from behind `after`, up to `before`, which may have been
+        """Return objects of a kind in order of creation, from after `after`, up to `before`. Either may have been
         deleted meanwhile.
 
-        words: in lower case, all of which their text holds
+        words: in lower case; the text of an object has to contain all
 
-        Raises ConfigError for a bound that never was there.
+        Raises ConfigError for a bound that never existed.
         """
-        if any("\0" in text for text in (*words, state or "")):  # which PostgreSQL would refuse
+        if any("\0" in text for text in (*words, state or "")):  # PostgreSQL would refuse NUL
             return Page([], False)
         wanted = [objects.c.kind == kind, objects.c.owner == owner]
         wanted += [] if any_parent else [objects.c.parent == parent]
@@ -179,14 +187,14 @@ class Records:
             if id:
                 bound, rises = self._number(owner, id, name), behind != newest_first
                 wanted.append(objects.c.number > bound if rises else objects.c.number < bound)
-        # What stands right before an object is read backwards from it.
+        # The page right before an object is read backwards from it.
         backwards = bool(before) and not after
         found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first != backwards)
         page = found[:limit]
         return Page(page[::-1] if backwards else page, len(found) > limit)
 
     def states(self, kind: str, parent: str, ids: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
-        """How many files below `parent` are in which state, and the bytes of these."""
+        """Return for each state the number of files below `parent` and their bytes."""
         size = func.coalesce(func.sum(objects.c.body["bytes"].as_integer()), 0)
         query = select(objects.c.state, func.count(), size).where(objects.c.kind == kind, objects.c.parent == parent)
         query = query if ids is None else query.where(objects.c.id.in_(ids))
@@ -195,7 +203,7 @@ class Records:
             return {state: (count, int(total)) for state, count, total in rows}
 
     def length(self, parent: str) -> tuple[int, int]:
-        """How many objects are below `parent`, and the letters of their texts."""
+        """Return the number of objects below `parent`, and the number of letters in their texts."""
         query = select(func.count(), func.coalesce(func.sum(func.length(objects.c.text)), 0))
         with self._reading() as connection:
             if connection is None:
@@ -204,13 +212,15 @@ class Records:
             return int(count), int(letters)
 
     def change(self, id: str, body: Mapping[str, Any] | None = None, state: str | None = None) -> bool:
-        """Replace a body or a state; whether the object is still there."""
+        """Replace a body or a state. Return whether the object still exists."""
         values = {name: value for name, value in (("body", body), ("state", state)) if value is not None}
         with self._writing() as connection:
             return bool(connection.execute(update(objects).where(objects.c.id == id).values(values)).rowcount)
 
     def settle(self, known: Record, body: Mapping[str, Any], state: str) -> Record | None:
-        """Replace body and state where the object is as it is known; the object as it is now, None where it is gone."""
+        """Replace body and state if the object is unchanged. Return the object as it is now, or None if it was
+        deleted.
+        """
         with self._writing() as connection:
             row = connection.execute(select(objects).where(objects.c.number == known.number)).mappings().one_or_none()
             current = None if row is None else _record(row)
@@ -222,7 +232,7 @@ class Records:
             return settled
 
     def delete(self, ids: Iterable[str]) -> None:
-        """Delete objects, and what is below them."""
+        """Delete objects, and all objects below them."""
         wanted = list(ids)
         with self._writing() as connection:
             for start in range(0, len(wanted), AT_ONCE):
@@ -230,7 +240,7 @@ class Records:
                 _delete(connection, or_(objects.c.id.in_(part), objects.c.parent.in_(part)))
 
     def keep_newest(self, kind: str, owner: str, most: int) -> None:
-        """Delete the owner's oldest objects of a kind beyond so many."""
+        """Delete the owner's oldest objects of a kind, and keep the newest `most`."""
         mine = and_(objects.c.kind == kind, objects.c.owner == owner)
         last = select(objects.c.number).where(mine).order_by(objects.c.number.desc()).offset(most).limit(1)
         with self._writing() as connection:
@@ -238,12 +248,12 @@ class Records:
                 _delete(connection, and_(mine, objects.c.number <= number))
 
     def ending(self, kind: str, owner: str, end: str) -> list[Record]:
-        """Objects whose ids end so."""
+        """Return objects whose ids have this ending."""
         mine = and_(objects.c.kind == kind, objects.c.owner == owner)
         return self._select(mine, objects.c.id.endswith(end, autoescape=True))
 
     def content(self, record: Record) -> Iterator[bytes]:
-        """The bytes of a file, piece by piece."""
+        """Yield the bytes of a file, piece by piece."""
         for place in range(-(-int(record.body["bytes"]) // PIECE)):
             query = select(pieces.c.bytes).where(pieces.c.file == record.number, pieces.c.place == place)
             with self._reading() as connection:
@@ -253,7 +263,7 @@ class Records:
             yield piece
 
     def _number(self, owner: str, id: str, name: str) -> int:
-        """The number of an object that bounds a list, or had it."""
+        """Return the number of an object that bounds a list; the object may have been deleted."""
         if found := [one.number for one in self.among([id]) if one.owner == owner]:
             return found[0]
         with self._reading() as connection:
@@ -275,7 +285,7 @@ class Records:
 
     @contextmanager
     def _reading(self) -> Iterator[Connection | None]:
-        """None where nothing was ever kept."""
+        """Yield a connection, or None if nothing was ever kept."""
         with self._db.read() as connection:
             self._made = self._made or inspect(connection).has_table(objects.name)
             yield connection if self._made else None
@@ -290,7 +300,7 @@ class Records:
 
 
 def _delete(connection: Connection, wanted: ColumnElement[bool]) -> None:
-    """Delete objects, and note them among those that are gone, of which the oldest are forgotten."""
+    """Delete objects, and remember their ids, of which the oldest are dropped."""
     oldest = select(func.max(objects.c.number) - REMEMBERED).scalar_subquery()
     connection.execute(delete(gone).where(gone.c.number < oldest))
     noted = select(objects.c.number, objects.c.id, objects.c.owner).where(wanted)

@@ -1,4 +1,4 @@
-"""/v1/responses: a chat in the shapes of OpenAI's newer API, which goes on from what the server keeps."""
+"""/v1/responses: chats in the format of OpenAI's newer API, which can continue from answers that the server keeps."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ResponsesRequest(Ignored):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The input as it is kept."""
+        """Return the input as items to keep."""
         if isinstance(self.input, str):
             return kept_items([InputMessage(role="user", content=self.input)])
         return kept_items(self.input)
@@ -158,7 +158,7 @@ class ResponsesRequest(Ignored):
         return bool(self.include)
 
     def as_chat(self, history: Sequence[dict[str, Any]] = ()) -> ChatRequest:
-        """The same question as a chat. history: kept items before the input"""
+        """Return the request as a chat request. history: kept items before the input"""
         told = [Message(role="system", content=self.instructions)] if self.instructions else []
         form = self.text.format if self.text is not None else None
         return ChatRequest(
@@ -174,7 +174,7 @@ class ResponsesRequest(Ignored):
         )
 
     def _searching(self) -> Extension | None:
-        """The extension with what file search adds to it."""
+        """Return the extension with the options of the file search added."""
         if self.search is None:
             return self.ragcache
         found = self.search.filters and translated(self.search.filters, "tools[0].filters")
@@ -323,7 +323,7 @@ async def create_response(request: Request, caller: CallerParam, asked: Response
 
 
 async def _kept(events: AsyncIterator[Event], writer: ResponseWriter) -> AsyncIterator[Event]:
-    """The same events. What was found, and the whole answer, are looked up and kept before they are told."""
+    """Yield the events. Sources are looked up, and the whole answer is kept, before their event is passed on."""
     async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
             if isinstance(one, Sources):
@@ -334,8 +334,11 @@ async def _kept(events: AsyncIterator[Event], writer: ResponseWriter) -> AsyncIt
 
 
 async def history_of(caller: Caller, asked: ResponsesRequest) -> list[dict[str, Any]]:
-    """The items that an answer goes on from. Raises ApiError: they are gone or another key's (404; for an earlier
-    answer 400, as OpenAI says it), or too many."""
+    """Return the items that an answer continues from.
+
+    Raises ApiError if they were deleted or are another key's (404; for an earlier answer 400, as in OpenAI's API), or
+    if there are too many.
+    """
     if (conversation := asked.conversation_id) is not None:
         await find_conversation(caller, conversation, "conversation")
         check_room(*await caller.read(caller.records.length, conversation), "conversation")
@@ -348,7 +351,7 @@ async def history_of(caller: Caller, asked: ResponsesRequest) -> list[dict[str, 
 
 
 def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
-    """What was asked and answered up to a kept answer, the oldest first."""
+    """Return the inputs and outputs up to a kept answer, oldest first."""
     found: list[list[dict[str, Any]]] = []
     param, next_id = "previous_response_id", id
     count = letters = 0
@@ -404,12 +407,12 @@ async def delete_response(caller: CallerParam, id: str) -> Deleted:
 
 @dataclass
 class ResponseWriter(Writer):
-    """Writes one answer in the shapes of OpenAI's newer API.
+    """Writes an answer in the format of OpenAI's newer API.
 
-    item, search_id: of its message, and of its file search
-    numbers: of its events
-    found: what the file search found
-    kept: whether the answer can be gone on from
+    item, search_id: ids of its message and its file search
+    numbers: sequence numbers of its events
+    found: results of the file search
+    kept: whether another answer can continue from this answer
     """
 
     id: str = field(default_factory=lambda: new_id("resp_"))
@@ -427,13 +430,14 @@ class ResponseWriter(Writer):
         self.items = self.asked.items
 
     async def look_up(self, hits: Sequence[Source]) -> None:
-        """Find the files of what was found, where they are to be shown."""
+        """Look up the files of the hits, if the request has a file search."""
         if self.asked.search is not None:
             self.found = await shown_hits(self.caller, hits)
 
     async def keep(self, answer: Answer) -> None:
-        """Keep the answer, and add it to its conversation. Where that fails, the answer is told all the same, with
-        store: false."""
+        """Keep the answer, and add it to its conversation. If that fails, the answer is sent anyway, with store:
+        false.
+        """
         whole = self.whole(answer)
         try:
             if (conversation := self.asked.conversation_id) is not None:
@@ -453,7 +457,7 @@ class ResponseWriter(Writer):
         return self.whole(answers[0])
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
-        """The stream."""
+        """Yield the events of the stream."""
         found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
         for name in ("response.created", "response.in_progress"):
             yield self.say(name, response=self.response("in_progress", [], None, found))
@@ -486,7 +490,7 @@ class ResponseWriter(Writer):
         return self.say("error", code=problem.code, message=problem.body().error.message, param=problem.param)
 
     def say(self, type: str, **fields: Any) -> bytes:
-        """The next event."""
+        """Return the next event."""
         return event(ResponseEvent(type=type, sequence_number=next(self.numbers), **fields).to_json(), type)
 
     def whole(self, answer: Answer) -> ResponseObject:
@@ -533,7 +537,7 @@ class ResponseWriter(Writer):
         )
 
     def searches(self) -> list[FileSearchCall]:
-        """The file search, where there was one."""
+        """Return the file search, if there was one."""
         if self.asked.search is None:
             return []
         results = [FileSearchResult(**one) for one in self.found] if self.asked.wants_results else None
@@ -555,7 +559,7 @@ def _part(text: str, cited: Sequence[dict[str, JsonValue]] = ()) -> OutputText:
 
 
 def _cited(answer: Answer) -> list[dict[str, JsonValue]]:
-    """Citations; what is a file of a vector store is cited by that file's own id, once."""
+    """Return the citations. A file of a vector store is cited once, by its file id."""
     files = {hit.chunk.document_id: hit.chunk.metadata.get(FILE_FIELD) for hit in answer.hits}
     found: dict[Any, dict[str, JsonValue]] = {}
     for one in citations(answer):

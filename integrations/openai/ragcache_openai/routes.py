@@ -1,4 +1,4 @@
-"""The routes of this package, and what runs while they are served."""
+"""The routes of this package, and the indexer that runs while they are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragcache_openai.own_documents import without_files
 async def _running(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     kept = kept_of(app)
-    kept.work = asyncio.Event()  # of this loop
+    kept.work = asyncio.Event()  # an event of this loop
     if kept.records.read_only:
         yield
         return
@@ -34,6 +34,6 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 
 router = APIRouter(lifespan=_running)
-router.view = without_files  # type: ignore[attr-defined]  # what the server lets other routes see
+router.view = without_files  # type: ignore[attr-defined]  # the view that the server gives to other routes
 for part in (responses, conversations, files, vector_stores):
     router.include_router(part.router)

@@ -1,7 +1,8 @@
-"""File search: OpenAI's filters as the store's, and what is found in vector stores.
+"""File search: translation of OpenAI's filters to the store's, and the results in vector stores.
 
-A file in a vector store is documents of the store whose metadata name both (see `own_documents`). So a search in vector
-stores is a retrieval among these, and KV of a text is kept once, in however many of them it is.
+A file in a vector store is stored as documents whose metadata name both (see `own_documents`). So a search in vector
+stores is a retrieval among these documents, and KV of a text is kept once, whatever the number of vector stores it is
+in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ragcache_openai.records import Record
 STORE, FILE, ATTACHED, BATCH = "vector_store", "file", "vector_store.file", "vector_store.files_batch"
 """Kinds of records."""
 STORE_FIELD, FILE_FIELD, ATTRIBUTE = "_vector_store_id", "_file_id", "_attributes."
-"""Metadata of a document that is a file in a vector store. No other document's has such names."""
+"""Metadata fields of documents that are files in a vector store. No other document has them."""
 MOST_RESULTS = 50
 MOST_STORES = 100
 DEEPEST = 8
@@ -51,7 +52,7 @@ class Compound(RequestModel):
 
 
 def _form(given: Any) -> str:
-    """Which of the two was meant: the errors are then about that one."""
+    """Return the form of the filter, so that errors refer to that form."""
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
     return "Compound" if kind in ("and", "or") else "Comparison"
 
@@ -75,7 +76,7 @@ class RankingOptions(RequestModel):
     hybrid_search: HybridSearch | None = None
 
     def options(self) -> dict[str, Any]:
-        """The engine's options that say the same."""
+        """Return the equivalent options of the engine."""
         found: dict[str, Any] = {"rerank": False} if self.ranker == "none" else {}
         if self.score_threshold:
             found["score_threshold"] = self.score_threshold
@@ -93,7 +94,7 @@ class FileSearchTool(RequestModel):
 
 
 def translated(filters: Comparison | Compound, param: str, depth: int = 0) -> Filter:
-    """The filter of documents whose attributes pass. Raises ApiError (400) naming `param`."""
+    """Return the filter for documents whose attributes pass. Raises ApiError (400) naming `param`."""
     if not depth and (count := _comparisons(filters)) > MAX_CONDITIONS:
         message = f"filters are {count} comparisons, and {MAX_CONDITIONS} can be made; use 'in' for lists of values"
         raise ApiError(400, message, "invalid_filter", param)
@@ -116,12 +117,14 @@ def _comparisons(filters: Comparison | Compound) -> int:
 
 
 async def check_stores(caller: Caller, ids: Sequence[str], param: str) -> None:
-    """Raises ApiError (404) for a vector store that is not there, or another key's."""
+    """Raise ApiError (404) for a vector store that does not exist or is another key's."""
     await caller.among(STORE, ids, "vector store", param)
 
 
 async def shown_hits(caller: Caller, hits: Iterable[Hit | Source]) -> list[dict[str, Any]]:
-    """What was found: the file, its attributes, text and score. Of a file that was detached meanwhile: nothing."""
+    """Return the hits as results: file, attributes, text and score. Hits in a file that was detached meanwhile are
+    left out.
+    """
     found = [(hit, place) for hit in hits if (place := place_of(hit.chunk.metadata)) is not None]
     ids = list(dict.fromkeys(place for _, place in found))
     files: dict[str, Record] = {one.id: one for one in await caller.read(caller.records.among, ids)}
@@ -139,11 +142,11 @@ async def shown_hits(caller: Caller, hits: Iterable[Hit | Source]) -> list[dict[
 
 
 def _with_place(attributes: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's attributes and, behind them, the passage's place, as far as there is room."""
+    """Return a file's attributes followed by the passage's place, up to MOST_PAIRS."""
     place = {key: metadata[key] for key in KEYS if key in metadata}
     return dict(list({**attributes, **place, **attributes}.items())[:MOST_PAIRS])
 
 
 def place_of(metadata: Any) -> str | None:
-    """Id of the record that says that a document's file is in its vector store."""
+    """Return the id of the record that attaches a document's file to its vector store, or None for another document."""
     return f"{metadata[STORE_FIELD]}/{metadata[FILE_FIELD]}" if {STORE_FIELD, FILE_FIELD} <= metadata.keys() else None

@@ -1,4 +1,4 @@
-"""/v1/vector_stores: collections of files, indexed in the background, and the search in them."""
+"""/v1/vector_stores: collections of files, indexed in the background, and search in them."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ async def search_store(request: Request, caller: CallerParam, id: str, asked: St
 def _found(
     retrieve: Callable[..., list[Hit]], queries: Sequence[str], most: int, options: Mapping[str, Any]
 ) -> list[Hit]:
-    """What any of the queries finds, each passage once, the best first."""
+    """Return hits of any of the queries, each passage once, best first."""
     best: dict[str, Hit] = {}
     for query in queries:
         for hit in retrieve(query, most, **options):
@@ -297,7 +297,7 @@ def _found(
     return (found if len(queries) == 1 else sorted(found, key=lambda hit: -hit.score))[:most]
 
 
-# Files in them
+# Files in vector stores
 
 
 @router.post(
@@ -396,7 +396,7 @@ async def list_batch(caller: CallerParam, id: str, batch_id: str, ends: Ends, fi
     return await _list_files(caller, id, ends, filter, ids=batch.body["files"])
 
 
-# What they share
+# Shared functions
 
 
 async def _find_store(caller: Caller, id: str) -> Record:
@@ -419,8 +419,9 @@ async def _find_batch(caller: Caller, store: str, id: str) -> Record:
 
 
 async def _to_attach(caller: Caller, store: str, wanted: Sequence[FileToAttach], param: str) -> list[Record]:
-    """Records of files that are to be indexed. Raises ApiError: a file is absent (404), or of no kind that can be
-    read, or to be cut otherwise than the store cuts (400)."""
+    """Return the records of files to index. Raises ApiError if a file is absent (404), has a kind that cannot be
+    read, or asks for other chunk sizes than the store's (400).
+    """
     ids = list(dict.fromkeys(one.file_id for one in wanted))
     files = {one.id: one for one in await caller.among(FILE, ids, "file", param)}
     found = []
@@ -458,8 +459,9 @@ def _sizes(caller: Caller) -> StaticSizes:
 
 
 async def delete_indexed(caller: Caller, documents: Filter | None, ids: Sequence[str]) -> None:
-    """Delete documents, then the records that say so: a deletion that is interrupted is found and done again. A client
-    that hangs up does not end it."""
+    """Delete documents, then their records, so that an interrupted deletion is found and repeated. A client that
+    hangs up does not stop it.
+    """
 
     async def work() -> AsyncGenerator[None, None]:
         if documents is not None:
@@ -472,7 +474,7 @@ async def delete_indexed(caller: Caller, documents: Filter | None, ids: Sequence
 
 
 def inside(file: Record) -> dict[str, str]:
-    """The filter of the documents that a file in a vector store is."""
+    """Return the filter for the documents of a file in a vector store."""
     return {STORE_FIELD: file.parent, FILE_FIELD: file.body["file_id"]}
 
 
@@ -484,7 +486,7 @@ def _texts(caller: Caller, file: Record) -> list[str]:
 async def _list_files(
     caller: Caller, store: str, ends: Mapping[str, Any], state: str | None, ids: Sequence[str] | None = None
 ) -> ListOf:
-    """A file is listed by its own id; its record's has the vector store's before it."""
+    """Return a page of files. A file is listed by its own id; the id of its record has the vector store's before it."""
     own = {name: ends[name] and f"{store}/{ends[name]}" for name in ("after", "before")}
     wanted = {**ends, **own, "parent": store, "state": state, "ids": ids}
     return await caller.list(ATTACHED, lambda file: _file(caller, file).model_dump(), **wanted)
@@ -525,7 +527,7 @@ def _shown_batch(caller: Caller, batch: Record) -> FileBatch:
 
 
 def _file(caller: Caller, file: Record) -> VectorStoreFile:
-    failure = file.body.get("error") if file.state in (FAILED, DONE) else None  # of a part, or of all of it
+    failure = file.body.get("error") if file.state in (FAILED, DONE) else None  # why all of it failed, or a part
     return VectorStoreFile(
         id=file.body["file_id"],
         object="vector_store.file",

@@ -1,4 +1,4 @@
-"""A conversation over nodes by fused prefill."""
+"""A chat engine that answers over nodes by fused prefill."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["RagCacheChatEngine"]
 
 
 class RagCacheChatEngine(ContextChatEngine):
-    """LlamaIndex's context chat engine, whose passages are not read again.
+    """LlamaIndex's context chat engine with the KV of passages reused.
 
     Every turn retrieves passages for the message and answers over them, with earlier turns from the memory. Without a
-    context template the passages stand in front of the last user message, where the store's own prompt has them; with
-    one, in the system message, as the template says.
+    context template the passages are put before the last user message, as in the store's own prompt; with a template
+    they are in the system message, at its place for them.
     """
 
     def __init__(
@@ -41,8 +41,11 @@ class RagCacheChatEngine(ContextChatEngine):
         context_refine_template: str | PromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        """Raises ConfigError for a model that is no RagCacheLLM, a template that lacks {context_str}, and for a refine
-        template: passages are read together, and no answer is refined."""
+        """Make a chat engine.
+
+        Raises ConfigError for a model that is not a RagCacheLLM, a template that lacks {context_str}, and any refine
+        template: passages are read together, and no answer is refined.
+        """
         if not isinstance(llm, RagCacheLLM):
             raise ConfigError(f"RagCacheChatEngine needs a RagCacheLLM, not {type(llm).__name__}")
         if context_refine_template is not None:
@@ -52,7 +55,7 @@ class RagCacheChatEngine(ContextChatEngine):
         )
         self._fused_llm = llm
         self._written = context_template is not None
-        self._get_response_synthesizer([])  # refuses a bad template now, not at the first message
+        self._get_response_synthesizer([])  # refuses a bad template here, not at the first message
 
     @classmethod
     def from_defaults(
@@ -68,8 +71,9 @@ class RagCacheChatEngine(ContextChatEngine):
         llm: LLM | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Same as for ContextChatEngine. The default memory counts in the model's own tokens and keeps as many as fit
-        half its context, so that passages have room."""
+        """Make a chat engine with the defaults of ContextChatEngine. The default memory counts the model's own
+        tokens and keeps as many as fit half its context, so that passages have room.
+        """
         chosen = llm or Settings.llm
         if system_prompt is not None and prefix_messages is not None:
             raise ConfigError("give system_prompt or prefix_messages, not both")
@@ -105,7 +109,7 @@ class RagCacheChatEngine(ContextChatEngine):
 
 
 def _template(context: PromptTemplate, system: str) -> ChatPromptTemplate:
-    """The context, and behind it the system prompt, as one system message; then the question."""
+    """Return a template of the context and the system prompt as a system message, then the question."""
     return ChatPromptTemplate(
         [
             ChatMessage(role=MessageRole.SYSTEM, content=context.template + system.strip()),

@@ -18,7 +18,7 @@ DEFAULT_BATCH = 256
 
 
 class RagCacheEmbedding(BaseEmbedding):
-    """The embedding model of an open store, shared with it: the same vectors, the weights loaded once.
+    """The embedding model of an open store, shared with it: the same vectors, and weights loaded once.
 
     For `VectorStoreIndex(..., embed_model=...)` and pipelines that write to a RagCacheVectorStore.
     """

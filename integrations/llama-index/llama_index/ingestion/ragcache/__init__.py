@@ -1,4 +1,4 @@
-"""KV blocks computed inside a LlamaIndex ingestion pipeline."""
+"""A transformation that computes KV blocks inside a LlamaIndex ingestion pipeline."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["RagCachePrecompute", "RagCacheTransform"]
 
 
 class RagCacheTransform(TransformComponent):
-    """Stores nodes as passages, computes their KV, and gives them back with handle and embedding.
+    """A transformation that stores nodes as passages, computes their KV, and returns them with handle and embedding.
 
-    A node that comes with an embedding keeps it. The store's own index holds a vector of the store's model in any case.
+    A node that has an embedding keeps it, though the store's own index holds a vector of the store's model.
 
-    The last step of an IngestionPipeline. With `vector_store=RagCacheVectorStore(kb)` the pipeline then finds the nodes
-    in the store already: nothing is embedded or computed twice. With another vector store the nodes carry their
-    handles there. A handle that comes out of the pipeline's own cache may be of a block that is gone by then: handles
-    are hints, checked when they are used.
+    Use it as the last step of an IngestionPipeline. With `vector_store=RagCacheVectorStore(kb)` the pipeline then finds
+    the nodes in the store already: nothing is embedded or computed twice. With another vector store the nodes carry
+    their handles there. A handle from the pipeline's own cache may name a block that was dropped since: handles are
+    hints, checked when they are used.
 
-        kb: an open store, or the path of one (`rc.open_shared`)
+        kb: an open store, or the path of a store (`rc.open_shared`)
         kv: "eager" computes KV blocks now, "lazy" at their first use (no handle is attached then)
         timeout_s: how long to wait for another process that is writing
     """
@@ -57,7 +57,7 @@ class RagCacheTransform(TransformComponent):
         )
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Copies of the nodes; those given are left as they are, since pipelines compare their hashes.
+        """Return finished copies of the nodes; the originals are not changed, since pipelines compare their hashes.
 
         Raises MetadataError, IngestError, ReaderError, ContextTooLongError, StoreBusyError.
         """
@@ -78,6 +78,6 @@ class RagCacheTransform(TransformComponent):
 
 
 def _finished(node: BaseNode, handle: str | None, vector: list[float] | None) -> BaseNode:
-    """Return a copy that shares nothing that is changed. vector: for a node without an embedding."""
+    """Return a copy that shares no changed part. vector: used for a node without an embedding"""
     kept = vector if node.embedding is None else node.embedding
     return with_handle(node.model_copy(update={"embedding": kept}), handle)

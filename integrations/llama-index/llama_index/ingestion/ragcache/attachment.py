@@ -1,7 +1,7 @@
-"""A user's own index, vector store or retriever whose nodes have their KV in a store of ragcache.
+"""Attachment of a user's own index, vector store or retriever to a ragcache store that keeps the KV of its nodes.
 
-Only KV is kept, and what names the document of a passage: embeddings, texts and searches stay where they are. What the
-model reads of a node is what LlamaIndex's synthesizers give it: its metadata above its text (`MetadataMode.LLM`).
+Only KV and the name of each passage's document are kept here: embeddings, texts and searches stay where they are. The
+model reads a node as LlamaIndex's synthesizers give it: its metadata above its text (`MetadataMode.LLM`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ragcache.errors import ConfigError
 
 
 class RagCachePrecompute(TransformComponent):
-    """Makes the KV of nodes on their way through a pipeline; nothing is embedded or stored with it.
+    """A transformation that computes the KV of nodes in a pipeline; nothing is embedded or stored with it.
 
-    A step of an IngestionPipeline behind whatever cuts the nodes. They come back with their handles, where neither the
-    model nor an embedder reads them; those that the model cannot read pass as they are.
+    Use it as a step of an IngestionPipeline after the step that splits nodes. Nodes are returned with their handles,
+    hidden from the model and the embedder; nodes that the model cannot read are returned as they are.
 
-        kb: an open store, or the path of one (`rc.open_shared`)
+        kb: an open store, or the path of a store (`rc.open_shared`)
         collection: see `ragcache.RagCache.precompute`
-        metadata_mode: what the model is going to read of a node
+        metadata_mode: the part of a node's metadata that the model will read
     """
 
     collection: str = ""
@@ -53,7 +53,7 @@ class RagCachePrecompute(TransformComponent):
         raise ConfigError("an open store cannot be copied to another process; run the pipeline with num_workers=None")
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Copies of the nodes. Raises what `ragcache.RagCache.precompute` raises."""
+        """Return copies of the nodes with handles. Raises the errors of `ragcache.RagCache.precompute`."""
         passages = [to_passage(node, self.metadata_mode) for node in nodes]
         return with_handles(nodes, self._kb.precompute(passages, collection=self.collection).handles)
 
@@ -64,10 +64,10 @@ class RagCachePrecompute(TransformComponent):
 
 
 class LlamaIndexAdapter:
-    """What `rc.RagCache.precompute` and `rc.attach` know of LlamaIndex."""
+    """Adapter of LlamaIndex's objects for `rc.RagCache.precompute` and `rc.attach`."""
 
     def documents(self, given: Any) -> Iterable[rc.Document]:
-        """Raises ConfigError for what does not say which nodes it holds."""
+        """Return the nodes of an object as documents. Raises ConfigError if the object does not give them."""
         if isinstance(given, NodeWithScore | BaseNode):
             return [to_passage(given.node if isinstance(given, NodeWithScore) else given)]
         found = _held(given)
@@ -85,7 +85,9 @@ class LlamaIndexAdapter:
         return next((one for one in inner if isinstance(one, BaseIndex | BasePydanticVectorStore)), given)
 
     def hooks(self, given: Any, attachment: rc.Attachment) -> Mapping[str, rc.Hook]:
-        """metadata_mode: what the model is going to read of a node. Raises ConfigError."""
+        """Return the hooks for an object's methods. The option metadata_mode says which metadata of a node the
+        model will read. Raises ConfigError for another option or object.
+        """
         if unknown := [name for name in attachment.options if name != "metadata_mode"]:
             raise ConfigError(f"attach takes no {', '.join(unknown)} for objects of LlamaIndex, only metadata_mode")
         link = _Link(attachment)
@@ -120,7 +122,7 @@ ADAPTER = LlamaIndexAdapter()
 
 
 class _Link:
-    """What follows the methods of an attached object."""
+    """Functions that run after the methods of an attached object."""
 
     def __init__(self, attachment: rc.Attachment) -> None:
         self._attachment = attachment
@@ -143,7 +145,7 @@ class _Link:
         ids, source = arguments.get("node_ids"), arguments.get("ref_doc_id")
         if ids or source:
             self._attachment.forget(ids or (), sources=[source] if source else ())
-        else:  # by filters: what it still holds stays
+        else:  # by filters: nodes that it still holds stay
             self._attachment.sync(given)
         return result
 
@@ -163,7 +165,7 @@ class _Link:
 
 
 def to_passage(node: BaseNode, mode: MetadataMode = MetadataMode.LLM) -> rc.Document:
-    """What the model reads of a node, under its id and that of the document that it was cut from."""
+    """Return the text that the model reads of a node, with its id and the id of the document that it was cut from."""
     node = bare(node)  # modes that read all metadata would read the handle
     text = node.get_content(metadata_mode=mode)
     return rc.Document(node.node_id, text, node.metadata, source=node.ref_doc_id or "")
@@ -175,7 +177,7 @@ def with_handles(nodes: Sequence[BaseNode], handles: Sequence[str | None]) -> li
 
 
 def clean(value: Any) -> Any:
-    """Return an argument of an index's or a store's method with no handle in the nodes that it holds."""
+    """Return an argument of an index's or a store's method without handles in its nodes."""
     if isinstance(value, BaseNode):
         return bare(value)
     holds = isinstance(value, list | tuple) and value and isinstance(value[0], BaseNode)
@@ -183,13 +185,13 @@ def clean(value: Any) -> Any:
 
 
 def _held(given: Any) -> Iterable[BaseNode] | None:
-    """The nodes of an index, a store that gives them out, or a retriever over one of these; None: unknown."""
+    """Return the nodes of an index, of a store that returns them, or of a retriever over one; None: unknown."""
     if isinstance(given, BaseIndex):
         return list(given.docstore.docs.values()) or _held(getattr(given, "vector_store", None))
     if isinstance(given, BasePydanticVectorStore):
         try:
             return list(given.get_nodes())
-        except (NotImplementedError, TypeError, ValueError):  # stores without text, and those that want ids
+        except (NotImplementedError, TypeError, ValueError):  # stores without text, and those that need ids
             return None
     if isinstance(given, BaseRetriever):
         inner = [getattr(given, name, None) for name in ("_index", "_vector_store")]

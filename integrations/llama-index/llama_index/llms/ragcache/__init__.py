@@ -1,4 +1,4 @@
-"""A language model that answers over KV blocks: fused prefill for LlamaIndex."""
+"""A language model for LlamaIndex that answers by fused prefill over KV blocks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = ["FusedPrompt", "PassageBlock", "RagCacheLLM"]
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
-# The engine's options, but for the sampling, whose fields stand for it, and for what LlamaIndex cancels by itself.
+# The engine's options. The sampling is given by its fields, and cancelling is up to LlamaIndex.
 _READING = tuple(name for name in rc.GenerationOptions.__annotations__ if name not in ("sampling", "cancelled"))
-_FORMS = ("json_schema", "regex", "choices")  # of the sampling, with a call alone
+_FORMS = ("json_schema", "regex", "choices")  # of the sampling, given with a call only
 _SAMPLING = tuple(field.name for field in fields(rc.Sampling) if field.name not in _FORMS)
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format")
 _CHAT = ("context", "drop_turns")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class _Step(NamedTuple):
-    """text, calls and thoughts so far, what is new in the text, and at the end the engine's answer."""
+    """A step of an answer: text, calls and reasoning so far, new text, and at the end the engine's answer."""
 
     text: str
     delta: str
@@ -64,11 +64,11 @@ _AsyncSteps = AsyncGenerator[_Step, None]
 
 
 class RagCacheLLM(FunctionCallingLLM):
-    """The language model of a store. One that is given open is closed by who opened it.
+    """The language model of a store. A store that is passed in open is closed by its opener.
 
-    Beside plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
-    `llama_index.llms.ragcache.segments` for the three ways to hand them over. Every field may also be given with a
-    call, as a keyword. The last response of a call holds the engine's answer as JSON in `raw`: sources, timings, usage.
+    Apart from plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
+        `llama_index.llms.ragcache.segments` for the three ways to pass them. Every field may also be given with a call,
+        as a keyword. The last response of a call holds the engine's answer as JSON in `raw`: sources, timings, usage.
     """
 
     max_tokens: int | None = Field(default=None, description="Most tokens of an answer; None: until its end.")
@@ -100,10 +100,12 @@ class RagCacheLLM(FunctionCallingLLM):
     _kb: rc.RagCache = PrivateAttr()
 
     def __init__(self, kb: rc.RagCache | str | Path, *, model: str | None = None, **options: Any) -> None:
-        """kb: an open store, or the path of one, which is opened once for all that name it, and closed with the last
+        """Open the model.
 
+        kb: an open store, or the path of a store, which is opened once for all components that name it, and closed with
+            the last of these
         model: to open a path with; None: the store's own
-        Raises ConfigError for a field that is out of range or unknown, and what `rc.open_shared` raises.
+        Raises ConfigError for a field that is out of range or unknown, and the errors of `rc.open_shared`.
         """
         _refuse_unknown(set(options) - set(type(self).model_fields), (*_OPTIONS, *_CHAT))
         super().__init__(**options)
@@ -116,7 +118,7 @@ class RagCacheLLM(FunctionCallingLLM):
 
     @property
     def kb(self) -> rc.RagCache:
-        """The open store."""
+        """Return the open store."""
         return self._kb
 
     @property
@@ -139,12 +141,11 @@ class RagCacheLLM(FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer the last user message.
 
-        segments: passages put in front of the last user message; or PassageBlocks inside messages, read where they
-                  stand
-        tools:    functions that the model may call, with tool_choice, parallel_tool_calls and tool_format: as
-                  `rc.RagCache.chat` takes them. `chat_with_tools` takes LlamaIndex's own tools
+        segments: passages put before the last user message; or PassageBlocks inside messages, read at their place
+        tools:    functions that the model may call, with tool_choice, parallel_tool_calls and tool_format, as in
+            `rc.RagCache.chat`. `chat_with_tools` takes LlamaIndex's own tools
 
-        json_schema, regex, choices: form that decoding is held to, as in `rc.Sampling`
+        json_schema, regex, choices: constraint on decoding, as in `rc.Sampling`
 
         Raises PromptError, ContextTooLongError, UnknownHandleError, ConfigError.
         """
@@ -173,9 +174,9 @@ class RagCacheLLM(FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Go on with a raw prompt, without the chat template.
+        """Continue a raw prompt, without the chat template.
 
-        segments: passages put in front of the prompt; or a FusedPrompt, whose passages are read where they stand
+        segments: passages put before the prompt; or a FusedPrompt, whose passages are read at their place
         """
         return _completion_response(_last(self._completion_steps(prompt, formatted, kwargs)))
 
@@ -219,9 +220,9 @@ class RagCacheLLM(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls of a response, without those that cannot be read: their blocks hold what the model wrote.
+        """Return the calls of a response, without unreadable calls, whose blocks hold the text that the model wrote.
 
-        Raises ConfigError (a ValueError) for none.
+        Raises ConfigError (a ValueError) if there is no call.
         """
         blocks = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         found = [
@@ -233,7 +234,7 @@ class RagCacheLLM(FunctionCallingLLM):
             raise ConfigError("the model called no tool, or wrote no JSON; pass tool_required=True to have it call one")
         return found
 
-    # What the engine is asked
+    # Calls of the engine
 
     def _chat_steps(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> Iterator[_Step]:
         return _steps(self._kb.stream_chat(to_messages(messages), **self._chat_options(kwargs)))
@@ -262,9 +263,9 @@ class RagCacheLLM(FunctionCallingLLM):
         return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
 
     def _options(self, kwargs: Mapping[str, Any], *more: str) -> dict[str, Any]:
-        """Options of the engine: the fields, with what the call says on top. Raises ConfigError.
+        """Return the options of the engine: the fields, overridden by the call's options. Raises ConfigError.
 
-        more: names that the call may have besides
+        more: further names that the call may have
         """
         known = (*_OPTIONS, *more)
         _refuse_unknown(set(kwargs) - set(known), known)
@@ -284,7 +285,7 @@ def _refuse_unknown(names: set[str], known: Sequence[str]) -> None:
 
 
 class _Stepper:
-    """Makes steps of the engine's events."""
+    """Turns the engine's events into steps."""
 
     def __init__(self) -> None:
         self._text = self._thoughts = ""
@@ -340,7 +341,7 @@ def _chat_response(step: _Step) -> ChatResponse:
 
 
 def _block(call: rc.ToolCall) -> ToolCallBlock:
-    """A call; one that cannot be read keeps what the model wrote as a string."""
+    """Return a call as a block; an unreadable call keeps the model's text as a string."""
     arguments = json.loads(call.arguments) if call.error is None else call.arguments
     return ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments)
 
@@ -350,7 +351,7 @@ def _completion_response(step: _Step) -> CompletionResponse:
 
 
 def _account(answer: rc.Answer | None) -> dict[str, Any]:
-    """What the last response says besides its text; token counts under the names that LlamaIndex looks for."""
+    """Return the answer and the token counts of the last response, under the names that LlamaIndex looks for."""
     if answer is None:
         return {}
     usage = answer.usage

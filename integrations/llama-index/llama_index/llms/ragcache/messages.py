@@ -1,4 +1,4 @@
-"""Chat messages as the engine reads them."""
+"""Conversion of chat messages to the engine's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _ROLES = {
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Raises PromptError naming the message with a role or a block that this model cannot read."""
+    """Return the messages for the engine. Raises PromptError naming a message with a role or a block that this
+    model cannot read.
+    """
     return [
         {"role": _role(rank, message), "content": _content(rank, message), **_tools(message)}
         for rank, message in enumerate(messages)
@@ -40,7 +42,7 @@ def _role(rank: int, message: ChatMessage) -> str:
 
 
 def _tools(message: ChatMessage) -> dict[str, Any]:
-    """The calls of an answer, or the call that a message of a tool answers."""
+    """Return the calls of an answer, or the call that a tool message answers."""
     if message.role == MessageRole.TOOL:
         about = message.additional_kwargs
         return {"tool_call_id": about.get("tool_call_id"), "name": about.get("name")}
@@ -55,7 +57,7 @@ def _call(block: ToolCallBlock) -> rc.ToolCall:
 
 
 def _content(rank: int, message: ChatMessage) -> str | list[str | rc.Passage]:
-    # What a model thought before it answered is read over: chat templates leave it out of earlier turns.
+    # Reasoning is skipped, as chat templates leave it out of earlier turns.
     known = TextBlock | ToolCallBlock | ThinkingBlock
     other = next((block for block in message.blocks if not isinstance(block, known)), None)
     if other is not None:

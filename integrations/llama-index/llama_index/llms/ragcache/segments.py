@@ -1,10 +1,10 @@
-"""How passages reach the model: beside a prompt, inside a chat message, inside a raw prompt.
+"""Ways to pass passages to the model: next to a prompt, inside a chat message, inside a raw prompt.
 
-    llm.chat(messages, segments=nodes)                    in front of the last user message
-    ChatMessage(blocks=[TextBlock(...), PassageBlock(...), ...])    where they stand in the message
-    llm.complete(FusedPrompt(["Read:\\n", passage, "\\nQ: ..."]))   where they stand in a raw prompt
+    llm.chat(messages, segments=nodes)                    before the last user message
+    ChatMessage(blocks=[TextBlock(...), PassageBlock(...), ...])    at their place in the message
+    llm.complete(FusedPrompt(["Read:\\n", passage, "\\nQ: ..."]))   at their place in a raw prompt
 
-A PassageBlock is a text block and a FusedPrompt a string, so whatever passes them on, and every other model, sees text.
+A PassageBlock is a text block and a FusedPrompt a string, so code that passes them on, and other models, see text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _FIELDS = ("text", "id", "handle", "score", "metadata")
 
 
 class PassageBlock(TextBlock):
-    """A passage inside a chat message. handle: a hint; what is read is always the text. metadata: given back with the
-    answer's sources"""
+    """A passage inside a chat message. handle: a hint; the text is always read. metadata: returned with the
+    answer's sources
+    """
 
     passage_id: str | None = None
     handle: str | None = None
@@ -60,16 +61,16 @@ class FusedPrompt(str):
 
 
 def as_passages(segments: Iterable[Segment]) -> list[rc.Passage | rc.Hit]:
-    """Raises PromptError naming the segment that is none."""
+    """Return the segments as passages. Raises PromptError naming a value that is not a segment."""
     if isinstance(segments, str | Mapping):
         raise PromptError(f"segments is a {type(segments).__name__}; give a list of segments")
     return [as_passage(segment) for segment in segments]
 
 
 def as_passage(segment: Segment, metadata_mode: MetadataMode = MetadataMode.NONE) -> rc.Passage | rc.Hit:
-    """A passage of: a Passage or Hit, a node, a mapping with text, id and handle, or a text.
+    """Return a passage for a Passage or Hit, a node, a mapping with text, id and handle, or a text.
 
-    metadata_mode: which of a node's metadata is read with its text. Raises PromptError.
+    metadata_mode: the part of a node's metadata that is read with its text. Raises PromptError.
     """
     if isinstance(segment, rc.Passage | rc.Hit):
         return segment
@@ -93,7 +94,7 @@ def _of_node(node: BaseNode, score: float | None, metadata_mode: MetadataMode) -
 
 
 def _text(part: Part) -> str:
-    """Text as the model reads it: a passage ends with one newline."""
+    """Return a part's text as the model reads it: a passage ends with exactly one newline."""
     if isinstance(part, str):
         return part
     text = part.text if isinstance(part, rc.Passage) else part.chunk.text

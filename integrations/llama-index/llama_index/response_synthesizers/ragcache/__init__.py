@@ -1,4 +1,4 @@
-"""Answers over nodes by fused prefill, inside any LlamaIndex query engine."""
+"""A response synthesizer that answers over nodes by fused prefill, inside any LlamaIndex query engine."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["FusedSynthesizer"]
 
 
 class _Chat(NamedTuple):
-    """Messages, and passages in front of the last user message."""
+    """Messages, and passages to put before the last user message."""
 
     messages: list[ChatMessage]
     segments: list[rc.Passage | rc.Hit]
 
 
 class FusedSynthesizer(BaseSynthesizer):
-    """Answers from nodes whose KV is not computed again.
+    """A synthesizer that reuses the KV of nodes.
 
-    LlamaIndex's own synthesizers join nodes to one string before the model sees them, and a joined text has no KV to
-    reuse. This one hands the nodes through, so that each reaches the model as a passage. A node's text counts, and its
-    handle is a hint: where a postprocessor has changed the text, the changed text is read.
+    LlamaIndex's own synthesizers join nodes to a string before the model sees them, and a joined text has no KV to
+    reuse. This class passes each node to the model as a passage. The node's text is always read, and its handle is a
+    hint: if a postprocessor changed the text, the changed text is read.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class FusedSynthesizer(BaseSynthesizer):
         empty_response: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        """llm: `Settings.llm` when None; it has to be a RagCacheLLM
+        """Make a synthesizer.
 
-        text_qa_template: a prompt with {context_str} and {query_str}; None: the store's own prompt, that of `kb.ask`
-        history:          earlier turns, a system message first where there is one; put before the question as they are
-        metadata_mode:    which of a node's metadata is read with its text. NONE is what a store keeps KV of; the text
-                          is another one otherwise, and its KV is computed at first use
-        empty_response:   the answer where there are no nodes
+        llm: has to be a RagCacheLLM; None: `Settings.llm`
+        text_qa_template: a prompt with {context_str} and {query_str}; None: the store's own prompt, as in `kb.ask`
+        history:          earlier turns, beginning with a system message if any; put unchanged before the question
+        metadata_mode:    the part of a node's metadata that is read with its text. A store keeps the KV for NONE; other
+            modes make another text, whose KV is computed at first use
+        empty_response:   the answer if there are no nodes
 
         Raises ConfigError for another kind of model, and for a template that lacks a place.
         """
@@ -93,7 +94,10 @@ class FusedSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """response_kwargs: values of the template's other variables. Raises PromptError for what is no node."""
+        """Answer a query from nodes. response_kwargs: values of the template's other variables
+
+        Raises PromptError for a value that is not a node.
+        """
         check_nodes(nodes)
         return super().synthesize(query, nodes, additional_source_nodes, fused_nodes=list(nodes), **response_kwargs)
 
@@ -110,7 +114,7 @@ class FusedSynthesizer(BaseSynthesizer):
         )
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
-        """The answer's text, or a generator of its pieces. text_chunks are read where no nodes are handed through."""
+        """Return the answer's text, or a generator of its pieces. text_chunks are read if no nodes were passed."""
         prompt = self._prompt(query_str, text_chunks, **response_kwargs)
         if isinstance(prompt, FusedPrompt):
             if self._streaming:
@@ -154,7 +158,7 @@ class FusedSynthesizer(BaseSynthesizer):
 
 
 def check_nodes(nodes: Iterable[object]) -> None:
-    """Raises PromptError for what a retriever returned and is no node."""
+    """Raise PromptError if a retriever returned a value that is not a node."""
     for rank, one in enumerate(nodes):
         if not isinstance(one, NodeWithScore):
             raise PromptError(
@@ -164,12 +168,12 @@ def check_nodes(nodes: Iterable[object]) -> None:
 
 
 def _with_system(text: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The model's own system prompt comes first, as LlamaIndex puts it in front of any prompt."""
+    """Return the messages after the model's own system prompt, which LlamaIndex puts before any prompt."""
     return [ChatMessage(role=MessageRole.SYSTEM, content=text), *messages] if text else messages
 
 
 def _behind_system(messages: list[ChatMessage], history: list[ChatMessage]) -> list[ChatMessage]:
-    """Earlier turns go behind the template's system message."""
+    """Return the messages with earlier turns inserted after the template's system message."""
     start = 1 if messages and messages[0].role == MessageRole.SYSTEM else 0
     return [*messages[:start], *history, *messages[start:]]
 

@@ -1,4 +1,4 @@
-"""A prompt template with passages in the place of its context."""
+"""Prompt templates whose context is filled with passages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Passages = Sequence[rc.Passage | rc.Hit]
 
 
 def check_template(template: BasePromptTemplate, llm: RagCacheLLM) -> None:
-    """Raises ConfigError for a template without {context_str} and {query_str}, or with the context twice."""
+    """Raise ConfigError for a template without {context_str} and {query_str}, or with the context twice."""
     mark, question = _mark(), _mark()
     text = template.format(llm=llm, context_str=mark, query_str=question)
     if text.count(mark) != 1:
@@ -31,7 +31,7 @@ def check_template(template: BasePromptTemplate, llm: RagCacheLLM) -> None:
 def fused_messages(
     template: BasePromptTemplate, llm: RagCacheLLM, passages: Passages, **variables: Any
 ) -> list[ChatMessage]:
-    """The template's messages, with a block a passage where its context stands."""
+    """Return the template's messages, with a block for each passage at the place of its context."""
     mark = _mark()
     messages = template.format_messages(llm=llm, context_str=mark, **variables)
     return [
@@ -43,7 +43,7 @@ def fused_messages(
 
 
 def as_raw_prompt(message: ChatMessage, system: str | None) -> FusedPrompt:
-    """A lone message as a raw prompt, for a model that has no chat template."""
+    """Return a single message as a raw prompt, for a model without a chat template."""
     head = [f"{system}\n\n"] if system else []
     texts = (block for block in message.blocks if isinstance(block, TextBlock))
     return FusedPrompt([*head, *(one.passage() if isinstance(one, PassageBlock) else one.text for one in texts)])
@@ -59,5 +59,5 @@ def _blocks(block: ContentBlock, mark: str, passages: Passages) -> list[ContentB
 
 
 def _mark() -> str:
-    """A mark of private-use characters, new for every prompt: no text that is filled in can hold it."""
+    """Return a random mark of private-use characters, new for every prompt, which no inserted text can contain."""
     return f"\ue001{uuid.uuid4().hex}\ue001"

@@ -23,8 +23,9 @@ DEFAULT_K = 5
 
 
 class RagCacheRetriever(BaseRetriever):
-    """The passages of a store nearest to a question, as nodes: ids are those of the passages, and
-    `metadata["ragcache_handle"]` names the KV block, where neither the language model nor an embedder reads it."""
+    """A retriever of a store's passages nearest to a question, as nodes with the passages' ids.
+    `metadata["ragcache_handle"]` names the KV block, and is hidden from the language model and the embedder.
+    """
 
     def __init__(
         self,
@@ -42,18 +43,19 @@ class RagCacheRetriever(BaseRetriever):
         objects: list[IndexNode] | None = None,
         verbose: bool = False,
     ) -> None:
-        """kb: an open store, or the path of one (`rc.open_shared`)
+        """Make a retriever.
 
-        k:               passages
+        kb: an open store, or the path of a store (`rc.open_shared`)
+        k:               number of passages
         search:          "vector", "text" (BM25) or "hybrid" (both rankings fused)
         filters:         LlamaIndex's metadata filters, or a ragcache filter
         score_threshold: leave out passages with a lower inner product
-        mmr_lambda:      choose for variety too: 1 is the plain ranking, 0 variety alone
-        fetch_k:         candidates that mmr_lambda or the reranker chooses from; 5 * k when None
-        rerank:          whether the reranker that kb was opened with orders them; None: where there is one and
-                         mmr_lambda is None
+        mmr_lambda:      choose for diversity too: 1 is the plain ranking, 0 diversity only
+        fetch_k:         number of candidates for mmr_lambda or the reranker; None: 5 * k
+        rerank:          whether to order them by the reranker that kb was opened with; None: if it has one and
+            mmr_lambda is None
 
-        Raises FilterError for an operator that the store cannot say.
+        Raises FilterError for an operator that the store does not have.
         """
         super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
         self._kb = rc.open_shared(kb)
@@ -68,7 +70,7 @@ class RagCacheRetriever(BaseRetriever):
         }
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        """Raises PromptError, ConfigError, FilterError."""
+        """Return the passages as nodes. Raises PromptError, ConfigError, FilterError."""
         hits = self._kb.retrieve(self._question(query_bundle), self._k, **self._options)
         return [to_scored_node(hit) for hit in hits]
 
@@ -78,9 +80,9 @@ class RagCacheRetriever(BaseRetriever):
         return [to_scored_node(hit) for hit in hits]
 
     def _question(self, query: QueryBundle) -> Any:
-        """Text for the store to embed, or a vector: one that came with the query, or the mean of several texts'.
+        """Return a text for the store to embed, or a vector: the query's own, or the mean of several texts' vectors.
 
-        A search for words needs the text, and so does a reranker.
+        A keyword search and a reranker need the text.
         """
         if self._options["search"] != "vector" or self._options["rerank"]:
             return query.query_str

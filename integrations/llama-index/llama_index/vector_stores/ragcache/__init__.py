@@ -39,12 +39,12 @@ class _Search(NamedTuple):
 
 
 class RagCacheVectorStore(BasePydanticVectorStore):
-    """Nodes in a ragcache store: text, metadata, vector and KV block.
+    """A vector store that keeps nodes in a ragcache store: text, metadata, vector and KV block.
 
-    The store embeds passages itself, by the model it was made with; embeddings that come with nodes are checked and
-    then left aside. Everything is on disk when `add` and `delete` return, so there is nothing to persist.
+    The store embeds passages itself, with the model it was made with; embeddings of nodes are checked and then ignored.
+    Everything is on disk when `add` and `delete` return, so there is nothing to persist.
 
-        kb:        an open store, which the caller closes
+        kb:        an open store, which the caller closes, or the path of a store (`rc.open_shared`)
         kv:        "eager" computes KV blocks when nodes are added, "lazy" at their first use
         timeout_s: how long to wait for another process that is writing
     """
@@ -63,7 +63,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     @classmethod
     def from_path(cls, path: str | Path, *, kv: str = "eager", timeout_s: float = 30.0, **options: Any) -> Self:
-        """The store at `path`, made where there is none. options: see `ragcache.RagCache.open`; close `client`."""
+        """Open the store at `path`, or make a new store there. options: see `ragcache.RagCache.open`; close `client`"""
         return cls(rc.RagCache.open(path, **options), kv=kv, timeout_s=timeout_s)
 
     @classmethod
@@ -80,7 +80,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     # Changes
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Store nodes, in place of those with the same ids; returns their ids.
+        """Store nodes, replacing those with the same ids, and return their ids.
 
         Raises MetadataError, IngestError, EmbedderMismatchError (nothing is stored then), ContextTooLongError (a node
         that does not fit the model; the others are stored), StoreBusyError.
@@ -95,7 +95,9 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Delete all nodes of a document: text, embedding, KV bytes. One that was ingested whole goes by its id."""
+        """Delete all nodes of a document: text, embedding, KV bytes. A document that was ingested whole has its own
+        id.
+        """
         found = self._kb.documents({REF_FIELD: ref_doc_id})
         ids = [document.id for document in found if is_node(document.id, document.metadata)]
         whole = self._kb.document(ref_doc_id)
@@ -109,10 +111,10 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Delete the nodes of these ids, those that pass the filters, or, given both, those of the ids that pass.
+        """Delete the nodes with these ids, or those that pass the filters, or, given both, those that match both.
 
-        Raises ConfigError for no choice at all (that is `clear`), and for a passage of a document that was ingested
-        whole.
+        Raises ConfigError if neither is given (to delete all, use `clear`), and for a passage of a document that was
+        ingested whole.
         """
         if node_ids is None and filters is None:
             raise ConfigError("delete_nodes was given neither node_ids nor filters; to delete everything, use clear()")
@@ -131,20 +133,21 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
-        """Delete everything in the store, documents ingested without LlamaIndex included."""
+        """Delete everything in the store, including documents ingested without LlamaIndex."""
         self._delete([document.id for document in self._kb.documents()])
 
     async def aclear(self) -> None:
         await asyncio.to_thread(self.clear)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
-        """Nothing to do: the store is on disk, at its own path. `from_path` opens it again."""
+        """Do nothing: the store is on disk, at its own path. `from_path` opens it again."""
 
     # Questions
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
-        """The nodes of these ids, in their order, that pass the filters; all of them without ids. Unknown ids are left
-        out."""
+        """Return the nodes with these ids that pass the filters, in the ids' order; without ids, all that pass.
+        Unknown ids are left out.
+        """
         return [to_node(chunk) for chunk in self._chunks(node_ids, filters)]
 
     async def aget_nodes(
@@ -153,10 +156,10 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         return await asyncio.to_thread(self.get_nodes, node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nearest nodes by inner product, with their handles; modes "default", "mmr",
-        "hybrid" and "text_search" (the query needs a query_str for the last two).
+        """Return the nearest nodes by inner product, with their handles, in the modes "default", "mmr", "hybrid" and
+        "text_search" (the last two need a query_str).
 
-        kwargs: mmr_threshold (1: nearness alone, 0: variety alone), mmr_prefetch_factor or mmr_prefetch_k
+        kwargs: mmr_threshold (1: nearness only, 0: diversity only), mmr_prefetch_factor or mmr_prefetch_k
 
         Raises ConfigError (another mode), FilterError, EmbedderMismatchError.
         """

@@ -1,4 +1,6 @@
-"""Nodes into a store: checked first, all of them, so that a bad one keeps none of the others from being asked for."""
+"""Conversion of nodes to documents of a store. All are checked first, so that nothing is stored if a node is
+invalid.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from llama_index.vector_stores.ragcache.nodes import embedded_text, to_document
 from ragcache.errors import EmbedderMismatchError
 
 log = logging.getLogger(__name__)
-# Share of a vector's length: far above what batching and bfloat16 change, far below what another model gives.
+# Share of a vector's length: far above the effect of batching and bfloat16, far below the distance to another model's
+# vector.
 TOLERANCE = 0.02
 
 
 def to_documents(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> list[rc.Document]:
-    """Documents that keep the nodes: nodes without text are left out, as there is nothing to find in them, and of nodes
-    of one id the last one is kept, as by an update. Raises what `to_document` raises, and EmbedderMismatchError."""
+    """Return the documents that store these nodes. Nodes without text are left out, because no search could find them,
+    and of several nodes with the same id the last is kept, as by an update.
+
+    Raises the errors of `to_document`, and EmbedderMismatchError.
+    """
     texts = {node.node_id: node for node in nodes if node.get_content(metadata_mode=MetadataMode.NONE).strip()}
     if len(texts) < len(nodes):
         left = len(nodes) - len(texts)
@@ -30,7 +36,7 @@ def to_documents(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> list[rc.Document
 
 
 def raise_failure(report: rc.IngestReport) -> None:
-    """Raises the error of the first node that was not stored; the others are stored."""
+    """Raise the error of the first node that was not stored, if any; the others are stored."""
     if report.failed:
         error = report.failed[0].error
         if len(report.failed) > 1:
@@ -39,8 +45,8 @@ def raise_failure(report: rc.IngestReport) -> None:
 
 
 def check_embeddings(kb: rc.RagCache, nodes: Sequence[BaseNode]) -> None:
-    """Refuse embeddings that another model made: by their length, and the first one whose text the store's embedder
-    reads at once by its values.
+    """Refuse embeddings of another model, by the length of each, and by the values of the first whose text fits the
+    embedder's window.
 
     The store embeds every passage itself; nodes need no embedding. Raises EmbedderMismatchError.
     """

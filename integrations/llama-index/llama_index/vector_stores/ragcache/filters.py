@@ -1,4 +1,4 @@
-"""Filters of LlamaIndex and of ragcache, said in ragcache's terms."""
+"""Translation of LlamaIndex's filters to ragcache's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _OPERATORS = {
     FilterOperator.CONTAINS: "$contains",
 }
 _OPPOSITES = {"$ne": "$eq", "$nin": "$in"}
-# What LlamaIndex calls a node's document and a node, in the metadata that it gives to vector stores and on its nodes.
+# LlamaIndex's names for a node's document and for a node, in metadata given to vector stores and on nodes.
 _DOCUMENT_KEYS = ("document_id", "doc_id", "ref_doc_id")
 _NODE_KEYS = ("node_id", "id_", "id")
 _OF_MEMBERS = {FilterOperator.ANY: "$or", FilterOperator.ALL: "$and"}
 
 
 def to_filter(filters: MetadataFilters | Filter | None) -> Filter | None:
-    """Return the ragcache filter of the same meaning, None where everything passes. A ragcache filter means the same
-    here but for LlamaIndex's names of documents and nodes.
+    """Return the equivalent ragcache filter, or None if everything passes. In a ragcache filter only LlamaIndex's names
+    of documents and nodes are translated.
 
-    Raises FilterError naming the operator for those that look into texts.
+    Raises FilterError naming an operator that searches in texts.
     """
     try:
         return _in_own_names(_joined(filters) if isinstance(filters, MetadataFilters) else filters) or None
@@ -43,7 +43,7 @@ def to_filter(filters: MetadataFilters | Filter | None) -> Filter | None:
 
 
 def all_of(*filters: Filter | None) -> Filter | None:
-    """The filter that passes what all of these pass."""
+    """Return a filter that passes documents that all of these pass."""
     wanted = [one for one in filters if one]
     if len(wanted) < 2:
         return wanted[0] if wanted else None
@@ -55,7 +55,7 @@ def _joined(filters: MetadataFilters) -> Filter:
     if not parts:
         return {}  # as LlamaIndex's own store reads it: no filter at all
     if filters.condition == FilterCondition.NOT:
-        return {"$not": {"$or": parts}}  # passes what none of the filters passes
+        return {"$not": {"$or": parts}}  # passes if none of the filters passes
     if len(parts) == 1:
         return parts[0]
     return {"$or" if filters.condition == FilterCondition.OR else "$and": parts}
@@ -74,7 +74,7 @@ def _condition(one: MetadataFilter) -> Filter:
 
 
 def _in_own_names(where: Any) -> Any:
-    """Return the filter without LlamaIndex's names. The store refuses what is no filter."""
+    """Return the filter with LlamaIndex's names translated. An invalid filter is left for the store to refuse."""
     if not isinstance(where, Mapping):
         return where
     found: list[Filter] = []
@@ -86,7 +86,7 @@ def _in_own_names(where: Any) -> Any:
         elif name in (*_DOCUMENT_KEYS, *_NODE_KEYS) and value != {}:
             given = value if isinstance(value, Mapping) else {"$eq": value}
             found += [{"$not": _of_ids(name, {_OPPOSITES[sign]: given[sign]})} for sign in given if sign in _OPPOSITES]
-            if "$exists" in given:  # no passage is without
+            if "$exists" in given:  # every passage has an id
                 found.append({"chunk_id": {"$exists": given["$exists"]}})
             if rest := {sign: given[sign] for sign in given if sign not in (*_OPPOSITES, "$exists")}:
                 found.append(_of_ids(name, rest))
@@ -96,10 +96,10 @@ def _in_own_names(where: Any) -> Any:
 
 
 def _of_ids(key: str, condition: Filter) -> Filter:
-    """Return the filter on what `key` names in LlamaIndex, or on a metadata field of this name.
+    """Return a filter on the ids that `key` names in LlamaIndex, or on a metadata field of this name.
 
-    A node is a document of the store, so the store's `document_id` is the node's; that of a passage that was ingested
-    without LlamaIndex is its document's.
+    A node is stored as a document, so the store's `document_id` is the node's id; for a passage that was ingested
+    without LlamaIndex it is the id of its document.
     """
     own = {"$and": [{"document_id": condition}, {"$not": {ID_FIELD: condition}}]}
     if key in _NODE_KEYS:

@@ -1,8 +1,8 @@
-"""Nodes as passages of the store, and back.
+"""Conversion of nodes to passages of the store, and back.
 
-A node is stored as one document with one passage: id and text are the node's, what else it holds goes into the
-document's metadata. The handle of its KV block is put on when a node is given out, and never stored with it: it would
-be stale as soon as model or text change.
+A node is stored as a document with a single passage: id and text are the node's, and its other fields go into the
+    document's metadata. The handle of its KV block is added when a node is returned, and never stored with it: it would
+    be stale as soon as model or text change.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _HIDDEN = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
 
 
 def to_document(node: BaseNode) -> rc.Document:
-    """The document that keeps the node.
+    """Return the document that stores the node.
 
     Raises MetadataError (not JSON, or a reserved key), IngestError (no id), ReaderError (no text), ConfigError (a text
-    template that puts metadata behind the text).
+    template that puts metadata after the text).
     """
     node = bare(node)
     text, metadata = node.get_content(metadata_mode=MetadataMode.NONE), node.metadata
@@ -57,15 +57,16 @@ def to_document(node: BaseNode) -> rc.Document:
 
 
 def to_node(chunk: rc.Chunk) -> BaseNode:
-    """Return the node as it was stored; for a passage that was ingested without LlamaIndex, a TextNode of it.
+    """Return the node as it was stored; for a passage that was ingested without LlamaIndex, a new TextNode.
 
-    What another node left in the passage's metadata, which may have come through another library, is not believed.
+    Node fields in the metadata are only trusted if they name this passage, because metadata may have come through
+    another library.
     """
     if is_node(chunk.document_id, chunk.metadata):
         return _restored(chunk.metadata, chunk.text)
     source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)}
     known = {name: value for name, value in (("title", chunk.title), ("source", chunk.source)) if value}
-    # Pages are counted from 0 here: a model is shown the label alone.
+    # Page numbers count from 0 here, so a model is shown only the page label.
     hidden = {name: list(_COUNTED) for name in _HIDDEN}
     metadata = {**known, **_open(chunk.metadata)}
     return TextNode(id_=chunk.id, text=chunk.text, metadata=metadata, relationships=source, **hidden)
@@ -76,19 +77,19 @@ def to_scored_node(hit: rc.Hit) -> NodeWithScore:
 
 
 def is_node(id: str, metadata: Mapping[str, Any]) -> bool:
-    """Return whether this is the metadata of a document that keeps a node of this id."""
+    """Return whether this metadata belongs to a document that stores a node with this id."""
     return _CONTENT in metadata and metadata.get(ID_FIELD) == id
 
 
 def with_handle(node: BaseNode, handle: str | None) -> BaseNode:
-    """Return a copy with the handle, if any, in its metadata, where neither model reads it."""
+    """Return a copy with the handle, if any, in its metadata, hidden from the language model and the embedder."""
     named = {} if handle is None else {HANDLE_KEY: handle}
     hidden = {name: [*_without_handle(getattr(node, name)), *named] for name in _HIDDEN}
     return node.model_copy(update={"metadata": {**bare(node).metadata, **named}, **hidden})
 
 
 def bare(node: BaseNode) -> BaseNode:
-    """Return a copy without the handle that a search gave it; the node itself if it has none."""
+    """Return a copy without the handle of a search; the node itself if it has none."""
     if not any(HANDLE_KEY in getattr(node, name) for name in ("metadata", *_HIDDEN)):
         return node
     hidden = {name: _without_handle(getattr(node, name)) for name in _HIDDEN}
@@ -106,13 +107,14 @@ def handle_of(node: BaseNode) -> str | None:
 
 
 def embedded_text(node: BaseNode) -> str:
-    """What an embedding model reads of the node, by LlamaIndex's rules: its metadata above its text."""
+    """Return the text that an embedding model reads by LlamaIndex's rules: the node's metadata above its text."""
     return node.get_content(metadata_mode=MetadataMode.EMBED)
 
 
 def _read_above(node: BaseNode, text: str) -> str:
-    """What the embedder reads above the text. The store puts it there with one newline, as its documents' titles, so
-    that its vectors are those of LlamaIndex."""
+    """Return the text that the embedder reads above the node's text. The store puts it there, followed by a
+    newline, as a document's title, so that its vectors equal LlamaIndex's.
+    """
     embedded, ending = embedded_text(node).rstrip(), text.rstrip()
     if not ending or embedded == ending:
         return ""
@@ -125,13 +127,13 @@ def _read_above(node: BaseNode, text: str) -> str:
 
 
 def _origin(metadata: Mapping[str, Any]) -> str:
-    """Where the node came from, for people."""
+    """Return where the node came from, for display."""
     found = (metadata.get(key) for key in ("source", "file_path", "file_name", "url"))
     return next((value for value in found if isinstance(value, str) and value), "")
 
 
 def _kept(node: BaseNode) -> dict[str, Any]:
-    """All of the node but text, metadata, embedding and handle, as JSON values."""
+    """Return the node's fields as JSON values, without text, metadata, embedding and handle."""
     try:
         whole = node.to_dict(mode="json")
         whole.update(metadata={}, embedding=None)
@@ -157,12 +159,12 @@ def _restored(stored: Mapping[str, Any], text: str) -> BaseNode:
 
 
 def _open(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata without the fields that keep a node."""
+    """Return the metadata without the fields that store a node."""
     return {key: value for key, value in metadata.items() if key not in _RESERVED}
 
 
 def _set_text(whole: dict[str, Any], text: str) -> None:
-    """A multimodal node keeps its text in a resource of its own."""
+    """Set the text in a node's dictionary. A multimodal node keeps it in a resource of its own."""
     if isinstance(whole.get("text_resource"), dict):
         whole["text_resource"]["text"] = text
     if "text" in whole:
