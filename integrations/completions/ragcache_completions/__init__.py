@@ -1,1 +1,1 @@
-"""What ragcache's server answers without a chat: raw prompts, token ids, searches and rankings."""
+"""Routes of ragcache's server for raw prompts, token ids, searches and rankings."""

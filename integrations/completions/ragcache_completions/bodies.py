@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions and /tokenize, and their answers."""
+"""Bodies of /v1/completions and /tokenize, and their responses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CompletionRequest(SampledRequest):
 
     @property
     def likeliest(self) -> int | None:
-        """`Sampling.logprobs`."""
+        """Return the value for `Sampling.logprobs`."""
         return self.logprobs
 
 

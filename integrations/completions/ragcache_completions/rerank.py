@@ -1,4 +1,4 @@
-"""POST /v1/rerank: the store's reranker over given texts; /v1/search: retrieval without an answer."""
+"""POST /v1/rerank: scores of given texts by the store's reranker; /v1/search: retrieval without an answer."""
 
 from __future__ import annotations
 

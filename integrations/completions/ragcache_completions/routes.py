@@ -1,4 +1,4 @@
-"""POST /v1/completions, /tokenize: raw prompts."""
+"""POST /v1/completions and /tokenize, for raw prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ragcache_completions.bodies import (
 )
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
-# Tokens of a prompt whose logits are held at once: 40 MB for a vocabulary of 150,000.
+# Tokens of a prompt whose logits are in memory at once: 40 MB for a vocabulary of 150,000.
 PIECE = 64
 
 
@@ -56,7 +56,7 @@ PIECE = 64
 )
 async def create_completion(request: Request, service: ServiceParam, asked: CompletionRequest) -> Response:
     service.retrieves(asked.model)
-    scored = asked.echo and asked.max_tokens == 0  # no answer, but options are checked all the same
+    scored = asked.echo and asked.max_tokens == 0  # without an answer, but options are checked all the same
     told = asked.model_copy(update={"max_tokens": 1}) if scored else asked
     options = read_options(told, service.settings.answers, service.kb.lm.max_positions)
     events: list[AsyncIterator[Event]] = []
@@ -70,7 +70,7 @@ async def create_completion(request: Request, service: ServiceParam, asked: Comp
 async def _echoed(
     service: Service, prompt: str | list[int], asked: CompletionRequest, events: AsyncIterator[Event]
 ) -> AsyncGenerator[Event, None]:
-    """An answer's events with the prompt in front of its text; with max_tokens 0 the prompt alone."""
+    """Yield an answer's events with the prompt before its text; with max_tokens 0 only the prompt."""
     logprobs = asked.logprobs
     tokens = await service.limited(score, service.kb, prompt, logprobs)
     text = prompt if isinstance(prompt, str) else "".join(token.text for token in tokens)
@@ -87,7 +87,7 @@ async def _echoed(
 
 
 async def _unanswered(tokens: int, logprobs: int | None) -> AsyncGenerator[Event, None]:
-    """The events of an answer without a token, to a prompt of so many."""
+    """Yield the events of an empty answer to a prompt of so many tokens."""
     yield Sources([], "full")
     usage, scores = Usage(tokens, 0, 0, computed_tokens=tokens), None if logprobs is None else ()
     yield Done(Answer("", [], Timings(*[0.0] * 8), usage, "full", finish_reason="length", logprobs=scores))
@@ -95,10 +95,10 @@ async def _unanswered(tokens: int, logprobs: int | None) -> AsyncGenerator[Event
 
 @team_ends()
 def score(kb: RagCache, prompt: str | list[int], logprobs: int | None) -> list[TokenLogprob]:
-    """The tokens of a raw prompt, each with its log-probability behind those before it (all NaN where none are asked
-    for): by a pass of the whole prompt, which reads nothing that is stored.
+    """Return the tokens of a raw prompt, each with its log-probability after the tokens before it (all NaN if
+    `logprobs` is None). They are computed by a pass of the whole prompt, which reads nothing that is stored.
 
-    Raises what reading a prompt raises, and CancelledError by `LIMIT`.
+    Raises the errors of reading a prompt, and CancelledError by `LIMIT`.
     """
     lm = kb.lm
     if isinstance(prompt, str):
@@ -110,13 +110,13 @@ def score(kb: RagCache, prompt: str | list[int], logprobs: int | None) -> list[T
         scores[1:] = _scores(kb, ids, logprobs)
     found = [token_logprob(lm, ids[max(0, rank - 1) : rank], id, scores[rank]) for rank, id in enumerate(ids)]
     bos = str(lm.tokenizer.bos_token or "")
-    if isinstance(prompt, str) and found[0].text == bos and not prompt.startswith(bos):  # no part of the text
+    if isinstance(prompt, str) and found[0].text == bos and not prompt.startswith(bos):  # not part of the text
         found[0] = replace(found[0], text="")
     return found
 
 
 def _scores(kb: RagCache, ids: Sequence[int], logprobs: int) -> Iterator[TokenScores]:
-    """Scores of the second token and those behind it."""
+    """Yield the scores of the second and later tokens."""
     lm = kb.lm
     if not isinstance(lm, LanguageModel):
         raise ConfigError("logprobs of a prompt (echo) need the model in this process; leave one of them out", "echo")
@@ -137,7 +137,7 @@ def _scores(kb: RagCache, ids: Sequence[int], logprobs: int) -> Iterator[TokenSc
 
 @dataclass
 class TextWriter(Writer):
-    """Writes answers in the shapes of OpenAI's older API. written: characters of each answer's tokens so far"""
+    """Writes answers in the format of OpenAI's older API. written: characters of each answer's tokens so far"""
 
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     written: Counter[int] = field(default_factory=Counter)
@@ -167,7 +167,10 @@ class TextWriter(Writer):
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
-    """offset: where the first token's text begins. The chosen token is among the likeliest, wherever it ranks."""
+    """Return the tokens' log-probabilities. The chosen token is among the likeliest, whatever its rank.
+
+    offset: where the first token's text begins
+    """
     texts = [token.text for token in tokens]
     return TextLogprobs(
         tokens=texts,
@@ -178,7 +181,9 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogpro
 
 
 def _by_text(token: TokenLogprob) -> dict[str, float]:
-    """The chosen token and the likeliest ones, none lost to another of the same text."""
+    """Return the chosen token and the likeliest tokens by text. Of two tokens with the same text the second is
+    named by its id.
+    """
     found = {token.text: number_of(token)}
     for near in token.top:
         if near.id != token.id:

@@ -1,4 +1,4 @@
-"""mcp: the store's tools for an MCP client that starts this command."""
+"""The command mcp: the store's tools for an MCP client that starts it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def mcp(
     options = answer.call_options()
     from ragcache_mcp.tools import Tools, build
 
-    with redirect_stdout(sys.stderr):  # standard output is the protocol's alone
+    with redirect_stdout(sys.stderr):  # standard output is for the protocol only
         kb = open_with_models(store, models, reading=reading, create=True)
     with kb:
         build(Tools(kb, options, timeout_s), writes=not read_only).run("stdio")
 
 
 def check_installed() -> None:
-    """Raises ConfigError when the extra is absent."""
+    """Raise ConfigError when the extra is absent."""
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError('mcp is not installed; run: pip install "ragcache-kv[mcp]"')

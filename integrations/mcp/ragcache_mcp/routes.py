@@ -1,4 +1,4 @@
-"""/mcp of `ragcache serve`: the same tools over streamable HTTP, behind the server's keys, limits and slots."""
+"""/mcp of `ragcache serve`: the same tools over streamable HTTP, with the server's keys, limits and slots."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     tools = ServedTools(service.kb, service.settings.answers.call_options(), service=service)
     server = build(tools, writes=not service.kb.config.read_only)
-    # Each call stands for itself: no session is kept, and a client that hangs up ends its own.
-    checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # by the server, as for every route
+    # Calls are independent: no session is kept, and a client that hangs up ends only its own call.
+    checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # the server does it, as for every route
     server.streamable_http_app(stateless_http=True, transport_security=checked)
     async with server.session_manager.run():
         app.state.mcp = server.session_manager
@@ -35,14 +35,14 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 
 class _Endpoint:
-    """The application at PATH. The server has checked key, host and size already."""
+    """The ASGI application at PATH. The server has already checked key, host and size."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await scope["app"].state.mcp.handle_request(scope, receive, send)
 
 
 def _router() -> APIRouter:
-    """Without routes where the extra is absent: a server without it has no such path."""
+    """Return the router, which has no routes if the extra is absent."""
     if importlib.util.find_spec("mcp") is None:
         return APIRouter()
     router = APIRouter(lifespan=_running)

@@ -1,4 +1,4 @@
-"""The tools on a server: their work is the server's, with its places, its limits and its figures."""
+"""The tools on a server: their work runs in its slots, within its limits, and is counted in its metrics."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ServedTools(Tools):
 
     async def added(self, documents: Sequence[Document]) -> IngestReport:
         report = await _last(self.service.add(add_documents(self.service, documents, split=True)))
-        return cast(IngestReport, report)  # the last that an ingestion says
+        return cast(IngestReport, report)  # the last item of an ingestion
 
     async def deleted(self, ids: Sequence[str]) -> list[str]:
-        """Not cancelled by a client that hangs up: a deletion that was asked for is done."""
+        """Delete documents. Not cancelled by a client that hangs up: a requested deletion is carried out."""
         return await self.service.change(deletion(self.service, ids)).last()
 
     def tell(self, error: Exception) -> str:
@@ -39,7 +39,7 @@ class ServedTools(Tools):
 
 
 async def _last(work: Work[T]) -> T:
-    """Its result; it ends with whoever waits for it."""
+    """Return the work's result. The work ends if its caller is cancelled."""
     try:
         return await work.last()
     finally:

@@ -100,10 +100,10 @@ class Deleted(BaseModel):
 
 @dataclass
 class Tools:
-    """What the tools do.
+    """The functions of the tools.
 
-    options:   of a question that does not say otherwise, as for `RagCache.ask`
-    timeout_s: of one question, waiting included; None: however long it takes
+    options:   defaults of a question, as for `RagCache.ask`
+    timeout_s: limit for a question, waiting included; None: no limit
     """
 
     kb: RagCache
@@ -154,7 +154,7 @@ class Tools:
         return Deleted(deleted=deleted, unknown=[id for id in ids if id not in deleted])
 
     async def answered(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do the work in a place among the questions, within the time."""
+        """Run the work in a slot for questions, within the time limit."""
         try:
             async with asyncio.timeout(self.timeout_s), self.asking:
                 return await work()
@@ -171,18 +171,18 @@ class Tools:
             return await self.kb.adelete(ids, timeout_s=WRITE_WAIT_S)
 
     def tell(self, error: Exception) -> str:
-        """The text of an error."""
+        """Return the text of an error."""
         return str(error)
 
     def _options(self, k: int | None, filter: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The server's own filter holds beside the caller's."""
+        """Return the options of a question. The server's own filter is combined with the caller's."""
         both = [one for one in (self.options.get("filter"), filter) if one]
         given = {"k": k or self.options["k"], "filter": {"$and": both} if len(both) > 1 else next(iter(both), None)}
         return {**self.options, **given}
 
     @asynccontextmanager
     async def _told(self) -> AsyncIterator[None]:
-        """An error that a caller can do something about is told to it; others end in the log."""
+        """Report errors that a caller can act on to the caller; others are only logged."""
         try:
             yield
         except (RagCacheError, HTTPException) as error:
@@ -190,20 +190,20 @@ class Tools:
 
 
 def build(tools: Tools, *, writes: bool = True) -> MCPServer[Any]:
-    """writes: offer `add` and `delete` too"""
+    """Return an MCP server with the tools. writes: offer `add` and `delete` too"""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     offered = [_strict(getattr(tools, name), hints) for name, hints in _hints(writes)]
     server: MCPServer[Any] = MCPServer(
         "ragcache", version=__version__, instructions=INSTRUCTIONS, subscriptions=False, tools=offered
     )
-    root.handlers[:] = handlers  # the program's logging is not the package's to set up
+    root.handlers[:] = handlers  # restores the program's logging, which the package set up
     root.setLevel(level)
     return server
 
 
 def _strict(function: Callable[..., Any], hints: ToolAnnotations) -> Tool:
-    """A tool that refuses arguments it does not know: a client that says `limit` for `k` is to hear of it."""
+    """Return a tool that refuses unknown arguments, so that a client that sends `limit` for `k` is told."""
     tool = Tool.from_function(function, annotations=hints, structured_output=True)
     arguments = tool.fn_metadata.arg_model
     arguments.model_config["extra"] = "forbid"

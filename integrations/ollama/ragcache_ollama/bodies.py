@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API, and their answers. Fields of no consequence are accepted; unknown ones draw a warning."""
+"""Bodies of Ollama's API and its responses. Fields without effect are accepted; unknown fields give a warning."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ class Options(RequestModel):
     embedding_only: JsonValue = None
 
     def sampling(self) -> dict[str, Any]:
-        """By OpenAI's and vLLM's names. A top_p of 0 leaves the likeliest token alone, as 1e-6 does."""
+        """Return the sampling options by OpenAI's and vLLM's names. A top_p of 0 leaves only the likeliest token,
+        as 1e-6 does.
+        """
         same = ("temperature", "top_k", "min_p", "stop", "presence_penalty", "frequency_penalty")
         longest = self.num_predict if self.num_predict and self.num_predict > 0 else None
         top_p = None if self.top_p is None else max(self.top_p, 1e-6)
@@ -104,7 +106,9 @@ class Options(RequestModel):
         return {name: getattr(self, name) for name in same} | own
 
     def defaults(self, own: AnswerDefaults) -> AnswerDefaults:
-        """The server's own for the rest: without a longest answer or a seed where the request wants none."""
+        """Return the server's defaults for the other options, without max_tokens or seed if the request disables
+        these.
+        """
         own = replace(own, max_tokens=None) if self.num_predict is not None and self.num_predict < 1 else own
         return replace(own, seed=None) if self.seed == -1 else own
 
@@ -135,7 +139,7 @@ class AnswerRequest(RequestModel):
         return self.stream is not False
 
     def as_chat(self, model: str, messages: Sequence[Message], tools: Sequence[Tool], *, thinks: bool) -> ChatRequest:
-        """The same in OpenAI's form. thinks: whether the model can think. Raises ApiError."""
+        """Return the request in OpenAI's form. thinks: whether the model can think. Raises ApiError."""
         if self.think and not thinks:
             raise ApiError(400, f"{self.model!r} does not support thinking; leave think out", "invalid_value", "think")
         extension = self.ragcache or Extension()
@@ -165,7 +169,7 @@ class AnswerRequest(RequestModel):
 
 
 def checked(model: type[Body], /, **fields: Any) -> Body:
-    """A body made from another one's fields. Raises ApiError (400)."""
+    """Return a body made of another body's fields. Raises ApiError (400)."""
     try:
         return model(**fields)
     except ValidationError as error:
@@ -203,9 +207,10 @@ class OllamaChatRequest(AnswerRequest):
 
 
 def messages_of(turns: Sequence[Turn]) -> list[Message]:
-    """The same in OpenAI's form, where a result names its call: here the first one of its function that has none yet.
+    """Return the turns in OpenAI's form, in which a result names its call: here the first unanswered call of its
+    function.
 
-    Raises ApiError.
+    Raises ApiError for a result without a call.
     """
     found: list[Message] = []
     waiting: list[Called] = []
@@ -250,7 +255,7 @@ class GenerateRequest(AnswerRequest):
 
     @property
     def unlike_raw(self) -> list[str]:
-        """What is asked for that a raw prompt has no place for."""
+        """Return the requested options that a raw prompt has no place for."""
         asked = [name for name in ("system", "think") if getattr(self, name)]
         given = self.ragcache.model_fields_set if self.ragcache else ()
         return asked + [f"ragcache.{name}" for name in (*RetrieveFields.model_fields, "documents") if name in given]

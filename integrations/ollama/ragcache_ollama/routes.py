@@ -1,4 +1,4 @@
-"""/api: Ollama's routes for answers, embeddings and models, with its lines of JSON and its errors."""
+"""/api: Ollama's routes for answers, embeddings and models, with its JSON lines and its errors."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ from ragcache_ollama.bodies import (
 )
 
 API_VERSION = "0.12.11"
-"""The version of Ollama whose API this is: clients ask for it to learn what they may send."""
+"""The version of Ollama's API that is served: clients read it to learn what they may send."""
 NEVER = "9999-12-31T23:59:59Z"
 NDJSON = "application/x-ndjson"
 NS = 1_000_000_000
 LATEST = ":latest"
 EMBEDDER = "embedder"
-"""The family of an embedding model, whose architecture nobody here asks for."""
+"""The family of an embedding model; its actual architecture is not given."""
 
 
 class OllamaRouter(APIRouter):
-    """Tells errors as Ollama does."""
+    """A router whose errors have Ollama's form."""
 
     @staticmethod
     def error_body(problem: ApiError) -> OllamaError:
@@ -70,7 +70,7 @@ class OllamaRouter(APIRouter):
 
 
 class AnyTypeRoute(JsonRoute):
-    """Reads JSON whatever its content type says: Ollama's own documentation sends it with curl's."""
+    """A route that reads JSON whatever its content type: Ollama's own documentation sends it with curl's default."""
 
     content_type = ""
 
@@ -85,12 +85,12 @@ def failures(*statuses: int) -> Responses:
 
 
 def lines(model: type[BaseModel], description: str) -> dict[str, Any]:
-    """A success that is JSON, or lines of it."""
+    """Return a success response that is JSON, or lines of JSON."""
     return {"model": model, "description": description, "content": {NDJSON: {"schema": schema_of(model)}}}
 
 
 def served_name(service: Service, asked: str) -> str:
-    """The server's name of a model: Ollama's have a tag, `:latest` where nobody says another."""
+    """Return the server's name of a model. Ollama's names have a tag, which is `:latest` by default."""
     names = (service.chat_model, service.plain_model, service.embedding_model)
     return next((name for name in (asked, asked + LATEST) if name in names), asked.removesuffix(LATEST))
 
@@ -146,7 +146,9 @@ async def answer(
 
 
 def loaded(request: Request, asked: AnswerRequest, **empty: Any) -> Response:
-    """Ollama loads a model, or unloads it, for a request without a prompt. This one is loaded."""
+    """Return the response to a request without a prompt, by which Ollama loads or unloads a model. This model is
+    always loaded.
+    """
     service = service_of(request)
     service.retrieves(served_name(service, asked.model))
     reason: Literal["load", "unload"] = "unload" if asked.keep_alive in (0, "0", "0s", "0m", "0h") else "load"
@@ -159,12 +161,12 @@ class Lines(EventStream):
 
 @dataclass
 class OllamaWriter(Writer):
-    """Writes one answer in Ollama's shapes."""
+    """Writes an answer in Ollama's format."""
 
     stream = Lines
 
     def said(self, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-        """The fields that hold a piece of an answer."""
+        """Return the fields that hold a piece of an answer."""
         raise NotImplementedError
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
@@ -173,7 +175,7 @@ class OllamaWriter(Writer):
         return self.part(**self.said(one.text, one.reasoning, one.tool_calls), **scores, **self.end(one))
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
-        """The stream."""
+        """Yield the lines of the stream."""
         async for _, one in work:
             if isinstance(one, Done):
                 yield _line(self.part(**self.said(""), **self.end(one.answer)))
@@ -192,7 +194,7 @@ class OllamaWriter(Writer):
         return Part(model=self.model, created_at=now(), **fields)
 
     def end(self, answer: Answer) -> dict[str, Any]:
-        """The fields of the last line."""
+        """Return the fields of the last line."""
         times, usage = answer.timings, answer.usage
         return {
             "done": True,
@@ -223,7 +225,7 @@ class PromptWriter(OllamaWriter):
 
 
 def _called(call: ToolCall) -> AnswerFunction:
-    """Arguments are an object: of what is none, the text stands in one."""
+    """Return a call with its arguments as an object; arguments that are not an object are put into one as text."""
     arguments = json.loads(call.arguments) if call.error is None else {"arguments": call.arguments}
     return AnswerFunction(name=call.name, arguments=arguments)
 
@@ -258,14 +260,14 @@ async def embed_text(request: Request, asked: EmbeddingsRequest) -> OneEmbedding
 async def embedded(
     request: Request, model: str, texts: Sequence[str], asked: EmbedRequest | None = None
 ) -> tuple[list[list[float]], int]:
-    """Vectors of texts, and how many tokens were read. Raises ApiError."""
+    """Return the vectors of texts, and the number of tokens read. Raises ApiError."""
     service = service_of(request)
     name = served_name(service, model)
     if not texts:  # Ollama loads the model
         service.check_model(name, service.embedding_model)
         return [], 0
     dimensions, truncate = (asked.dimensions, asked.truncate) if asked else (None, None)
-    # One vector a text: an empty one has a blank one's, which embedders take.
+    # An empty text gets the vector of a blank, since embedders take no empty text.
     inputs = [text or " " for text in texts]
     told = checked(EmbeddingRequest, model=name, input=inputs, dimensions=dimensions, truncate=truncate is not False)
     vectors, tokens = await embed(request, told)

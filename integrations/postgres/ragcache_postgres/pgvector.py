@@ -45,19 +45,20 @@ from ragcache.store.schema import PREFIX, chunks, counters, has_windows, windows
 EXTENSION = "vector"
 TABLE = PREFIX + "vectors"
 GRAPH = TABLE + "_hnsw"
-FILLED = "pgvector"  # counter: a table has what is searched of its source up to this vector id, or it is gone
+FILLED = "pgvector"  # counter: searched vectors up to this id were copied to the table
 BATCH = 1000
-# Limits of pgvector: numbers of a vector that HNSW indexes, and candidates that its search keeps.
+# Limits of pgvector: the dimension that HNSW indexes, and the number of candidates that its search keeps.
 MOST_GRAPH_DIMENSION, MOST_EF_SEARCH = 2000, 1000
-_LOCK = 7_231_554_191  # any number will do, as long as every process takes the same
+_LOCK = 7_231_554_191  # any number that is the same in every process
 
 
 class PgVectorIndex:
-    """A row for each chunk's vector, and in a second table for each of its windows', which the database deletes with
-    the chunk. Every process sees the same tables.
+    """An index with a row for each chunk's vector, and a second table with a row for each window's vector. The database
+    deletes rows with their chunk. Every process sees the same tables.
 
-    An HNSW index of pgvector's is made with each table; without it (dropped, or a vector has more than 2,000 numbers)
-    every search is exact. The tables are derived from the chunks' embeddings: what is missing is copied from there.
+    An HNSW index of pgvector is made with each table; without it (if it was dropped, or a vector has more than 2,000
+    numbers) every search is exact. The tables are derived from the chunks' embeddings: missing rows are copied from
+    these.
 
     Raises ConfigError (another database, no extension, a table of another dimension), StoreNotFoundError (opened
     read-only before anything was made).
@@ -88,7 +89,7 @@ class PgVectorIndex:
 
     @property
     def saved_generation(self) -> int:
-        """Nothing is ever left to save."""
+        """Return the current generation: nothing is ever left to save."""
         return self.generation
 
     @property
@@ -102,7 +103,9 @@ class PgVectorIndex:
             return sum(int(count or 0) for count in counts)
 
     def follow(self, _documents: DocumentStore) -> None:
-        """Copy the vectors of chunks stored since the tables were last filled; a reader leaves that to others."""
+        """Copy the vectors of chunks stored since the tables were last filled; a read-only process leaves that to
+        others.
+        """
         for part in self._parts:
             filled = 0 if self._db.read_only else BATCH
             while filled == BATCH:
@@ -112,17 +115,18 @@ class PgVectorIndex:
     def take(
         self, documents: DocumentStore, _added: Sequence[int], _vectors: Vectors, _removed: Collection[int]
     ) -> None:
-        """The same: the database holds what was added, and has deleted what was removed."""
+        """Run `follow`: the database has the added chunks, and has deleted the rows of removed ones."""
         self.follow(documents)
 
     def compact(self) -> None:
-        """Nothing to do: a deleted row is gone for every search; PostgreSQL's vacuum frees its place."""
+        """Do nothing: no search finds a deleted row, and PostgreSQL's vacuum frees its space."""
 
     def save(self, _path: Path) -> None:
-        """Nothing to do: what was returned from is in the database."""
+        """Do nothing: changes are in the database when their method returns."""
 
     def find(self, _documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
-        """The k ids of largest inner product among vectors of chunks that pass the filter; all when there are fewer.
+        """Return the k ids with the largest inner products among vectors of chunks that pass the filter, or fewer if
+        there are fewer.
 
         Raises ConfigError when k < 1 or the vector does not fit.
         """
@@ -149,17 +153,17 @@ class PgVectorIndex:
             width = min(MOST_EF_SEARCH, max(HNSW_EF_SEARCH, 2 * k))
             connection.execute(text(f"SET LOCAL hnsw.ef_search = {width}"))
             found = connection.execute(query).all()
-            if len(found) < k:  # a narrow filter, or a wider search than HNSW makes: look at every row
+            if len(found) < k:  # a narrow filter, or a k beyond HNSW's search: scan every row
                 connection.execute(text("SET LOCAL enable_indexscan = off"))
                 found = connection.execute(query).all()
         return found
 
     def vectors_present(self, ids: Ids) -> tuple[Ids, Vectors]:
-        """Rows of `ids` that are still stored, and their vectors."""
+        """Return the indices of `ids` that are still stored, and their vectors."""
         return rows_among(ids, self._stored(ids))
 
     def agrees(self, batch: VectorBatch) -> bool:
-        """Whether the tables hold these vectors."""
+        """Return whether the tables hold these vectors."""
         wanted = batch.ids.tolist()
         tables = [part.table.c for part in self._parts]
         queries = [select(t.vector_id, cast(t.embedding, Text)).where(t.vector_id.in_(wanted)) for t in tables]
@@ -177,7 +181,7 @@ class PgVectorIndex:
                 connection.execute(delete(part.table))
 
     def _prepare(self, part: _Part) -> None:
-        """Make the table where there is none. Raises ConfigError for one of another dimension."""
+        """Make the table if it does not exist. Raises ConfigError for a table of another dimension."""
         table = part.table.name
         query = text("SELECT atttypmod FROM pg_attribute WHERE attrelid = to_regclass(:name) AND attname = 'embedding'")
         with self._db.read() as connection:
@@ -209,7 +213,7 @@ class PgVectorIndex:
 
 
 class _Part(NamedTuple):
-    """A table, and the rows of its source that it holds the vectors of. filled: name of its counter"""
+    """A table, and the rows of its source whose vectors it holds. filled: name of its counter"""
 
     table: Table
     source: Table
@@ -218,10 +222,10 @@ class _Part(NamedTuple):
 
 
 def _fill(connection: Connection, part: _Part) -> int:
-    """Copy some vectors; returns how many.
+    """Copy some vectors, and return how many.
 
-    Ids rise from commit to commit, so nothing is ever missing below the counter. Processes take turns at it, and
-    rows are locked against being deleted until their vectors are in.
+    Ids rise from commit to commit, so nothing is ever missing below the counter. Processes take turns at it, and rows
+    are locked against deletion until their vectors are copied.
     """
     counter, id = update(counters).where(counters.c.name == part.filled), part.source.c.vector_id
     last = int(connection.scalar(counter.values(value=counters.c.value).returning(counters.c.value)) or 0)
@@ -239,13 +243,13 @@ def _fill(connection: Connection, part: _Part) -> int:
 
 
 def _reset(connection: Connection, part: _Part) -> None:
-    """Count from 0, and hold the counter against other processes."""
+    """Reset the counter to 0, and lock it against other processes."""
     connection.execute(delete(counters).where(counters.c.name == part.filled))
     connection.execute(insert(counters), {"name": part.filled, "value": 0})
 
 
 class _Vector(UserDefinedType[str]):
-    """pgvector's type, wherever its extension is installed; values are text."""
+    """pgvector's type in the schema of its extension; values are text."""
 
     cache_ok = True
 
@@ -268,7 +272,7 @@ def _as_text(vector: Vectors) -> str:
 
 
 def _extension(database: Database) -> str:
-    """The schema of pgvector's extension, which is created where that is allowed."""
+    """Return the schema of pgvector's extension, which is created if allowed."""
     if (schema := _schema_of_extension(database)) is not None:
         return schema
     if database.read_only:

@@ -1,4 +1,4 @@
-"""An ingestion's workbench in a Ray actor. Nothing here imports Ray."""
+"""The Ray actor of an ingestion. Nothing here imports Ray."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from ragcache.models.load import load_lm
 from ragcache.retrieval.embedder import Embedder
 from ragcache.store.kv_store import KVStore
 
-# A part of what was read is sent once it has so many characters.
+# Records are sent in parts of about so many characters.
 PART_CHARS = 1 << 20
 
 
 class Item(NamedTuple):
-    """source: None where nothing is to be done. known: content hashes of documents that need not be cut."""
+    """An input for an actor. source: None if nothing is to be done. known: content hashes of documents that need
+    not be cut
+    """
 
     source: Source | None
     known: frozenset[str]
@@ -39,7 +41,10 @@ class Item(NamedTuple):
 
 @dataclass
 class ReadRecords:
-    """Records that were read, each with the rank of its item, and whether they are the last ones of the batch."""
+    """Records that were read, each with the index of its item.
+
+    is_last: whether they are the last of the batch
+    """
 
     records: list[tuple[int, Record]] = field(default_factory=list)
     is_last: bool = False
@@ -47,7 +52,7 @@ class ReadRecords:
 
 
 class Computed(NamedTuple):
-    """What came of a job: never KV, which is in the store. said: progress, in order."""
+    """The result of a job, without KV, which the actor writes to the store. said: progress, in order"""
 
     vectors: list[Vectors]
     report: IngestReport
@@ -56,9 +61,9 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a workbench is made from in another process; it can be pickled, where the embedder can.
+    """The parts from which a worker is made in another process; can be pickled if the embedder can.
 
-    folder:  current one of the ingestion, for relative paths
+    folder:  current directory of the ingestion, for relative paths
     open_kv: opens the store's KV
     """
 
@@ -77,8 +82,10 @@ class Setup:
     batch_tokens: int | None
 
     def build(self) -> Worker:
-        """Raises ModelMismatchError where the model has other weights here, and what loading raises."""
-        with contextlib.suppress(OSError):  # a file that is not there is reported by its path
+        """Return the worker. Raises ModelMismatchError if the model has other weights here, and the errors of
+        loading.
+        """
+        with contextlib.suppress(OSError):  # a missing file is reported by its path
             os.chdir(self.folder)
         lm = load_lm(self.model, dtype=self.dtype, device=self.device)
         if lm.fingerprint != self.fingerprint:
@@ -94,7 +101,7 @@ class Setup:
 
 
 class Actor:
-    """Reads in one thread and computes in another. Made anew after it died, it goes on where it was."""
+    """Reads in one thread and computes in another. An actor that was restarted after it died continues its work."""
 
     def __init__(self, setup: bytes) -> None:
         """setup: a pickled Setup"""
@@ -110,14 +117,14 @@ class Actor:
         return ragcache.__version__
 
     def load(self) -> None:
-        """Load model and embedder. Raises as `Setup.build` does."""
+        """Load model and embedder. Raises the errors of `Setup.build`."""
         self._ready()
 
     def read(self, batch: int, items: Sequence[Item], start: int) -> ReadRecords:
-        """The records of a batch from the one of this number on, as many as are sent together."""
+        """Return records of a batch, beginning with number `start`, as many as are sent together."""
         if (self._batch, self._sent) != (batch, start):
             self._records, self._batch = self._read(self._ready(), items), batch
-            next(islice(self._records, start, start), None)  # skips what an actor that died had sent
+            next(islice(self._records, start, start), None)  # skips records that an actor sent before it died
         part, chars = ReadRecords(), 0
         for rank, record in self._records:
             part.records.append((rank, record))

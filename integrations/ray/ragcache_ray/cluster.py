@@ -3,8 +3,8 @@
     sources -> batches of files -> actors: read, cut                -> here: which documents are new
                                 -> actors: embed, encode -> KV tier -> here: text, vectors, keys -> one SQL transaction
 
-Plain actors, not Ray Data: between reading and computing this process compares every document with the store, and most
-of a repeated ingestion ends there. The actors write blocks to the store's KV themselves; nothing else is written there.
+It uses plain actors, not Ray Data: between reading and computing this process compares every document with the store,
+    and most of a repeated ingestion ends there. The actors write blocks to the store's KV themselves, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ragcache.models.deadline import LIMIT, POLL_S
 from ragcache.store.kv_store import KVStore
 from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup
 
-# A cluster answers within so many seconds, or counts as absent; and so long an actor may wait for a node with room.
+# Seconds within which a cluster has to answer, and for which an actor may wait for a node with room.
 ANSWER_S = 60.0
 START_S = 300.0
-# A batch of files goes to one actor. Each actor has so many windows of documents: one to work on and one that waits.
+# Files in a batch, which is read by a single actor; windows of documents for each actor: one at work and one waiting.
 BATCH_FILES = 16
 WINDOWS = 2
-# An actor that dies is made anew, and does again what it was doing, so many times.
+# Number of times that an actor that died is restarted, and repeats its work.
 RETRIES = 3
 # Object store of a local Ray: text and vectors pass through it.
 OBJECT_BYTES = 512 << 20
@@ -47,9 +47,12 @@ _PROBE = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False); ray.shutd
 
 @dataclass(frozen=True)
 class RayConfig:
-    """address: of a running cluster's head, HOST:PORT; "auto": the cluster that this machine is part of; None: a local
-             Ray, which is started for one ingestion. A program that is connected to Ray already uses that one
-    actors:  each holds the model and the embedder; None: one for every free CPU, or GPU where the model runs on one
+    """Configuration of Ray.
+
+    address: of a running cluster's head, HOST:PORT; "auto": the cluster that this machine is part of; None: a local
+        Ray, which is started for one ingestion. A program that is already connected to Ray uses that connection
+    actors:  number of actors, each of which loads the model and the embedder; None: one for every free CPU, or GPU if
+        the model runs on one
     """
 
     address: str | None = None
@@ -67,18 +70,18 @@ class RayConfig:
 
     @classmethod
     def of(cls, given: Self | str | bool | None) -> Self | None:
-        """True: a local Ray; text: an address; None and False: none."""
+        """Return the configuration for an option. True: a local Ray; text: an address; None and False: none"""
         if isinstance(given, cls | None):
             return given
         return cls(given) if isinstance(given, str) else cls() if given else None
 
     def workers(self, open_kv: Callable[[], KVStore]) -> Cluster:
-        """The cluster's actors. open_kv: opens the store's KV in one of them; it is pickled"""
+        """Return the cluster's actors. open_kv: opens the store's KV in an actor; it is pickled"""
         return Cluster(self, open_kv)
 
 
 class Cluster:
-    """A Ray cluster as ingestions use it: connected to, and left again, by each of them."""
+    """A Ray cluster for ingestions. Each ingestion connects to it and disconnects at its end."""
 
     def __init__(self, config: RayConfig, open_kv: Callable[[], KVStore]) -> None:
         """open_kv: opens the store's KV in an actor; it is pickled"""
@@ -87,8 +90,9 @@ class Cluster:
 
     @contextmanager
     def work(self, worker: Worker) -> Iterator[Callable[[IngestReport, Say], Work]]:
-        """Actors that have loaded what the worker consists of. Raises ClusterError, ConfigError, and what loading
-        raises."""
+        """Yield a function that starts work on actors which have loaded the worker's parts. Raises ClusterError,
+        ConfigError, and the errors of loading.
+        """
         ray = _import_ray()
         setup = _pickled(ray, self._setup(worker))
         with _connected(ray, self.config.address):
@@ -143,7 +147,7 @@ class Cluster:
 
 
 class _Begun(NamedTuple):
-    """A job that an actor has."""
+    """A job that was given to an actor."""
 
     what: Any
     job: EncodeJob
@@ -151,8 +155,9 @@ class _Begun(NamedTuple):
 
 
 class _WorkThere:
-    """Work of actors. A window's blocks that another one is being computed for are left to that: each is encoded
-    once, and it is stored before the later window is committed."""
+    """Work of actors. A block that is being computed for an earlier window is not computed again: it is stored
+    before the later window is committed.
+    """
 
     def __init__(self, ray: ModuleType, actors: Sequence[Any], worker: Worker, report: IngestReport, say: Say) -> None:
         self._ray, self._actors, self._worker, self._report, self._say = ray, actors, worker, report, say
@@ -182,19 +187,21 @@ class _WorkThere:
             yield of_source(rank, source)
 
     def _item(self, source: Source, known: frozenset[str]) -> Item:
-        """A given document is sent without its metadata, which need not be JSON: this process has them."""
+        """Return the item for a source. A given document is sent without its metadata, which need not be JSON: this
+        process has it.
+        """
         if not isinstance(source, Document):
             return Item(source, known)
         try:
             self._worker.check(source)
-        except IngestError:  # said by the run
+        except IngestError:  # the run reports it
             return Item(None, known)
         if source.content_hash(self._worker.chunker.settings) in known:
             return Item(None, known)
         return Item(Document(source.id, source.text, source=source.source, places=source.places), frozenset())
 
     def _in_order(self, batches: Iterator[list[Item]]) -> Iterator[tuple[int, Record]]:
-        """The records of all batches with the ranks of their items; every actor reads ahead in one batch."""
+        """Yield the records of all batches with the indices of their items. Every actor reads ahead in one batch."""
         numbered = enumerate(batches)
         reading = deque(map(partial(self._begin, numbered), self._actors))
         while (batch := reading.popleft()) is not None:
@@ -223,7 +230,7 @@ class _WorkThere:
         return bool(self._begun) and bool(self._ray.wait([self._begun[0].computed], timeout=0)[0])
 
     def _left_over(self, job: EncodeJob) -> EncodeJob:
-        """The job without the blocks that come with the jobs before it."""
+        """Return the job without the blocks that earlier jobs compute."""
         begun = {key for one in self._begun for key in one.job.wanted}
         left = {key: ids for key, ids in job.wanted.items() if key not in begun}
         self._report.reused_blocks += len(job.wanted) - len(left)
@@ -251,7 +258,7 @@ class _WorkThere:
 
 
 class _Batch:
-    """Files that one actor reads, in parts: the next one is on its way while this one is used."""
+    """Files that an actor reads, in parts: the next part is being read while the current part is used."""
 
     def __init__(self, ray: ModuleType, actor: Any, number: int, items: list[Item], report: IngestReport) -> None:
         self.actor = actor
@@ -275,8 +282,9 @@ class _Batch:
 
 
 def _get(ray: ModuleType, reference: Any, until: float | None = None) -> Any:
-    """What an actor returns. Raises what it raised, ClusterError where it is lost or not there in time, and
-    CancelledError and TimedOutError as LIMIT says."""
+    """Return an actor's result. Raises the actor's error, ClusterError if it is lost or not there in time, and
+    CancelledError and TimedOutError by LIMIT.
+    """
     while not ray.wait([reference], timeout=POLL_S)[0]:
         LIMIT.get().check()
         if until is not None and time.monotonic() > until:
@@ -320,7 +328,7 @@ def _pickled(ray: ModuleType, setup: Setup) -> bytes:
         return bytes(ray.cloudpickle.dumps(setup))
     except RagCacheError:
         raise
-    except Exception as error:  # pickle raises any kind
+    except Exception as error:  # pickle raises errors of any kind
         raise ConfigError(
             f"the embedder or the chunker cannot be sent to Ray's actors ({error}); give an embedder by its name, or "
             "one that can be pickled"
@@ -349,8 +357,9 @@ def _connected(ray: ModuleType, address: str | None) -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Raises ClusterError where no Ray answers. Another process asks: Ray itself waits without end, and cannot be
-    interrupted."""
+    """Raise ClusterError if no Ray answers. Another process tries to connect, because Ray itself waits without end
+    and cannot be interrupted.
+    """
     hint = "start one there (`ray start --head`), run this on one of its machines, or give no address for a local Ray"
     host, _, port = address.rpartition(":")
     try:

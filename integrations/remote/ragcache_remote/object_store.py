@@ -1,4 +1,4 @@
-"""Object stores: S3, Google Cloud Storage, Azure, and folders, by the package obstore."""
+"""Object stores as remotes: S3, Google Cloud Storage, Azure, and folders, by the package obstore."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ _STAGED = re.compile(r".+#\d+")  # obstore's name of a file that is being writte
 
 
 def open_objects(url: str) -> ObjectBlobs:
-    """Credentials, region and endpoint come from the environment, as the cloud's own tools take them."""
+    """Return the object store at a URL. Credentials, region and endpoint come from the environment, by the variables of
+    the cloud's own tools.
+
+    Raises ConfigError for an invalid URL or without obstore.
+    """
     try:
         from obstore.store import from_url
     except ModuleNotFoundError as error:
@@ -57,7 +61,7 @@ def open_objects(url: str) -> ObjectBlobs:
 
 
 def _client_options(timeout_s: float) -> ClientConfig:
-    # With options given, obstore reads none from the environment; this one is asked for by private services.
+    # With options given, obstore reads none from the environment; private services need this option.
     names = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
     allow_http = any(os.environ.get(name, "").lower() in ("1", "true") for name in names)
     return {
@@ -85,10 +89,11 @@ def _open_folder(url: str, folder: Path) -> ObjectBlobs:
 
 
 class ObjectBlobs(Blobs):
-    """One object a blob, each put by one request: there is no upload in parts that a kill could leave half done.
+    """Blobs as objects. Each is written by a single request, because an upload in parts could be left incomplete by a
+    kill.
 
-    reader, writer: the same place, with a time-out for either
-    folder:         where the objects are files, else None
+    reader, writer: the same store, with the time-outs for reading and writing
+    folder:         the directory if the objects are files, else None
     """
 
     def __init__(self, url: str, reader: ObjectStore, writer: ObjectStore, folder: Path | None = None) -> None:
@@ -143,7 +148,7 @@ class ObjectBlobs(Blobs):
                     yield Blob(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
     def sweep(self, older_than_s: float) -> int:
-        """Only a folder shows what is half written."""
+        """Delete incomplete files, which only a folder shows."""
         if self._folder is None:
             return 0
         before = time.time() - older_than_s
@@ -175,10 +180,11 @@ class ObjectBlobs(Blobs):
 
 @contextmanager
 def _translated(where: str, refused: type[StoreError], other: type[Exception] = StoreError) -> Iterator[None]:
-    """Translate obstore's errors into those of stores. Its texts hold addresses and answers of the service, which may
-    tell a secret: none is repeated, nor kept as the cause.
+    """Translate obstore's errors into those of stores. Their texts hold addresses and answers of the service, which may
+    reveal a secret, so that none is repeated or kept as the cause.
 
-    refused: where the service does not allow it; other: what nothing better is known of
+    refused: raised if the service denies access
+    other: raised for an unknown error
     """
     from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 

@@ -1,4 +1,4 @@
-"""Redis or Valkey: for small sets of blocks that are in demand, in the memory of a server."""
+"""Redis or Valkey as a remote, for small sets of blocks in frequent use, in the memory of a server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from ragcache.errors import (
 )
 from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, Blob, Blobs
 
-# Fields of a hash; each blob has one.
+# Fields of the hash that each blob is stored in.
 _DATA, _CHANGED_AT = "data", "at"
 _AT_ONCE = 500
 
 
 def open_redis(url: str) -> RedisBlobs:
-    """url: redis://[user:password@]host[:port][/db[/prefix]]; rediss:// for TLS"""
+    """Return the Redis store at a URL. Raises ConfigError for an invalid URL or without the package redis.
+
+    url: redis://[user:password@]host[:port][/db[/prefix]]; rediss:// for TLS
+    """
     try:
         from redis import Redis
         from redis.backoff import ExponentialWithJitterBackoff
@@ -49,7 +52,8 @@ def open_redis(url: str) -> RedisBlobs:
 
 
 class RedisBlobs(Blobs):
-    """One hash a blob, with its bytes and when they came: a command is atomic, so a blob is there whole or not at all.
+    """Blobs as hashes, each with its bytes and the time of writing. Commands are atomic, so that a blob is never
+    incomplete.
 
     client: a `redis.Redis`
     """
@@ -110,7 +114,7 @@ class RedisBlobs(Blobs):
     def _translated(self, refused: type[StoreError] = StoreError) -> Iterator[None]:
         """Translate the client's errors into those of stores, without their texts, which may name a user.
 
-        refused: where the server does not allow it
+        refused: raised if the server denies the command
         """
         from redis import exceptions
 

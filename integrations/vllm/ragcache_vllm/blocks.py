@@ -13,17 +13,17 @@ from ragcache.store.remote import connect
 from ragcache.store.tiers.block_names import BlockFiles
 
 REMOTE_VARIABLE = "RAGCACHE_REMOTE"
-"""The remote's URL with its credentials, where it has any: a connector's configuration is shown in logs."""
+"""The remote's URL with credentials, if any: a connector's configuration is shown in logs."""
 MOST_KNOWN = 1 << 16
-"""Files that are remembered as verified, at about 300 bytes each."""
+"""Number of files remembered as verified, at about 300 bytes each."""
 
 
 class StoredBlocks:
-    """Blocks of a store's directory; where it has a remote, copies of the remote's.
+    """Blocks in a store's directory; with a remote, copies of its blocks.
 
     remote:     URL of the remote; "": none
     owner:      id of the database that the remote belongs to
-    disk_bytes: budget of the copies; None: none
+    disk_bytes: budget of the copies; None: unlimited
 
     Raises SchemaVersionError, StoreNotFoundError, ConfigError.
     """
@@ -41,10 +41,10 @@ class StoredBlocks:
         self._kv = KVStore(layout.kv, memory_bytes=0, disk_bytes=disk_bytes, remote=connection)
 
     def verify(self, key: str) -> None:
-        """Check that `get` will serve a block; brings a copy of a remote one to this machine.
+        """Check that `get` can return a block, and copy a remote block to this machine.
 
-        A file is read once, and again when it has changed. One that is damaged without a trace in its status is found
-        by `get`, which checks what it reads.
+        A file is read once, and again if it has changed. Damage that does not change the file's status is found by
+        `get`, which checks every block it reads.
 
         Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
         """
@@ -68,7 +68,7 @@ class StoredBlocks:
         self._kv.close()
 
     def _status(self, key: str) -> tuple[int, ...] | None:
-        """What changes with a block's file; None where there is none."""
+        """Return values that change with a block's file; None if there is no file."""
         try:
             found = self._files.path(key).stat()
         except OSError:

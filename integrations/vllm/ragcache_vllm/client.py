@@ -1,10 +1,10 @@
-"""vLLM's completion servers over HTTP: token ids in, token ids out.
+"""An HTTP client of vLLM's completion servers: token ids in, token ids out.
 
-Several servers over one store are one engine: a request goes to the server that its key belongs to, by rendezvous
-hashing (Thaler & Ravishankar, 1998), and to the next one by rank where that does not answer.
+Several servers over a store form an engine: a request goes to the server that its key belongs to, by rendezvous hashing
+    (Thaler & Ravishankar, 1998), and to the next by rank if that server does not answer.
 
-One thread runs an event loop for all requests: a request that its caller gives up is a task that is cancelled, its
-connection closes, and vLLM stops computing it.
+A thread runs an event loop for all requests. When a caller abandons a request, its task is cancelled, its connection
+closes, and vLLM stops computing it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from ragcache.models.sampler import TokenScores
 
 log = logging.getLogger(__name__)
 CONNECT_S = 5.0
-SILENCE_S = 300.0  # of an engine that works on other requests first
+SILENCE_S = 300.0  # for an engine that works on other requests first
 ERROR_BYTES = 1 << 16
 UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)
 TIMEOUT = httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=CONNECT_S)
 
 
 class EngineServer(NamedTuple):
-    """A vLLM server: its address as it was given, and in HTTP."""
+    """A vLLM server: its address as given, and its HTTP address."""
 
     url: str
     base: str
 
 
 class VllmClient:
-    """vLLM servers of one model. Thread-safe; nothing is sent before it is asked.
+    """A client of vLLM servers with the same model. Thread-safe; it connects at the first request.
 
-    url: "vllm://host:port", or several, separated by commas; name: of the model that they are asked for; key: sent as
-    bearer, never shown
+    url: "vllm://host:port", or several, separated by commas
+    name: of the model to request
+    key: sent as bearer token, never shown
 
     Raises ConfigError for another kind of address.
     """
@@ -60,9 +61,9 @@ class VllmClient:
         self._client: httpx.AsyncClient | None = None
 
     def longest_prompt(self) -> int | None:
-        """Tokens of prompt and answer that every server takes; None where none of them says.
+        """Return how many tokens of prompt and answer every server takes; None if no server says so.
 
-        Raises EngineError where none answers, ModelMismatchError where one serves no such model.
+        Raises EngineError if no server answers, ModelMismatchError if a server does not have the model.
         """
         lengths, silent = list[int | None](), list[EngineError]()
         for server in self._servers:
@@ -89,11 +90,13 @@ class VllmClient:
         return served[self.name] if isinstance(served[self.name], int) else None
 
     def complete(self, body: Mapping[str, Any], limit: Limit, key: str = "") -> Completion:
-        """Begin a completion, on the server that `key` belongs to while that answers."""
+        """Begin a completion, on the server that `key` belongs to if it answers."""
         return Completion(self, {**body, "model": self.name}, limit, self.ranked(key))
 
     def ranked(self, key: str) -> list[EngineServer]:
-        """All servers, the one that a key belongs to first: one that comes or goes moves its own keys alone."""
+        """Return all servers, beginning with the owner of a key. Adding or removing a server moves only its own
+        keys.
+        """
         return sorted(self._servers, key=lambda server: digest([server.url, key]))
 
     def close(self) -> None:
@@ -107,7 +110,7 @@ class VllmClient:
         loop.call_soon_threadsafe(loop.stop)
 
     def submit(self, work: Coroutine[Any, Any, None]) -> Any:
-        """Run on the loop's thread, which starts with the first request."""
+        """Run a coroutine on the loop's thread, which starts with the first request."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -115,12 +118,12 @@ class VllmClient:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def pump(self, body: Mapping[str, Any], servers: Sequence[EngineServer], out: queue.SimpleQueue[Any]) -> None:
-        """Put each event of a completion's stream into `out`, and None, or the error that ended it, behind them."""
+        """Put each event of a completion's stream into `out`, then None, or the error that ended it."""
         for number, server in enumerate(servers):
             try:
                 await self._pump(body, server, out)
                 return
-            except Exception as error:  # whatever it is: the caller waits for it
+            except Exception as error:  # any error: the caller waits for it
                 if not isinstance(error, UNREACHED) or number == len(servers) - 1:
                     out.put(_translated(server, error))
                     return
@@ -148,7 +151,7 @@ class VllmClient:
         async def run() -> None:
             try:
                 found.put(await work)
-            except Exception as error:  # whatever it is: the caller waits for it
+            except Exception as error:  # any error: the caller waits for it
                 found.put(_translated(server, error))
 
         self.submit(run())
@@ -158,7 +161,7 @@ class VllmClient:
         return answer
 
     def _http(self) -> httpx.AsyncClient:
-        """The client, made on its loop. It heeds no proxy: the engine is named by its address."""
+        """Return the client, made on its loop. It ignores proxies, because the engine is given by its address."""
         if self._client is None:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._client = httpx.AsyncClient(
@@ -170,7 +173,7 @@ class VllmClient:
         return self._client
 
     async def _check(self, server: EngineServer, response: httpx.Response) -> None:
-        """Raises EngineError or ModelMismatchError for what is no success."""
+        """Raise EngineError or ModelMismatchError for a response that is not a success."""
         status = response.status_code
         if status == 200:
             return
@@ -185,9 +188,9 @@ class VllmClient:
 
 
 class Completion:
-    """One completion that is being computed.
+    """A completion that is being computed.
 
-    cached_tokens: of the prompt, those that the engine did not compute; None until it says so
+    cached_tokens: tokens of the prompt that the engine did not compute; None until it reports them
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class Completion:
         self._task = engine.submit(engine.pump(body, servers, self._events))
 
     def tokens(self) -> Generator[tuple[int, TokenScores | None], None, None]:
-        """Token ids as they come, the one that ends the text among them, with their log-probabilities if asked for.
+        """Yield token ids as they come, including the id that ends the text, with log-probabilities if requested.
 
         Raises EngineError, ModelMismatchError, CancelledError, TimedOutError.
         """
@@ -210,19 +213,19 @@ class Completion:
             yield from zip(_ids(event), chain(self._scores(event), repeat(None)), strict=False)
 
     def end(self) -> None:
-        """Take the engine's last words. Where it goes on instead, it is stopped."""
+        """Read the engine's last events. If it goes on with the answer, stop it."""
         while not self._is_over:
             event = self._next()
             if event is not None and _ids(event):
                 self.close()
 
     def close(self) -> None:
-        """Stop the engine where it is not done."""
+        """Stop the engine unless it is done."""
         self._is_over = True
         self._task.cancel()
 
     def _next(self) -> dict[str, Any] | None:
-        """The next event; None behind the last one."""
+        """Return the next event; None after the last."""
         while not self._is_over:
             self._limit.check()
             try:
@@ -251,7 +254,7 @@ class Completion:
 
 
 def broken(url: str, why: str) -> EngineError:
-    """The error of an answer that ended too early."""
+    """Return the error of an answer that ended too early."""
     return EngineError(f"{url} broke off ({why}); its log says more. Ask again")
 
 
@@ -293,7 +296,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _ended() -> None:
-    """End what is left on the loop: streams that their callers gave up a moment ago."""
+    """Cancel tasks that are left on the loop, such as streams abandoned a moment ago."""
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in left:
         task.cancel()
@@ -306,8 +309,9 @@ def _ids(event: Mapping[str, Any]) -> list[int]:
 
 
 def _scores(said: Mapping[str, Any], count: int) -> list[TokenScores]:
-    """OpenAI's log-probabilities of completions, with "token_id:7" for texts. The chosen token is among the likeliest,
-    wherever it ranks."""
+    """Return scores from OpenAI's log-probabilities of completions, which have "token_id:7" as texts. The chosen
+    token is always in the list, whatever its rank.
+    """
     found = []
     for logprob, near in zip(said["token_logprobs"], said["top_logprobs"], strict=True):
         ranked = sorted(near.items(), key=lambda one: -one[1])[:count]
@@ -326,7 +330,7 @@ async def _beginning(response: httpx.Response) -> bytes:
 
 
 def _message(answer: bytes) -> str:
-    """What an error says, in its first words."""
+    """Return the first words of an error message."""
     try:
         return _said(json.loads(answer))
     except ValueError:

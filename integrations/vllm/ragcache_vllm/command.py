@@ -1,4 +1,4 @@
-"""The command that starts vLLM over a store."""
+"""The command line that starts vLLM over a store."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from ragcache_vllm.request_layout import served_name
 
 WORKERS = {"cpu": "ragcache_vllm.worker.RagCacheCPUWorker", "cuda": "ragcache_vllm.worker.RagCacheGPUWorker"}
 GRAMMARS = {"backend": "guidance", "disable_any_whitespace": True}
-"""Answers of a given form as the embedded engine has them: by llguidance, and JSON on one line. Left free, white space
-may go on for ever."""
+"""Constrained answers as in the embedded engine: by llguidance, and JSON on one line. Unconstrained white space may
+never end.
+"""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How vLLM is started.
+    """Settings with which vLLM is started.
 
     store:   the store's directory
-    device:  which worker runs the model
+    device:  selects the worker that runs the model
     load:    "step": blocks are loaded within the step that needs them, layer by layer; "ahead": by threads, while other
-             requests go on
-    more:    further arguments of vLLM's own server, which win over those that are made here
-    disk_bytes: budget of copies, where the store has a remote
+        requests go on
+    more:    further arguments of vLLM's own server, which override those made here
+    disk_bytes: budget of copies, if the store has a remote
     """
 
     store: Path
@@ -40,11 +41,12 @@ class EngineSettings:
 
 
 def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str) -> list[str]:
-    """vLLM's server with the connector, the store's model and all that these need.
+    """Return the command of vLLM's server with the connector, the store's model and all options that these need.
 
-    bound: what the store is bound to (`DocumentStore.properties`); model: the model's directory or hub id
+    bound: properties that the store is bound to (`DocumentStore.properties`)
+    model: the model's directory or hub id
 
-    Raises StoreNotFoundError for a store that nothing was encoded into.
+    Raises StoreNotFoundError for a store into which nothing was encoded.
     """
     if "fingerprint" not in bound:
         raise StoreNotFoundError(
@@ -56,7 +58,7 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
         "checkpoint": bound.get("checkpoint", ""),
         "load": settings.load,
     }
-    if "remote" in bound:  # without its credentials, which the environment has
+    if "remote" in bound:  # without credentials, which are in the environment
         extra |= {
             "remote": bound["remote"],
             "owner": bound.get("database_id", ""),
@@ -79,7 +81,9 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `KVTransferConfig` for the connector. extra: the connector's own configuration, see `RagCacheConnector`"""
+    """Return vLLM's `KVTransferConfig` for the connector. extra: the connector's configuration, see
+    `RagCacheConnector`
+    """
     return {
         "kv_connector": "RagCacheConnector",
         "kv_connector_module_path": "ragcache_vllm.connector",

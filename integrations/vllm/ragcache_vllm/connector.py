@@ -1,11 +1,11 @@
-"""ragcache's KV connector for vLLM: stored blocks in place of prefill.
+"""ragcache's KV connector for vLLM: stored blocks are loaded instead of being computed by prefill.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "RagCacheConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "ragcache_vllm.connector", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": "kb", "fingerprint": "..."}}'
 
-`ragcache vllm` writes all of it. vLLM makes one connector in its scheduler and one in every worker; this class hands
-each call to the side that it is on.
+`ragcache vllm` writes all of it. vLLM makes a connector in its scheduler and another in every worker; this class passes
+each call to the side that it runs on.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ log = logging.getLogger("vllm.ragcache")
 
 
 class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Loads stored blocks into vLLM's pages.
+    """A connector that loads stored blocks into vLLM's pages.
 
     Extra configuration: `store` (a store's directory), `fingerprint` (of the model in its block keys), `checkpoint`
-    (digest of the files that it was computed with), `load` ("step": within the step that needs them, layer by layer;
-    "ahead": by threads, while other requests go on), `remote`, `owner`, `disk_bytes` (see `StoredBlocks`).
+        (digest of the files that it was computed with), `load` ("step": within the step that needs them, layer by
+        layer; "ahead": by threads, while other requests go on), `remote`, `owner`, `disk_bytes` (see `StoredBlocks`).
 
-    Raises ConfigError for another release of vLLM, settings that it can't serve, or a store that is not there,
-    ModelMismatchError for another model than the store's.
+    Raises ConfigError for another release of vLLM, for settings that it cannot serve and for a store that does not
+    exist, ModelMismatchError for a model other than the store's.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -125,7 +125,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._begin()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._begin()  # vLLM starts loads behind the forward pass unless it expects one; pages may come later than that
+        self._begin()  # vLLM starts loads after the forward pass unless it expects one; pages may come later than that
         if self._worker is not None:
             self._worker.place(layer_name)
 
@@ -139,7 +139,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing: blocks are made at ingestion. vLLM's keys are rotated, and rounded to its number format."""
+        """Do nothing: blocks are made at ingestion. vLLM's keys are rotated, and rounded to its number format."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -159,12 +159,14 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are placed between one another's attention, which no CUDA graph of a whole pass can hold."""
+        """Return True: layers are placed between one another's attention, which no CUDA graph of a whole pass can
+        hold.
+        """
         return True
 
 
 def _check_model(name: str, checkpoint: str) -> None:
-    """Raises ModelMismatchError for another model than the one that the blocks were computed with."""
+    """Raise ModelMismatchError for a model other than that of the blocks."""
     if checkpoint:
         refuse_other_checkpoint(name, checkpoint)
     else:
@@ -172,7 +174,7 @@ def _check_model(name: str, checkpoint: str) -> None:
 
 
 def _check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError for what cannot be served, each with the way out."""
+    """Raise ConfigError for a configuration that cannot be served, with a way out."""
     if not vllm.__version__.startswith(f"{VLLM_VERSION}."):
         raise ConfigError(
             f"vLLM {vllm.__version__} is installed and ragcache's connector is written for {VLLM_VERSION}: "

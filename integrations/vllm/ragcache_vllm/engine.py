@@ -1,4 +1,4 @@
-"""One question whose tokens another engine computes: its prompt, its layout, its answer."""
+"""An engine that answers by another engine's model: its prompts, layouts and answers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ragcache_vllm.client import Completion, VllmClient
 from ragcache_vllm.request_layout import RequestLayout, served_name
 
 log = logging.getLogger(__name__)
-NEVER = -100.0  # the least that OpenAI's protocol has
+NEVER = -100.0  # the least value in OpenAI's protocol
 NO_PREFIXES = PrefixStats(0, 0, 0, 0, 0, 0, 0)
 
 
 class CompletionRequest(NamedTuple):
-    """What the engine is asked.
+    """A request to the engine.
 
     ids:     the prompt
-    layout:  which of them stored blocks hold; None: none of them
+    layout:  which of its tokens stored blocks hold; None: no blocks are used
     sources: the passages, with where their KV is
     """
 
@@ -46,24 +46,28 @@ class CompletionRequest(NamedTuple):
 
     @property
     def routing_key(self) -> str:
-        """Sends questions over one best passage to one server: they mostly read the same others, too."""
+        """Return a key that sends questions with the same best passage to the same server, since most share other
+        passages too.
+        """
         return next((source.handle for source in self.sources if source.handle), "") or digest(self.ids)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that the engine need not compute."""
+        """Return the number of tokens that the engine need not compute."""
         if self.layout is None:
             return 0
         return len(self.ids) - sum(span.num_tokens for span in self.layout.computed(len(self.ids)))
 
 
 def reads(card: ModelCard, method: FusionMethod) -> bool:
-    """Whether another engine can read by this method: its layout alone says what is placed and what runs."""
+    """Return whether another engine can read by this method, that is, whether the layout alone says what is placed
+    and run.
+    """
     return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
 
 
 class VllmEngine:
-    """Answers prompts with a model that another engine runs, over this store's blocks. Thread-safe."""
+    """An engine that answers prompts with a model run by another engine, over this store's blocks. Thread-safe."""
 
     def __init__(self, card: ModelCard, prompts: Prompts, kv: KVStore, engine: VllmClient) -> None:
         self.card = card
@@ -93,7 +97,7 @@ class VllmEngine:
         self._reruns(options, Layout(()))
 
     def stream(self, request: Request) -> Generator[Event, None, None]:
-        """Raises EngineError, ModelMismatchError, CancelledError and TimedOutError."""
+        """Yield the events of an answer. Raises EngineError, ModelMismatchError, CancelledError and TimedOutError."""
         options = request.options
         completion = self._request(request)
         yield Sources(completion.sources, options.choice.label, options.choice.why)
@@ -115,13 +119,13 @@ class VllmEngine:
         yield Done(self._answer(request, completion, answering, output))
 
     def drop_deleted(self) -> None:
-        """Nothing: the engine looks for every block that it is asked to load."""
+        """Do nothing: the engine looks up every block that it has to load."""
 
     def clear(self) -> None:
         self._engine.close()
 
     def warm_up(self) -> None:
-        """Nothing: the engine warms up when it starts."""
+        """Do nothing: the engine warms up when it starts."""
 
     def prefix_stats(self) -> PrefixStats:
         return NO_PREFIXES
@@ -130,7 +134,7 @@ class VllmEngine:
         return PassStats()
 
     def _request(self, request: Request) -> CompletionRequest:
-        """Raises ConfigError for a layout that no blocks can be placed by."""
+        """Return the request for the engine. Raises ConfigError for a layout by which no blocks can be placed."""
         hits = [*(request.kept.earlier.hits if request.kept else ()), *request.hits]
         layout = request.plan.layout
         handles = [self.prompts.block_keys.key(hit.chunk.token_ids) for hit in hits]
@@ -172,7 +176,7 @@ class VllmEngine:
         return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.tenant)
 
     def _has_beginning(self, layout: Layout) -> bool:
-        """Whether the prompt begins as the store's own do, with a text that is stored as a block."""
+        """Return whether the prompt begins with the store's own first text, and this is stored as a block."""
         first, key = self.prompts.block_keys.first_ids, self.prompts.block_keys.first_key
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and key in self._kv
@@ -185,7 +189,7 @@ class VllmEngine:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
             **_sampling(options.sampling),
-            # As the embedded engine ends answers: by these ids, whatever vLLM takes for the end.
+            # End answers by the embedded engine's ids, whatever vLLM takes as the end.
             "ignore_eos": True,
             "stop_token_ids": [*self._eos, *options.sampling.stop_token_ids],
         }
@@ -194,14 +198,14 @@ class VllmEngine:
             body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
         if completion.layout is not None:
             body["kv_transfer_params"] = completion.layout.to_params()
-        if self.prompts.block_keys.tenant:  # vLLM's own prefix cache is one for all tenants
+        if self.prompts.block_keys.tenant:  # vLLM's own prefix cache is shared by all tenants
             body["cache_salt"] = digest({"tenant": self.prompts.block_keys.tenant})
         return body
 
     def _steps(
         self, answering: Completion, options: RequestOptions, clock: Clock, output: OutputProcessor
     ) -> Generator[int, None, None]:
-        """The answer's ids, without the one that ends it; their log-probabilities, if any, go into `output`."""
+        """Yield the answer's ids, without the id that ends it; log-probabilities, if any, are added to `output`."""
         sent = time.perf_counter()
         ends = {*self._eos, *options.sampling.stop_token_ids}
         for rank, (id, scores) in enumerate(answering.tokens()):
@@ -230,7 +234,7 @@ class VllmEngine:
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
-    """All that vLLM would otherwise take from the model's own generation configuration."""
+    """Return all sampling parameters, because vLLM would take absent ones from the model's generation configuration."""
     return {
         "temperature": sampling.temperature,
         "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
@@ -247,14 +251,14 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def _form(sampling: Sampling) -> dict[str, Any]:
-    """vLLM's own name for an answer of a given form."""
+    """Return the answer's constraint by vLLM's own names."""
     forms = {"json": sampling.json_schema, "regex": sampling.regex, "choice": sampling.choices}
     given = {name: form for name, form in forms.items() if form is not None}
     return {"structured_outputs": given} if given else {}
 
 
 def _sources(request: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
-    """This turn's passages, and those of them that were read before."""
+    """Return this turn's passages, and earlier passages that are in it again."""
     again = request.kept.earlier.again if request.kept is not None else ()
     hits = [*request.kept.earlier.hits, *request.hits] if request.kept is not None else request.hits
     found = {
@@ -264,7 +268,7 @@ def _sources(request: Request, handles: Sequence[str], origins: Sequence[str]) -
 
 
 class VllmConnection(VllmClient):
-    """vLLM servers of one model that can answer over a store's blocks."""
+    """Connection to vLLM servers of a model that can answer over a store's blocks."""
 
     def reads(self, card: ModelCard, method: FusionMethod) -> bool:
         """Return whether the servers can read stored blocks by this method."""
@@ -276,5 +280,7 @@ class VllmConnection(VllmClient):
 
 
 def connect(url: str, fingerprint: str, key: str | None) -> VllmConnection:
-    """Return the servers at an address, asked for this model. Raises ConfigError for another kind of address."""
+    """Return a connection to the servers at an address, for this model. Raises ConfigError for another kind of
+    address.
+    """
     return VllmConnection(url, served_name(fingerprint), key)

@@ -1,6 +1,6 @@
-"""An adapter and its base as one Hugging Face directory, for an engine that knows no adapters.
+"""Merging of an adapter and its base into a Hugging Face directory, for an engine that knows no adapters.
 
-Files of the base are linked to; rewritten are config.json and the files that hold the embedding and a head of its own.
+Files of the base are linked; config.json and the files with the embedding or a separate head are rewritten.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "cha
 
 
 def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
-    """Directory or hub id under which any engine can load a model, and the digest of its files.
+    """Return the directory or hub id from which any engine can load a model, and the digest of its files.
 
-    checkpoint: digest that the model is to have; into: folder for merged directories
+    checkpoint: expected digest of the model
+    into: folder for merged directories
 
-    A model that is no adapter is given back as it is. Raises ModelMismatchError, AdapterError.
+    A model that is not an adapter is returned as it is. Raises ModelMismatchError, AdapterError.
     """
     where = resolve(name)
     if where.startswith(LOADED) or split_file(where)[1] or (where and Lora.find(where) is not None):
@@ -51,9 +52,9 @@ def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
 
 
 def merge(adapter: Adapter, into: Path) -> Path:
-    """Write the merged directory below `into`, once; it is named by the adapter's digest.
+    """Write the merged directory below `into`, unless it exists; it is named by the adapter's digest.
 
-    Raises AdapterError for a base that is not here, is another one, or is not in safetensors.
+    Raises AdapterError if the base is missing, is another model, or is not in safetensors.
     """
     base = find_directory(resolve(adapter.base.name))
     if base is None:
@@ -95,8 +96,9 @@ def _write(adapter: Adapter, base: Path, out: Path) -> None:
 
 
 def _tables(base: Path) -> dict[str, bool]:
-    """Names of the tensors with a row for each id, and whether rows of the embedding belong there: a head has its own,
-    unless it shares them. Raises AdapterError where there are others."""
+    """Return the names of the tensors with a row for each id, and for each whether the embedding's rows belong
+    there: a head has its own rows, unless it shares them. Raises AdapterError if there are other tables.
+    """
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -109,7 +111,7 @@ def _tables(base: Path) -> dict[str, bool]:
 
 
 def _files_with(tables: Mapping[str, bool], base: Path) -> Iterator[Path]:
-    """Files of the base that hold any of these tensors. Raises AdapterError where none holds the embedding."""
+    """Yield files of the base that hold any of these tensors. Raises AdapterError if no file holds the embedding."""
     found = set()
     for path in sorted(base.glob("*.safetensors")):
         with safe_open(path, "pt") as held:
@@ -125,7 +127,9 @@ def _files_with(tables: Mapping[str, bool], base: Path) -> Iterator[Path]:
 
 
 def _write_weights(adapter: Adapter, path: Path, tables: Mapping[str, bool], out: Path) -> None:
-    """One file of the base with room for the ids. The embedding is in float32: the rows are as they were trained."""
+    """Write a file of the base with room for the ids. The embedding is in float32, so that the rows are as they
+    were trained.
+    """
     with safe_open(path, "pt") as held:
         metadata = held.metadata()
         tensors: dict[str, Tensor] = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118 - no dict
@@ -141,7 +145,7 @@ def _write_weights(adapter: Adapter, path: Path, tables: Mapping[str, bool], out
 
 
 def refuse_other_checkpoint(name: str, expected: str) -> None:
-    """Raises ModelMismatchError where a model's files are not those that a store's blocks were computed with."""
+    """Raise ModelMismatchError if a model's files are not those with which a store's blocks were computed."""
     if checkpoint_digest(name) != expected:
         raise ModelMismatchError(
             f"{name}: its weights or config.json are not those that the store's blocks were computed with; serve the "

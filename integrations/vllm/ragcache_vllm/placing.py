@@ -1,10 +1,10 @@
-"""The connector in a vLLM worker: stored blocks read, rotated and written to the pages of vLLM's cache.
+"""The connector in a vLLM worker: it reads stored blocks, rotates their keys and writes them to pages of vLLM's cache.
 
 A worker places the KV heads of its own tensor-parallel rank and the layers of its own pipeline stage. Keys are rotated
-in float32 from their stored, unrotated form. On CUDA one kernel a layer, the embedded engine's, places all blocks of a
-step (`ragcache/fusion/place_kernel.py`): it reads them in page-locked memory and writes vLLM's pages, on a stream of
-its own. Elsewhere, and where the kernel was not seen to be right (`probe.py`), vLLM's own attention backend writes the
-pages, so that their layout and their number format stay its affair.
+in float32 from their stored, unrotated form. On CUDA the embedded engine's kernel places all blocks of a step, once per
+layer (`ragcache/fusion/place_kernel.py`): it reads them in page-locked memory and writes vLLM's pages, on a separate
+stream. Elsewhere, and if the kernel failed its test (`probe.py`), vLLM's own attention backend writes the pages, in its
+own layout and number format.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ READERS = 4
 WITHOUT = "stored blocks are placed without the kernel, which takes longer on a GPU"
 
 Fetch = Callable[[str], KVBlock | None]
-"""The block of a key; None where there is none. Raises RagCacheError where it cannot be served."""
+"""Returns the block of a key, or None if it does not exist. Raises RagCacheError if it cannot be served."""
 
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """One layer of vLLM's model and its pages.
+    """A layer of vLLM's model and its pages.
 
     index: the layer's number in the model
     layer: vLLM's attention layer, whose `impl` writes keys and values to `kv_cache`
@@ -53,7 +53,7 @@ class PagedLayer:
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
-        """Views of the keys and of the values, [num_kv_heads, num_pages, page_tokens, head_dim]."""
+        """Return views of the keys and of the values, [num_kv_heads, num_pages, page_tokens, head_dim]."""
         return page_views(self.layer.kv_cache, by_channel=self.device.type == "cpu")
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -62,10 +62,10 @@ class PagedLayer:
 
 
 def page_views(cache: Tensor, *, by_channel: bool) -> tuple[Tensor, Tensor]:
-    """Views of the keys and values of vLLM 0.32's pages, [num_kv_heads, num_pages, page_tokens, head_dim].
+    """Return views of the keys and values of vLLM 0.32's pages, [num_kv_heads, num_pages, page_tokens, head_dim].
 
     cache: [num_pages, num_kv_heads, page_tokens, 2 * head_dim], of any strides: a token's key, then its value
-    by_channel: as on a CPU: in a page all keys of a head stand before its values, channel by channel
+    by_channel: the layout on a CPU: in a page all keys of a head come before its values, channel by channel
     """
     num_pages, heads, tokens, width = cache.shape
     if by_channel:
@@ -78,7 +78,9 @@ def page_views(cache: Tensor, *, by_channel: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The KV heads of one tensor-parallel rank; with more ranks than heads, vLLM gives neighbours the same head."""
+    """The KV heads of a tensor-parallel rank; with more ranks than heads, vLLM gives neighbouring ranks the same
+    head.
+    """
 
     rank: int
     num_ranks: int
@@ -99,9 +101,9 @@ class Opened(NamedTuple):
 
 
 class Placing:
-    """Blocks of some loads, and where their tokens go. `place` is called once a layer.
+    """The blocks of some loads, and the slots of their tokens. `place` is called once per layer.
 
-    by_kernel: one kernel places them all, where it can read them
+    by_kernel: place them all by a kernel, if it can read them
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Placing:
             return
         keys = torch.cat(self._parts([block.layer_keys(paged.index) for block, _ in self._stretches]), dim=1)
         keys = keys.to(paged.device, non_blocking=True)
-        # The rotation runs head by head over rows that lie one behind the other: half as long as across the heads.
+        # Rotating head by head over contiguous rows takes half as long as across the heads.
         rotated = torch.empty(keys.shape[1], keys.shape[0], keys.shape[2], dtype=dtype, device=paged.device)
         self._rope.turn(keys, angles, rotated.transpose(0, 1))
         values = self._parts([block.layer_values(paged.index) for block, _ in self._stretches])
@@ -149,7 +151,7 @@ class Placing:
         paged.write(rotated, by_token.to(paged.device, non_blocking=True).to(dtype), self.slots)
 
     def _parts(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's heads of every stretch, [num_kv_heads, num_tokens, head_dim]."""
+        """Return this rank's heads of every stretch, [num_kv_heads, num_tokens, head_dim]."""
         heads = self._shard.heads(blocks[0].shape[0])
         return [
             block[heads, stretch.offset : stretch.offset + stretch.tokens.num_tokens]
@@ -158,22 +160,22 @@ class Placing:
 
 
 def _positions(load: Load) -> Tensor:
-    """Positions of the tokens that are placed, int64 [num_tokens]."""
+    """Return the positions of the tokens to place, int64 [num_tokens]."""
     return torch.cat([torch.arange(stretch.tokens.start, stretch.tokens.stop) for stretch in load.stretches])
 
 
 class WorkerSide:
-    """Places what the scheduler side planned.
+    """The worker's part: places the loads that the scheduler's part planned.
 
     fetch:       reads a block; called by several threads
     rope:        rotates keys as the model does, on the pages' device
-    page_tokens: tokens of one page
-    lane:        a CUDA device's stream to place on; None: on the model's own
-    by_kernel:   whether blocks that it can read are placed by the kernel
+    page_tokens: tokens in a page
+    lane:        a CUDA device's stream to place on; None: the model's own stream
+    by_kernel:   whether the kernel places blocks that it can read
 
-    An asynchronous load is begun by a thread, between steps. Of the others the kernel's are begun with the step, all
-    layers on the lane, and the step's own stream waits for each where it reaches it. The plain way, whose copies the
-    host waits for, goes layer by layer, where the step reaches it.
+    A thread begins asynchronous loads, between steps. Of the others, loads by kernel begin with the step, all layers on
+    the lane, and the step's own stream waits for each layer when it gets there. Loads without the kernel, whose copies
+    block the host, run layer by layer, when the step gets there.
     """
 
     def __init__(
@@ -196,8 +198,11 @@ class WorkerSide:
         self._lock = threading.Lock()
 
     def register(self, layers: Mapping[str, PagedLayer], dtype: torch.dtype, max_tokens: int) -> None:
-        """Take the layers by vLLM's names. dtype: of keys and values as vLLM's backend takes them; max_tokens: of a
-        sequence."""
+        """Take the layers by vLLM's names.
+
+        dtype: of keys and values as vLLM's backend takes them
+        max_tokens: of a sequence
+        """
         self._layers, self._dtype = dict(sorted(layers.items(), key=lambda item: item[1].index)), dtype
         for paged in self._layers.values():
             last = min(max_tokens, self._rope.longest) - 1
@@ -207,7 +212,7 @@ class WorkerSide:
         """Begin the loads of a step."""
         self.end()
         if self._lane is not None and loads:
-            self._lane.follow()  # pages may be read until then by requests that had them before
+            self._lane.follow()  # earlier owners of these pages may read them until then
         for load in loads:
             if load.is_async:
                 self._running[load.request_id] = self._placer.submit(self._place_all, load)
@@ -220,14 +225,14 @@ class WorkerSide:
                 self._current = placing
 
     def place(self, layer_name: str) -> None:
-        """Have one layer of all loads of this step placed, before its attention."""
+        """Place a layer of all loads of this step, before its attention."""
         if self._current is not None:
             self._current.place(self._layers[layer_name], self._dtype)
         elif (wait := self._waits.pop(layer_name, None)) is not None:
             wait()
 
     def end(self) -> None:
-        """End the step: its blocks may go."""
+        """End the step: its blocks may be freed."""
         for wait in self._waits.values():
             wait()
         self._current, self._waits = None, {}
@@ -235,14 +240,16 @@ class WorkerSide:
             self._lane.drop_done()
 
     def finished(self) -> set[str]:
-        """Requests whose asynchronous load has ended since the last call."""
+        """Return the requests whose asynchronous load has ended since the last call."""
         done = {name for name, future in self._running.items() if future.done()}
         for name in done:
             self._running.pop(name).result()
         return done
 
     def failed_pages(self) -> set[int]:
-        """Pages whose load failed since the last call: all of a request's, so that what replaces it is exact."""
+        """Return the pages whose load failed since the last call: all pages of a request, so that it is recomputed
+        exactly.
+        """
         with self._lock:
             failed, self._failed_pages = self._failed_pages, set()
         return failed
@@ -259,7 +266,7 @@ class WorkerSide:
                 self._begin_all(self._lane, self._placing([opened], by_kernel=self._by_kernel))
                 self._lane.finish()
                 return
-            placing = self._placing([opened], by_kernel=False)  # Triton's interpreter is of one thread
+            placing = self._placing([opened], by_kernel=False)  # Triton's interpreter is limited to one thread
             for paged in self._layers.values():
                 placing.place(paged, self._dtype)
         except Exception:  # a thread's error would stop every later step
@@ -272,14 +279,14 @@ class WorkerSide:
         return placing
 
     def _begin_all(self, lane: Lane, placing: Placing) -> dict[str, Wait]:
-        """Begin every layer; returns what makes the current stream wait for it, by vLLM's name."""
+        """Begin every layer. Return, by vLLM's layer names, functions that make the current stream wait for it."""
         lane.follow()
         return {
             name: lane.run(partial(placing.place, paged, self._dtype), placing) for name, paged in self._layers.items()
         }
 
     def _opened(self, load: Load) -> Opened | None:
-        """A load with its blocks; None where one of them cannot be read any more."""
+        """Return a load with its blocks; None if a block can no longer be read."""
         keys = list(dict.fromkeys(stretch.key for stretch in load.stretches))
         try:
             found = dict(zip(keys, self._readers.map(self._read, keys), strict=True))
@@ -293,13 +300,13 @@ class WorkerSide:
         return Opened(load, blocks)
 
     def _read(self, key: str) -> KVBlock | None:
-        """A block, where the kernel can read it."""
+        """Return a block, in memory that the kernel can read if it is used."""
         block = self._fetch(key)
         if block is None or not self._by_kernel:
             return block
         try:
             return block.map(self._locked)
-        except RuntimeError as error:  # the system's limit, above all
+        except RuntimeError as error:  # mostly the system's limit
             with self._lock:
                 first, self._by_kernel = self._by_kernel, False
             if first:

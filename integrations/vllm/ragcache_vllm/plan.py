@@ -1,4 +1,4 @@
-"""What a request loads and what it computes, by token."""
+"""The plan of a request: which tokens are loaded and which are computed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ragcache_vllm.request_layout import RequestLayout
 
 
 class Stretch(NamedTuple):
-    """Consecutive tokens whose KV one block holds.
+    """Consecutive tokens whose KV is in one block.
 
     key:    of the block
-    tokens: where they stand in the prompt
-    offset: of the first one within the block
+    tokens: their span in the prompt
+    offset: of the first token within the block
     """
 
     key: str
@@ -25,17 +25,17 @@ class Stretch(NamedTuple):
     offset: int
 
     def within(self, start: int, stop: int) -> Stretch:
-        """The part that holds tokens [start, stop) of the prompt; it may be empty."""
+        """Return the part that holds tokens [start, stop) of the prompt; it may be empty."""
         first = max(start, self.tokens.start)
         return Stretch(self.key, Span(first, min(stop, self.tokens.stop)), self.offset + first - self.tokens.start)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request's prompt.
+    """The plan of a request's prompt.
 
-    stretches: what is loaded, in order
-    computed:  what the model runs, in order; the last span reaches to the prompt's end
+    stretches: loaded tokens, in order
+    computed:  tokens that the model runs, in order; the last span reaches to the prompt's end
     """
 
     stretches: tuple[Stretch, ...]
@@ -47,28 +47,29 @@ class Plan:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether some computed tokens stand before loaded ones."""
+        """Return whether some computed tokens come before loaded ones."""
         return len(self.computed) > 1
 
     def computed_behind(self, start: int, num_tokens: int) -> list[Span]:
-        """What runs of a sequence of `num_tokens` (a preempted request's answer runs again) whose first `start` tokens
-        are in vLLM's cache."""
+        """Return the tokens to run in a sequence of `num_tokens` (a preempted request's answer runs again) whose
+        first `start` tokens are in vLLM's cache.
+        """
         spans = [*self.computed[:-1], Span(self.computed[-1].start, num_tokens)]
         return [Span(max(span.start, start), span.stop) for span in spans if span.stop > start]
 
     def loaded_within(self, start: int, stop: int) -> list[Stretch]:
-        """What is loaded of tokens [start, stop) of the prompt."""
+        """Return the stretches loaded for tokens [start, stop) of the prompt."""
         parts = (stretch.within(start, stop) for stretch in self.stretches)
         return [part for part in parts if part.tokens.num_tokens > 0]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker places for one request.
+    """A worker's task for a request.
 
     stretches:  of stored blocks, in order
     page_ids:   the request's pages in vLLM's cache, in order
-    computed:   what the model runs, in order; empty where that is the sequence's end, as vLLM expects it
+    computed:   tokens that the model runs, in order; empty if they are the sequence's end, as vLLM expects
     num_tokens: of the sequence
     is_async:   whether the request waits for it while other requests go on; False: the step waits for it
     """
@@ -82,7 +83,7 @@ class Load:
 
 
 def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Plan:
-    """Name the blocks that a request loads. ids: its prompt. Raises LayoutError."""
+    """Return the plan of a request, with the keys of its blocks. ids: its prompt. Raises LayoutError."""
     layout.check(len(ids))
     if not layout.recipe.is_dense:
         raise LayoutError(

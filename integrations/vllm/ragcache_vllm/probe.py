@@ -1,4 +1,4 @@
-"""Whether vLLM's pages are filled by the kernel: not before it was seen to write what the plain way writes."""
+"""Test of the placing kernel: it fills vLLM's pages only after it was seen to write the same as the plain way."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ log = logging.getLogger("vllm.ragcache")
 def is_kernel_right(
     layers: Sequence[PagedLayer], rope: Rope, shard: Shard, page_tokens: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the kernel runs here and fills pages as the plain way does; why it does not is logged.
+    """Return whether the kernel runs here and fills pages as the plain way does; a failure is logged with its reason.
 
-    layers: with pages that nobody uses yet; dtype: of keys and values as vLLM's backend takes them
+    layers: with pages that are not in use yet
+    dtype: of keys and values as vLLM's backend takes them
     """
     if not runs_on(layers[0].device):
         return False
@@ -55,7 +56,7 @@ def is_kernel_right(
 
 
 def _probe_load(paged: PagedLayer, page_tokens: int) -> Load:
-    """Parts of two blocks on the last pages. Raises ArithmeticError where there are too few."""
+    """Return a load of parts of two blocks on the last pages. Raises ArithmeticError if there are too few pages."""
     end = AT + sum(TOKENS)
     spans = [Span(AT, AT + TOKENS[0]), Span(AT + TOKENS[0], end)]
     num_pages = paged.pages[0].shape[1] * paged.pages[0].shape[2] // page_tokens
@@ -67,7 +68,9 @@ def _probe_load(paged: PagedLayer, page_tokens: int) -> Load:
 
 
 def _block_layers(layers: Sequence[PagedLayer], num_layers: int, num_ranks: int) -> tuple[LayerShape, ...]:
-    """What a token takes in each layer of a whole block: layers of other stages as the first one here."""
+    """Return the shape of a token in each layer of a whole block; layers of other stages are taken to be like the
+    first here.
+    """
     pages = {paged.index: paged.pages for paged in layers}
     found = [pages.get(index, pages[layers[0].index]) for index in range(num_layers)]
     return tuple(LayerShape(keys.shape[0] * num_ranks, keys.shape[3], values.shape[3]) for keys, values in found)
@@ -75,7 +78,7 @@ def _block_layers(layers: Sequence[PagedLayer], num_layers: int, num_ranks: int)
 
 @torch.inference_mode()
 def _written(placing: Placing, paged: PagedLayer, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Keys and values that are written to the layer's pages, whose content is put back."""
+    """Return the keys and values that are written to the layer's pages, and restore the pages."""
     views = paged.pages
     page, row = placing.slots // views[0].shape[2], placing.slots % views[0].shape[2]
     before = [view[:, page, row] for view in views]

@@ -1,11 +1,11 @@
-"""A request's layout: which of its tokens stored blocks hold, and which of those run all the same.
+"""A request's layout: which of its tokens are in stored blocks, and which of these run anyway.
 
     tokens    prefix   | passage A |link| passage B |link| question
     blocks    [0, p)     [p, a)           [b, c)
     runs                                                            (EPIC: [b, b + 16), the first tokens of a block)
 
-It travels with the request as `kv_transfer_params` and carries no block key: keys follow from the token ids, so that no
-client can have another passage's KV put under its own tokens (law 8).
+It is sent with the request as `kv_transfer_params` and carries no block key: keys are derived from the token ids, so
+    that no client can have another passage's KV used for its own tokens (law 8).
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from ragcache.fusion.layout import Span
 from ragcache.kv.block_key import Recipe, digest
 
 PARAMS = "ragcache"
-"""Name of the layout among a request's `kv_transfer_params`."""
+"""Name of the layout in a request's `kv_transfer_params`."""
 
 
 def served_name(fingerprint: str) -> str:
-    """Name under which another engine serves a store's model with this store's blocks. Requests ask for it, so that an
-    engine that has another model, or none of our connector, refuses them."""
+    """Return the name under which another engine serves a store's model with this store's blocks.
+
+    Requests use this name, so that an engine with another model or without the connector refuses them.
+    """
     return f"ragcache-{fingerprint[:32]}"
 
 
 @dataclass(frozen=True)
 class RequestLayout:
-    """Where a request's passages stand.
+    """The places of a request's passages.
 
-    blocks: one a stored block, in order, markers included
-    runs:   tokens within blocks that are computed again, in order (EPIC); tokens outside blocks always are
-    prefix: of the first so many tokens: the shared prefix, stored like an isolated chunk where a block begins at 0, and
-            part of the other blocks' keys where their recipe sees it
+    blocks: a span for each stored block, in order, markers included
+    runs:   tokens within blocks that are computed again, in order (EPIC); tokens outside blocks are always computed
+    prefix: length of the shared prefix at the beginning. It is stored like an isolated chunk if a block begins at 0,
+        and part of the other blocks' keys if their recipe sees it
     recipe: how the blocks were encoded
     tenant: salt of the block keys, a secret
 
-    Raises LayoutError where spans are empty, overlap or stand out of order.
+    Raises LayoutError if spans are empty, overlap or are out of order.
     """
 
     blocks: tuple[Span, ...]
@@ -64,7 +66,7 @@ class RequestLayout:
             raise LayoutError(f"the layout's prefix of {self.prefix} tokens ends behind its blocks")
 
     def check(self, num_tokens: int) -> None:
-        """Raises LayoutError where it does not add up to a prompt of so many tokens, whose last one has to run."""
+        """Raise LayoutError if it does not fit a prompt of so many tokens, whose last token has to run."""
         if self.blocks and self.blocks[-1].stop >= num_tokens:
             raise LayoutError(
                 f"the layout's blocks end at token {self.blocks[-1].stop} of a prompt of {num_tokens}, whose last "
@@ -72,7 +74,7 @@ class RequestLayout:
             )
 
     def computed(self, num_tokens: int) -> tuple[Span, ...]:
-        """Tokens of a prompt that the model computes, in order, neighbours joined."""
+        """Return the tokens of a prompt that the model computes, in order, neighbours joined."""
         free, at = list[Span](), 0
         for block in self.blocks:
             free.append(Span(at, block.start))
@@ -81,7 +83,7 @@ class RequestLayout:
         return _joined(sorted(span for span in (*free, *self.runs) if span.num_tokens))
 
     def loaded(self) -> Iterator[tuple[Span, Span]]:
-        """Each block, once for every stretch of its tokens whose KV comes from it, in order."""
+        """Yield each block once for every stretch of its tokens that is loaded from it, in order."""
         for block, runs in self._runs_by_block():
             at = block.start
             for run in (*runs, Span(block.stop, block.stop)):
@@ -90,16 +92,16 @@ class RequestLayout:
                 at = run.stop
 
     def salt(self, fingerprint: str, caller_salt: str | None) -> str:
-        """A digest of all that the KV of these tokens depends on beside the tokens."""
+        """Return a digest of everything that the KV of these tokens depends on, apart from the tokens."""
         return "ragcache:" + digest([self._json(), fingerprint, caller_salt])
 
     def to_params(self) -> dict[str, Any]:
-        """The layout as `kv_transfer_params`."""
+        """Return the layout as `kv_transfer_params`."""
         return {PARAMS: self._json()}
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Self | None:
-        """The layout of a request; None where it has none. Raises LayoutError for what is no layout."""
+        """Return the layout of a request; None if it has no layout. Raises LayoutError for an invalid layout."""
         given = (params or {}).get(PARAMS)
         if given is None:
             return None
@@ -114,7 +116,7 @@ class RequestLayout:
             ) from error
 
     def _runs_by_block(self) -> Iterator[tuple[Span, list[Span]]]:
-        """Each block with the runs within it."""
+        """Yield each block with the runs within it."""
         at = 0
         for block in self.blocks:
             own = list[Span]()

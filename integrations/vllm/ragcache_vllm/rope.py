@@ -1,4 +1,4 @@
-"""A model's rotation without its weights."""
+"""The rotation of a model's keys, found without its weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOVING = {"longrope", "dynamic"}
 
 
 def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
-    """Learn how a model rotates keys from one of the same family, depth, head width and RoPE parameters, of random
-    weights and next to no width otherwise: how keys are rotated depends on nothing else.
+    """Return how a model rotates keys, learned from a small random model of the same family, depth, head width and RoPE
+    parameters: the rotation depends on nothing else.
 
     Raises UnsupportedModelError naming the reason.
     """
@@ -46,7 +46,7 @@ def rope_of(config: PreTrainedConfig, name: str, device: torch.device) -> Rope:
 
 
 def _narrowed(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same configuration with one narrow head."""
+    """Return the same configuration with a single narrow head."""
     narrow = copy.deepcopy(config)
     text: Any = narrow.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

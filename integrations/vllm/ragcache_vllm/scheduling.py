@@ -1,10 +1,10 @@
-"""The connector in vLLM's scheduler: which tokens of a request are loaded, and under which name its KV is cached.
+"""The connector in vLLM's scheduler: it decides which tokens of a request are loaded, and names its KV in vLLM's cache.
 
-vLLM's prefix cache hashes tokens, not how their KV was made. A request with a layout therefore gets a name space of its
-own there (`cache_salt`): its KV is approximate, and a later plain request over the same tokens must never hit it.
+vLLM's prefix cache hashes tokens, not how their KV was made. A request with a layout therefore gets its own name space
+there (`cache_salt`): its KV is approximate, and a later plain request over the same tokens must never hit it.
 
-Nothing here reads a block. Blocks are verified by threads before anything is promised; a request whose blocks are not
-all there, or damaged, becomes an ordinary one, which vLLM computes exactly.
+Nothing here reads a block. Blocks are verified by threads before a load is promised; a request with missing or damaged
+blocks becomes an ordinary request, which vLLM computes exactly.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ VERIFIERS = 4
 
 @dataclass
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """What changes for the workers in one step.
+    """Changes for the workers in a step.
 
-    loads: that begin
-    plain: requests whose tokens run as vLLM expects it from now on, whatever was said of them before
+    loads: loads that begin
+    plain: requests that from now on run as vLLM expects, whatever was sent about them before
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -47,13 +47,13 @@ class _Served:
     """A request with a layout, until it is finished.
 
     salt:      the caller's own `cache_salt`
-    verified:  ends with None, or with why the blocks cannot be served
+    verified:  results in None, or in the reason why the blocks cannot be served
     local:     tokens that were in vLLM's cache when it was last scheduled
     page_ids:  its pages once they are allocated
-    placed:    tokens at its beginning whose stored KV is on its pages, or on its way there
-    complete:  whether its whole prompt has been computed, or given to a step that runs before the next one
+    placed:    tokens at its beginning whose stored KV is on its pages, or being loaded
+    complete:  whether its whole prompt has been computed, or given to a step that runs before the next
     loaded:    tokens that were loaded for it, over all its loads
-    reason:    why it is answered without stored blocks; None while it is not
+    reason:    why it is answered without stored blocks; None if it uses them
     """
 
     request: Request
@@ -69,17 +69,17 @@ class _Served:
 
     @property
     def lacks_tokens(self) -> bool:
-        """Whether tokens are still to be computed that stand between loaded ones, which vLLM takes for computed."""
+        """Return whether tokens between loaded ones are still to be computed, which vLLM already counts as computed."""
         return self.plan.is_scattered and bool(self.page_ids) and not self.complete
 
 
 class SchedulerSide:
-    """Plans requests, verifies their blocks and tells the workers what to load.
+    """The scheduler's part: plans requests, verifies their blocks and gives the loads to the workers.
 
     verify:   raises RagCacheError when the block of a key cannot be served; called by several threads
-    page_tokens: tokens of one page of vLLM's cache
+    page_tokens: tokens in a page of vLLM's cache
     is_async: whether vLLM goes on with other requests while blocks are loaded; False: they are loaded within the step
-              that needs them, layer by layer
+        that needs them, layer by layer
     """
 
     def __init__(self, fingerprint: str, verify: Callable[[str], None], page_tokens: int, *, is_async: bool) -> None:
@@ -94,7 +94,7 @@ class SchedulerSide:
         self._pages: KVCacheManager | None = None
 
     def bind(self, pages: KVCacheManager) -> None:
-        """Take vLLM's cache manager, which forgets what was cached too early."""
+        """Take vLLM's cache manager, which can evict pages that were cached too early."""
         self._pages = pages
 
     def on_new_request(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class SchedulerSide:
             if layout is None or not layout.blocks:
                 return
             plan = make_plan(request.prompt_token_ids or [], layout, self._fingerprint)
-        except LayoutError as error:  # an exception here would end the engine; the answer is exact without blocks
+        except LayoutError as error:  # an exception here would end the engine; without blocks the answer is exact
             log.error("request %s is answered without stored blocks: %s", request.request_id, error)
             return
         verified = self._threads.submit(self._why_not, plan.keys)
@@ -112,10 +112,11 @@ class SchedulerSide:
         _rename(request, layout.salt(self._fingerprint, request.cache_salt))
 
     def count_loaded(self, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """Tokens to load beyond the first `num_local`, which are in vLLM's cache; None: ask again.
+        """Return how many tokens to load after the first `num_local`, which are in vLLM's cache; None: call again
+        later.
 
-        vLLM schedules as many tokens as are then left. That they may stand between the loaded ones is the worker's
-        affair (`ragcache_vllm.worker`).
+        vLLM then schedules as many tokens as are left. The worker moves them to their places between loaded tokens
+        (`ragcache_vllm.worker`).
         """
         served = self._served.get(request.request_id)
         if served is None or served.reason is not None:
@@ -124,7 +125,7 @@ class SchedulerSide:
             return None, False
         if (reason := served.verified.result()) is not None:
             self._give_up(served, reason)
-            return None, False  # its exact hashes may hit pages that the salted ones did not
+            return None, False  # its exact hashes may hit pages that the salted hashes did not
         left = sum(span.num_tokens for span in served.plan.computed_behind(num_local, request.num_tokens))
         more = max(0, request.num_tokens - left - num_local)  # after preemption the hit may reach into the answer
         served.local = num_local
@@ -139,7 +140,7 @@ class SchedulerSide:
             served.complete = False
             served.loaded += num_loaded
             served.placed = served.local
-        elif not served.page_ids:  # vLLM's own cache has all that is not computed: after preemption, above all
+        elif not served.page_ids:  # vLLM's own cache has all tokens that are not computed, mostly after preemption
             self._plain.append(request.request_id)
             return
         if num_loaded or served.lacks_tokens:  # after an asynchronous load, its remaining pages
@@ -147,7 +148,7 @@ class SchedulerSide:
             self._load_onto_pages(served, is_async=self._is_async and num_loaded > 0)
 
     def begin(self, output: SchedulerOutput) -> Loads:
-        """What the workers have to know before this step."""
+        """Return the changes for the workers before this step."""
         for name in output.preempted_req_ids or ():
             self._forget_pages(name)
             if name in self._served:
@@ -155,7 +156,7 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         for name, page_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             served = self._served.get(name)
-            resumes = name in cached.resumed_req_ids  # `allocated` was told of all its pages
+            resumes = name in cached.resumed_req_ids  # `allocated` got all its pages
             if served is not None and served.reason is None and served.lacks_tokens and page_ids and not resumes:
                 served.page_ids += page_ids[0]
                 self._load_onto_pages(served, is_async=False)
@@ -168,7 +169,7 @@ class SchedulerSide:
         return told
 
     def failed(self, page_ids: Iterable[int]) -> None:
-        """Answer the requests that these pages belong to without stored blocks: their load failed."""
+        """Answer the requests on these pages without stored blocks, because their load failed."""
         gone = set(page_ids)
         for served in self._served.values():
             if served.reason is None and not gone.isdisjoint(served.page_ids):
@@ -176,7 +177,7 @@ class SchedulerSide:
                 self._give_up(served, "a stored block could not be read when it was loaded")
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """What is told of a request with its answer, as `kv_transfer_params`."""
+        """Return information about a finished request, sent with its answer as `kv_transfer_params`."""
         self._forget_pages(request.request_id)
         served = self._served.pop(request.request_id, None)
         if served is None:
@@ -188,22 +189,22 @@ class SchedulerSide:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _why_not(self, keys: Iterable[str]) -> str | None:
-        """Why these blocks cannot all be served, in words that a client may read; None: they can."""
+        """Return why these blocks cannot all be served, in words fit for a client; None if they can."""
         for key in keys:
             try:
                 self._verify(key)
             except MissingBlockError:
                 return f"block {key[:12]} is not stored"
-            except Exception as error:  # whatever it is: a thread's error would reach nobody
+            except Exception as error:  # any error: a thread's error would be lost
                 log.warning("block %s cannot be served: %s", key, error)
                 return f"block {key[:12]} is damaged or cannot be read"
         return None
 
     def _load_onto_pages(self, served: _Served, *, is_async: bool) -> None:
-        """Load what has a page by now.
+        """Load the tokens whose pages are allocated.
 
-        vLLM gives a long prompt its pages step by step, counting computed tokens from the front; what is loaded may
-        stand further back than so many tokens. No token that runs before such a page is there sees it.
+        vLLM gives a long prompt its pages step by step, counting computed tokens from the front; loaded tokens may be
+        further back than that count. No token that runs before such a page is allocated attends to it.
         """
         plan, total = served.plan, served.request.num_tokens
         end = min(total, len(served.page_ids) * self._page_tokens)
@@ -215,9 +216,9 @@ class SchedulerSide:
             self._beginning.append(load)
 
     def _is_being_computed(self, served: _Served) -> bool:
-        """Whether another request is computing tokens that stand between loaded ones, under the same name.
+        """Return whether another request is computing tokens between loaded ones, under the same name.
 
-        vLLM counts computed tokens from the front, so it takes pages for complete that still lack such tokens.
+        vLLM counts computed tokens from the front, so it takes pages as complete that still lack such tokens.
         """
         return any(
             other is not served and other.lacks_tokens and other.request.cache_salt == served.request.cache_salt
@@ -225,7 +226,9 @@ class SchedulerSide:
         )
 
     def _forget_pages(self, name: str) -> None:
-        """Take pages that lack tokens out of vLLM's prefix cache: their request ended, or lost its place, too early."""
+        """Evict pages that lack tokens from vLLM's prefix cache, when their request ended or was preempted too
+        early.
+        """
         served = self._served.get(name)
         if served is not None and served.lacks_tokens:
             self._evict(served.page_ids)
@@ -243,7 +246,9 @@ class SchedulerSide:
 
 
 def _rename(request: Request, salt: str | None) -> None:
-    """Cache a request's KV under another name: the salt enters its first page's hash, and by the chain all others."""
+    """Cache a request's KV under another name: the salt is part of its first page's hash, and so of all later
+    hashes.
+    """
     request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()

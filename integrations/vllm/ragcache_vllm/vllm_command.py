@@ -1,4 +1,4 @@
-"""vllm: vLLM's server over a store's blocks."""
+"""The command vllm: vLLM's server over a store's blocks."""
 
 from __future__ import annotations
 

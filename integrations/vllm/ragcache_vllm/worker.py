@@ -1,10 +1,10 @@
-"""vLLM workers that run the tokens between loaded passages, in one ordinary step (`--worker-cls`).
+"""vLLM workers that run the tokens between loaded passages, in an ordinary step (`--worker-cls`).
 
-vLLM's scheduler counts tokens: told that all but R of a prompt are in its cache, it schedules R tokens and takes the
-last R. These workers take the R tokens that have to run, wherever they stand. For attention a request of several runs
-becomes several rows over one and the same block table, each as long as its run's end: vLLM's own kernels then give
-every token exactly what stands at or before it, without a mask. The keys of all rows are written before any row
-attends, so a later run sees the earlier ones of the same step.
+vLLM's scheduler counts tokens: if all but R tokens of a prompt are reported as cached, it schedules R tokens and takes
+the last R. These workers take the R tokens that have to run, wherever they are. For attention a request of several runs
+becomes several rows over the same block table, each as long as its run's end: vLLM's own kernels then give every token
+exactly the tokens up to it, without a mask. The keys of all rows are written before any row attends, so a later run
+sees the earlier runs of the same step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 Runs = list[Span]
 RUNNERS = [f"vllm.v1.worker.{kind}model_runner" for kind in ("cpu_", "gpu_", "cpu.", "gpu.")]
-"""Modules of the model runners that are known: V1's, V2's."""
+"""Modules of the supported model runners, V1 and V2."""
 
 
 class _Scattered:
-    """One request whose computed tokens stand between loaded ones."""
+    """A request whose computed tokens are between loaded ones."""
 
     def __init__(self, load: Load) -> None:
         self._runs = load.computed
@@ -42,7 +42,7 @@ class _Scattered:
         self._first = load.num_tokens - sum(run.num_tokens for run in load.computed)
 
     def step(self, num_computed: int, num_scheduled: int) -> Runs:
-        """The tokens of a step, where vLLM counts so many as computed already."""
+        """Return the tokens of a step, given how many tokens vLLM counts as computed."""
         skip, left = num_computed - self._first, num_scheduled
         found = Runs()
         for run in self._runs:
@@ -56,10 +56,10 @@ class _Scattered:
 
 
 class ScatteredPrefill:
-    """Mixed into a model runner of vLLM's.
+    """A mixin for a model runner of vLLM's.
 
-    _rows: of the step that is being prepared, the runs of each request; None for a request that runs as vLLM expects.
-           None altogether where no request is scattered
+    _rows: the runs of each request in the step that is being prepared; None for a request that runs as vLLM expects,
+        and None altogether if no request is scattered
     """
 
     _scattered: dict[str, _Scattered]
@@ -71,7 +71,7 @@ class ScatteredPrefill:
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _note(self, output: SchedulerOutput) -> None:
-        """Remember which requests are scattered: of an asynchronous load, workers hear before its tokens run."""
+        """Remember which requests are scattered. Workers hear of an asynchronous load before its tokens run."""
         told = output.kv_connector_metadata
         loads, plain = (told.loads, told.plain) if isinstance(told, Loads) else ((), ())
         for name in (*output.finished_req_ids, *plain, *(load.request_id for load in loads)):
@@ -79,7 +79,11 @@ class ScatteredPrefill:
         self._scattered |= {load.request_id: _Scattered(load) for load in loads if load.computed}
 
     def _find_rows(self, names: Sequence[str], computed: Sequence[int], counts: Sequence[int]) -> None:
-        """computed, counts: of each request, the tokens that vLLM counts as computed, and those of this step."""
+        """Find the runs of each request in this step.
+
+        computed: tokens of each request that vLLM counts as computed
+        counts: tokens of each request in this step
+        """
         rows: list[Runs | None] = []
         for name, done, count in zip(names, computed, counts, strict=True):
             scattered = self._scattered.get(name)
@@ -90,9 +94,10 @@ class ScatteredPrefill:
     def _place_tokens(
         self, token_ids: Tensor, requests: Sequence[int], counts: Sequence[int], positions: Tensor, ids: Tensor
     ) -> None:
-        """Put the step's true positions and ids where vLLM put those of each sequence's end.
+        """Replace the positions and ids of each sequence's end, which vLLM prepared, with those of the step's tokens.
 
-        token_ids: of all sequences; requests: which of them each request of this step is
+        token_ids: of all sequences
+        requests: the index of each request of this step among these
         """
         begin = 0
         for request, runs, count in zip(requests, self._rows or (), counts, strict=True):
@@ -113,7 +118,9 @@ class ScatteredPrefill:
                 yield from group.metadata_builders
 
     def _split_rows_of(self, builder: Any) -> None:
-        """Have this object build its metadata of one row a run. Its class, and all others, stay as they are."""
+        """Make this object build its metadata with a row for each run. Its class and all other objects are
+        unchanged.
+        """
         build = builder.build
 
         def by_run(
@@ -127,7 +134,7 @@ class ScatteredPrefill:
 
 
 class ScatteredPrefillV1(ScatteredPrefill):
-    """Mixed into a V1 model runner."""
+    """A mixin for a V1 model runner."""
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
@@ -143,7 +150,7 @@ class ScatteredPrefillV1(ScatteredPrefill):
 
 
 class ScatteredPrefillV2(ScatteredPrefill):
-    """Mixed into a V2 model runner, which maps positions to slots after it has prepared its inputs."""
+    """A mixin for a V2 model runner, which maps positions to slots after it has prepared its inputs."""
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -157,7 +164,7 @@ class ScatteredPrefillV2(ScatteredPrefill):
 
 
 def split_rows(common: CommonAttentionMetadata, rows: Sequence[Runs | None]) -> CommonAttentionMetadata:
-    """The metadata of a batch in which every run is a row of its own, over its request's block table."""
+    """Return the metadata of a batch in which every run is a separate row, over its request's block table."""
     starts = common.query_start_loc_cpu.tolist()
     lengths = common.seq_lens.tolist()
     index, queries, ends = list[int](), [0], list[int]()
@@ -186,7 +193,7 @@ def split_rows(common: CommonAttentionMetadata, rows: Sequence[Runs | None]) -> 
 
 
 def _scatter(worker: Any) -> None:
-    """Give a worker's runner its second nature. Raises ConfigError for a runner of another kind."""
+    """Add the mixin to a worker's runner. Raises ConfigError for a runner of another kind."""
     runner: Any = worker.model_runner
     mixin = ScatteredPrefillV2 if worker.use_v2_model_runner else ScatteredPrefillV1
     plain = type(runner)
