@@ -97,10 +97,12 @@ def find_server(root: Path) -> Address | None:
 def ask_server(
     address: Address, question: str, options: AnswerOptions, more: Mapping[str, Any], say: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """The answer of a server, as `Answer.to_json` has it; `say` is told its pieces: "content" or "reasoning_content".
+    """Return the answer of a server in the form of `Answer.to_json`. `say` gets its pieces: "content" or
+    "reasoning_content".
 
-    more: further fields of the API's extension. Raises NotServedError where it takes no such question, RagCacheError
-    where it fails in the middle of an answer.
+    more: further fields of the API's extension
+
+    Raises NotServedError if the server refuses the question, RagCacheError if it fails in the middle of an answer.
     """
     given = {name: value for name, value in {**vars(options), **more}.items() if value not in (None, ())}
     body = {
@@ -167,7 +169,7 @@ def _answer(response: HTTPResponse, say: Callable[[str, str], None]) -> dict[str
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """JSON of a stream of events, until its end is said."""
+    """Yield the JSON of a stream's events up to its end. Raises ValueError if the end is missing."""
     for line in response:
         data = line.decode().strip().removeprefix("data: ")
         if data == "[DONE]":

@@ -244,7 +244,9 @@ def open_with_models(
 
 
 def report_warnings() -> None:
-    """Write the library's warnings, such as about a damaged block that was dropped, to standard error, one a line."""
+    """Write the library's warnings, such as about a damaged block that was dropped, to standard error, each on a
+    line.
+    """
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
 
 

@@ -115,7 +115,7 @@ def run_server(
 
 
 def log_as_json() -> None:
-    """Log one JSON object a line on standard error, from the server, the engine and uvicorn alike."""
+    """Log JSON lines on standard error, from the server, the engine and uvicorn alike."""
     from ragcache.server.observe import JsonFormatter, Throttle
 
     handler = logging.StreamHandler(sys.stderr)

@@ -102,7 +102,9 @@ def size_option(flag: str, help: str, default: str | bool = True) -> Any:
 
 
 def json_object(text: str, name: str, help: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ConfigError naming the option if the text is not one. help: ends with an example"""
+    """Return a parsed JSON object. Raises ConfigError naming the option for any other text. help: ends with an
+    example
+    """
     example = help[help.find("{") :].rstrip(".")
     try:
         value = json.loads(text)
@@ -153,8 +155,8 @@ def command(function: Function) -> Function:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that suggests the right option for an unknown one: its own, or the option for a name that other
-    programs use.
+    """A command that suggests an option for an unknown name: an option of its own, or the option that other
+    programs call so.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API over one knowledge base (`ragcache serve`). Needs the extra `server`."""
+"""OpenAI's HTTP API over a knowledge base (`ragcache serve`)."""

@@ -265,7 +265,7 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
     }
 
 
-LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+LEAST = -9999.0  # for minus infinity, which JSON lacks
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:

@@ -23,7 +23,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, .
     spaces).
 
     Raises ConfigError if the file cannot be read, or if the file or the variable has no key: a server that was meant to
-        be locked must not be open.
+    be locked must not be open.
     """
     keys = environment.get(VARIABLE, "").replace(",", " ").split()
     if VARIABLE in environment and not keys:
@@ -73,7 +73,7 @@ class Guard:
 
     open_paths:    see `is_open`
     allowed_hosts: names allowed in the Host header, against pages that rebind their own name to this address; empty:
-        any
+                   any
     """
 
     def __init__(

@@ -79,7 +79,7 @@ async def read_json(request: Request, model: type[Model], accepted: str = JSON) 
 
 
 def check_unknown(request: Request, unknown: list[str]) -> None:
-    """Warn of unknown fields. Raises ApiError (400) naming the first of them if the server is strict."""
+    """Warn of unknown fields. Raises ApiError (400) naming the first field if the server is strict."""
     if unknown and service_of(request).settings.strict:
         param = printable(unknown[0])[:200]
         raise ApiError(400, f"'{param}' is unknown here; check its name or leave it out", "unknown_parameter", param)

@@ -38,7 +38,7 @@ EMBEDDING_SLOTS = 4
 class Service:
     """A served knowledge base.
 
-    kb:          the view of it that requests see
+    kb:          the view of the knowledge base that requests see
     unfiltered:  the whole knowledge base, for packages that keep documents of their own in it
     chat_model, embedding_model, reranking_model: names that requests use; None if there is no reranker
     plain_model: the chat model's name for requests without passages, such as those for a conversation's title
@@ -154,7 +154,9 @@ class Service:
         return self._begin(answers, self.slots.hold, most)
 
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """Start a change of the documents, one at a time. It has no time limit, because half an upload is of no use."""
+        """Start a change of the documents; changes run one after another, without a time limit, because half an
+        upload is of no use.
+        """
         return self._begin([items], self.writers.hold, None)
 
     def add(self, items: AsyncGenerator[T, None]) -> Work[T]:

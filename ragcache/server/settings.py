@@ -16,10 +16,10 @@ MIB = 1 << 20
 class ServerSettings:
     """Limits, keys and names. The option of each field describes it, except for these:
 
-    slots:            at most one fewer than the engine's threads, so that a change of the documents has one
-    write_wait_s:     how long a change of the documents waits for another one before 409
+    slots:            fewer than the engine's threads, so that a thread is left for a change of the documents
+    write_wait_s:     how long a change of the documents waits for another change before 409
     max_upload_bytes: largest body of POST /v1/documents
-    max_upload_files: files in one upload
+    max_upload_files: files in an upload
     receive_s:        seconds for a request's whole header, and for each next part of its body
     max_connections:  connections at once; None: as many as the limit of open files allows, 4096 at most
     figures_s:        how long store figures are cached

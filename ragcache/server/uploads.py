@@ -28,8 +28,8 @@ class Upload(NamedTuple):
 class UploadFolder:
     """A folder that holds uploads while they are read. Each server on a store has its own.
 
-    It is deleted when the server stops, or, if the server was killed, when another one starts: a server holds a lock as
-        long as it runs. It is made at the first upload, so that a store that cannot be written to can be served.
+    It is deleted when the server stops, or, if the server was killed, when the next server starts: a server holds a
+    lock as long as it runs. It is made at the first upload, so that a store that cannot be written to can be served.
     """
 
     def __init__(self, root: Path) -> None:

@@ -31,7 +31,9 @@ class AnswerModel(BaseModel):
 
     @classmethod
     def of(cls, found: object, **given: Any) -> Self:
-        """Fields that are not given are those of an object; what it has not is left out."""
+        """Return a model of the given fields, and of an object's attributes for the others. Absent attributes are
+        left out.
+        """
         own = {name: getattr(found, name) for name in cls.model_fields if name not in given and hasattr(found, name)}
         return cls(**own, **given)
 

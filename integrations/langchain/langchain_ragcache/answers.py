@@ -41,7 +41,7 @@ def to_calls(calls: Sequence[rc.ToolCall]) -> tuple[list[ToolCall], list[Invalid
 
 
 def _thoughts(text: str) -> dict[str, Any]:
-    """Return reasoning in the field where LangChain looks for it (`content_blocks`)."""
+    """Return reasoning in the field that LangChain reads (`content_blocks`)."""
     return {"reasoning_content": text} if text else {}
 
 

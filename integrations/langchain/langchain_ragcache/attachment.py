@@ -37,7 +37,7 @@ class RagCacheDocumentTransformer(BaseDocumentTransformer):
     handles:    whether to return documents with the name of their KV in metadata["ragcache_handle"]
 
     It is callable, so it may be part of a chain: `retriever | RagCacheDocumentTransformer(kb) | ...`. Documents that
-        the model cannot read are returned as they are. Raises the errors of `rc.RagCache.precompute`.
+    the model cannot read are returned as they are. Raises the errors of `rc.RagCache.precompute`.
     """
 
     def __init__(self, kb: rc.RagCache | str | Path, *, collection: str = "", handles: bool = True) -> None:

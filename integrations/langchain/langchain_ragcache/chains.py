@@ -36,17 +36,17 @@ def create_fused_documents_chain(
     passage.
 
     llm:    a `ChatRagCache`, also with arguments bound, with fallbacks of its kind (`with_fallbacks`), or with more
-        steps (`model | parser`, `with_structured_output`)
+            steps (`model | parser`, `with_structured_output`)
     prompt: has `document_variable_name` once, as "{context}" in the text of one message, where the documents are put
     output_parser: by default StrOutputParser, or none for an llm with more steps
     document_prompt: has {page_content} once; its text around that is read between the passages, by a method that reads
-        text there: reposition, link, full
+                     text there: reposition, link, full
     document_separator: put between passages unless it is only white space; by default they are divided by a line break
     document_variable_name: key of the documents in the chain's input
 
     Input: a dictionary with the documents and the prompt's other variables. Raises ConfigError (here) and PromptError
-        (when it runs) for a prompt that has no single place for the documents; ConfigError for another chat model,
-        which would not know the passages' content blocks.
+    (when it runs) for a prompt that has no single place for the documents; ConfigError for another chat model, which
+    would not know the passages' content blocks.
     """
     if isinstance(llm, BaseChatModel) and not isinstance(llm, ChatRagCache):
         raise ConfigError(

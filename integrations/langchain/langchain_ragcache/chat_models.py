@@ -52,7 +52,7 @@ class ChatRagCache(BaseChatModel):
     documents. A conversation without passages is read as it is.
 
     kb:          an open `rc.RagCache`, or the path of a store, which is opened once for all components that name it,
-        and closed with the last of these; if left out, the store named by RAGCACHE_STORE
+                 and closed with the last of these; if left out, the store named by RAGCACHE_STORE
     model:       the model to open a path with; by default the store's own model. For an open store any other is refused
     max_tokens (also max_completion_tokens), temperature, top_p, top_k, seed, stop, min_p, presence_penalty,
     frequency_penalty, repetition_penalty, logit_bias, stop_token_ids, logprobs: see `rc.Sampling`; log-probabilities
@@ -222,7 +222,7 @@ class ChatRagCache(BaseChatModel):
 
         tools:       functions, tools, Pydantic classes or OpenAI schemas
         tool_choice: "auto"; "any", "required" or True: at least one call; the name of a tool; "none". All but the first
-            and the last constrain the answer to the tools' schemas and need the extra "structured"
+                     and the last constrain the answer to the tools' schemas and need the extra "structured"
         strict:      forbids, in the schema, arguments that the schema does not name
         kwargs:      options of every call, such as parallel_tool_calls=False (at most one call) and tool_format
 
@@ -340,5 +340,5 @@ def naming_timeout(limit: float | None) -> Iterator[None]:
 
 
 def _stops(given: list[str] | str | None) -> list[str]:
-    """Return the stop strings as a list; a single text counts as one."""
+    """Return the stop strings as a list, also for a single text."""
     return [given] if isinstance(given, str) else list(given or ())

@@ -22,10 +22,10 @@ class LangChainEmbedder:
     """An `rc.Embedder` over LangChain's `Embeddings`.
 
     name:      recorded in the store, which later refuses another name; by default the class and its model's name, so
-        that the same kind of embeddings has the same name in every process
+               that the same kind of embeddings has the same name in every process
     dimension: length of the vectors; by default found by embedding a text at first use
     normalize: scale vectors to length 1, so that the store's scores (inner products) are cosines. False keeps them as
-        they are, for models trained for inner products
+               they are, for models trained for inner products
 
     Raises EmbedderError when the vectors have a wrong shape or are not finite.
     """

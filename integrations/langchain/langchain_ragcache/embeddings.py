@@ -11,11 +11,12 @@ from ragcache.errors import ConfigError
 
 
 class RagCacheEmbeddings(Embeddings):
-    """The embedder of a store, for a chain that embeds texts itself: one model in memory, one vector space.
+    """The embedder of a store, for a chain that embeds texts itself, so that a single model is loaded and all vectors
+    are comparable.
 
     kb:       an open store, whose embedder is shared
     embedder: instead of kb, an `rc.Embedder` or an argument of `rc.load_embedder`: "minilm", "contriever", a directory,
-        a hub id. With neither, the embedder named by RAGCACHE_EMBEDDER, or else "minilm"
+              a hub id. With neither, the embedder named by RAGCACHE_EMBEDDER, or else "minilm"
 
     Raises ConfigError (both given) and EmbedderError.
     """

@@ -23,8 +23,8 @@ def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.Ra
     store named by RAGCACHE_STORE.
 
     options: of `rc.RagCache.open`; those not given are taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
-        RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block keys,
-        which separates no documents)
+             RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block
+             keys, which separates no documents)
 
     Raises ConfigError (no path anywhere, or options for a store that is open), EmbedderError (a store filled with
     LangChain's embeddings, opened without them) and the errors of `rc.RagCache.open`.

@@ -23,7 +23,7 @@ class RagCacheRetriever(BaseRetriever):
     metadata["ragcache_handle"].
 
     kb:     an open `rc.RagCache`, or the path of a store, which is opened; if left out, the store named by
-        RAGCACHE_STORE
+            RAGCACHE_STORE
     k:      number of passages
     search: "vector", "text" (BM25) or "hybrid" (both rankings fused)
     filter: on metadata, see docs/langchain.md

@@ -98,7 +98,7 @@ class RagCacheVectorStore(VectorStore):
         """Store documents by id, replacing any with the same ids, and return the ids in order.
 
         ids: instead of the documents' own. A document without id gets a new one, so adding it twice stores it twice. Of
-            several documents with the same id the last is stored
+             several documents with the same id the last is stored
         kv:  "eager" computes KV now, "lazy" at the first use
         timeout_s: how long to wait for another writer
 
@@ -238,7 +238,7 @@ def _ingest_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(ids: list[str], report: rc.IngestReport) -> list[str]:
-    """The ids, or the first error where some are missing."""
+    """Return the ids, or raise the first error if a document was not stored."""
     if report.failed:
         there = {*report.added, *report.updated, *report.unchanged}
         error = report.failed[0].error

@@ -203,7 +203,7 @@ def build(tools: Tools, *, writes: bool = True) -> MCPServer[Any]:
 
 
 def _strict(function: Callable[..., Any], hints: ToolAnnotations) -> Tool:
-    """Return a tool that refuses unknown arguments, so that a client that sends `limit` for `k` is told."""
+    """Return a tool that refuses unknown arguments, so that a client that sends `limit` for `k` gets an error."""
     tool = Tool.from_function(function, annotations=hints, structured_output=True)
     arguments = tool.fn_metadata.arg_model
     arguments.model_config["extra"] = "forbid"

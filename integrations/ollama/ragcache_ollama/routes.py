@@ -225,7 +225,7 @@ class PromptWriter(OllamaWriter):
 
 
 def _called(call: ToolCall) -> AnswerFunction:
-    """Return a call with its arguments as an object; arguments that are not an object are put into one as text."""
+    """Return a call with its arguments as an object. If they are not an object, their text is put into an object."""
     arguments = json.loads(call.arguments) if call.error is None else {"arguments": call.arguments}
     return AnswerFunction(name=call.name, arguments=arguments)
 

@@ -164,7 +164,7 @@ async def _find_item(caller: Caller, conversation: str, id: str) -> Record:
 
 
 async def append(caller: Caller, conversation: str, items: Sequence[dict[str, Any]], param: str) -> None:
-    """Append items to a conversation. Raises ApiError (400) if it has no room for them."""
+    """Append items to a conversation. Raises ApiError (400) if they do not fit."""
     records = records_of(caller, conversation, items)
     count, letters = await caller.read(caller.records.length, conversation)
     check_room(count + len(records), letters + sum(len(one.text) for one in records), param)

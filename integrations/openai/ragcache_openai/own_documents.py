@@ -48,8 +48,8 @@ class SomeDocuments(DocumentStore):
 
 @dataclass(eq=False, repr=False)
 class OtherDocuments(SomeDocuments):
-    """The documents that are not files in vector stores. No document added through it becomes such a file or
-    replaces one.
+    """The documents that are not files in vector stores. Documents added through it neither become nor replace such
+    files.
     """
 
     passing: Filter = field(default_factory=lambda: OTHERS, init=False)

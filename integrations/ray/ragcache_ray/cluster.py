@@ -4,7 +4,7 @@
                                 -> actors: embed, encode -> KV tier -> here: text, vectors, keys -> one SQL transaction
 
 It uses plain actors, not Ray Data: between reading and computing this process compares every document with the store,
-    and most of a repeated ingestion ends there. The actors write blocks to the store's KV themselves, and nothing else.
+and most of a repeated ingestion ends there. The actors write blocks to the store's KV themselves, and nothing else.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class RayConfig:
     """Configuration of Ray.
 
     address: of a running cluster's head, HOST:PORT; "auto": the cluster that this machine is part of; None: a local
-        Ray, which is started for one ingestion. A program that is already connected to Ray uses that connection
-    actors:  number of actors, each of which loads the model and the embedder; None: one for every free CPU, or GPU if
-        the model runs on one
+             Ray, which is started for the ingestion. A program that is already connected to Ray uses that connection
+    actors:  number of actors, each of which loads the model and the embedder; None: as many as there are free CPUs, or
+             GPUs if the model runs on GPUs
     """
 
     address: str | None = None

@@ -1,7 +1,7 @@
 """An HTTP client of vLLM's completion servers: token ids in, token ids out.
 
 Several servers over a store form an engine: a request goes to the server that its key belongs to, by rendezvous hashing
-    (Thaler & Ravishankar, 1998), and to the next by rank if that server does not answer.
+(Thaler & Ravishankar, 1998), and to the next by rank if that server does not answer.
 
 A thread runs an event loop for all requests. When a caller abandons a request, its task is cancelled, its connection
 closes, and vLLM stops computing it.

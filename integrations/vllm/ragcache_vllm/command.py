@@ -26,7 +26,7 @@ class EngineSettings:
     store:   the store's directory
     device:  selects the worker that runs the model
     load:    "step": blocks are loaded within the step that needs them, layer by layer; "ahead": by threads, while other
-        requests go on
+             requests go on
     more:    further arguments of vLLM's own server, which override those made here
     disk_bytes: budget of copies, if the store has a remote
     """

@@ -4,8 +4,8 @@
         "kv_connector_module_path": "ragcache_vllm.connector", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": "kb", "fingerprint": "..."}}'
 
-`ragcache vllm` writes all of it. vLLM makes a connector in its scheduler and another in every worker; this class passes
-each call to the side that it runs on.
+`ragcache vllm` writes this command line. vLLM makes a connector in its scheduler and another in every worker; this
+class passes each call to the side that it runs on.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """A connector that loads stored blocks into vLLM's pages.
 
     Extra configuration: `store` (a store's directory), `fingerprint` (of the model in its block keys), `checkpoint`
-        (digest of the files that it was computed with), `load` ("step": within the step that needs them, layer by
-        layer; "ahead": by threads, while other requests go on), `remote`, `owner`, `disk_bytes` (see `StoredBlocks`).
+    (digest of the files that it was computed with), `load` ("step": within the step that needs them, layer by layer;
+    "ahead": by threads, while other requests go on), `remote`, `owner`, `disk_bytes` (see `StoredBlocks`).
 
     Raises ConfigError for another release of vLLM, for settings that it cannot serve and for a store that does not
     exist, ModelMismatchError for a model other than the store's.
@@ -159,8 +159,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return True: layers are placed between one another's attention, which no CUDA graph of a whole pass can
-        hold.
+        """Return True, because layers are placed between the attention of other layers, which no CUDA graph of a
+        whole pass can hold.
         """
         return True
 

@@ -60,8 +60,8 @@ class CompletionRequest(NamedTuple):
 
 
 def reads(card: ModelCard, method: FusionMethod) -> bool:
-    """Return whether another engine can read by this method, that is, whether the layout alone says what is placed
-    and run.
+    """Return whether another engine can read by this method, that is, whether the layout alone determines the
+    tokens to place and to run.
     """
     return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
 

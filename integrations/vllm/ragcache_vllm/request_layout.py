@@ -5,7 +5,7 @@
     runs                                                            (EPIC: [b, b + 16), the first tokens of a block)
 
 It is sent with the request as `kv_transfer_params` and carries no block key: keys are derived from the token ids, so
-    that no client can have another passage's KV used for its own tokens (law 8).
+that no client can have another passage's KV used for its own tokens (law 8).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RequestLayout:
     blocks: a span for each stored block, in order, markers included
     runs:   tokens within blocks that are computed again, in order (EPIC); tokens outside blocks are always computed
     prefix: length of the shared prefix at the beginning. It is stored like an isolated chunk if a block begins at 0,
-        and part of the other blocks' keys if their recipe sees it
+            and part of the other blocks' keys if their recipe sees it
     recipe: how the blocks were encoded
     tenant: salt of the block keys, a secret
 

@@ -79,7 +79,7 @@ class SchedulerSide:
     verify:   raises RagCacheError when the block of a key cannot be served; called by several threads
     page_tokens: tokens in a page of vLLM's cache
     is_async: whether vLLM goes on with other requests while blocks are loaded; False: they are loaded within the step
-        that needs them, layer by layer
+              that needs them, layer by layer
     """
 
     def __init__(self, fingerprint: str, verify: Callable[[str], None], page_tokens: int, *, is_async: bool) -> None:

@@ -59,7 +59,7 @@ class ScatteredPrefill:
     """A mixin for a model runner of vLLM's.
 
     _rows: the runs of each request in the step that is being prepared; None for a request that runs as vLLM expects,
-        and None altogether if no request is scattered
+           and None altogether if no request is scattered
     """
 
     _scattered: dict[str, _Scattered]

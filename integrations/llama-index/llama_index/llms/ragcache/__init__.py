@@ -67,8 +67,8 @@ class RagCacheLLM(FunctionCallingLLM):
     """The language model of a store. A store that is passed in open is closed by its opener.
 
     Apart from plain prompts it reads passages by fused prefill: only the rest of the prompt runs through the model. See
-        `llama_index.llms.ragcache.segments` for the three ways to pass them. Every field may also be given with a call,
-        as a keyword. The last response of a call holds the engine's answer as JSON in `raw`: sources, timings, usage.
+    `llama_index.llms.ragcache.segments` for the three ways to pass them. Every field may also be given with a call, as
+    a keyword. The last response of a call holds the engine's answer as JSON in `raw`: sources, timings, usage.
     """
 
     max_tokens: int | None = Field(default=None, description="Most tokens of an answer; None: until its end.")
@@ -143,7 +143,7 @@ class RagCacheLLM(FunctionCallingLLM):
 
         segments: passages put before the last user message; or PassageBlocks inside messages, read at their place
         tools:    functions that the model may call, with tool_choice, parallel_tool_calls and tool_format, as in
-            `rc.RagCache.chat`. `chat_with_tools` takes LlamaIndex's own tools
+                  `rc.RagCache.chat`. `chat_with_tools` takes LlamaIndex's own tools
 
         json_schema, regex, choices: constraint on decoding, as in `rc.Sampling`
 

@@ -56,7 +56,7 @@ class FusedSynthesizer(BaseSynthesizer):
         text_qa_template: a prompt with {context_str} and {query_str}; None: the store's own prompt, as in `kb.ask`
         history:          earlier turns, beginning with a system message if any; put unchanged before the question
         metadata_mode:    the part of a node's metadata that is read with its text. A store keeps the KV for NONE; other
-            modes make another text, whose KV is computed at first use
+                          modes make another text, whose KV is computed at first use
         empty_response:   the answer if there are no nodes
 
         Raises ConfigError for another kind of model, and for a template that lacks a place.

@@ -53,7 +53,7 @@ class RagCacheRetriever(BaseRetriever):
         mmr_lambda:      choose for diversity too: 1 is the plain ranking, 0 diversity only
         fetch_k:         number of candidates for mmr_lambda or the reranker; None: 5 * k
         rerank:          whether to order them by the reranker that kb was opened with; None: if it has one and
-            mmr_lambda is None
+                         mmr_lambda is None
 
         Raises FilterError for an operator that the store does not have.
         """

@@ -1,8 +1,8 @@
 """Conversion of nodes to passages of the store, and back.
 
 A node is stored as a document with a single passage: id and text are the node's, and its other fields go into the
-    document's metadata. The handle of its KV block is added when a node is returned, and never stored with it: it would
-    be stale as soon as model or text change.
+document's metadata. The handle of its KV block is added when a node is returned, and never stored with it: it would be
+stale as soon as model or text change.
 """
 
 from __future__ import annotations
