@@ -158,7 +158,7 @@ def _from_framework(error: HTTPException) -> ApiError:
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the most deeply nested problem: among the alternatives of a union, that alternative matched furthest.
+    """Return an error for the most deeply nested problem: of the alternatives of a union, it matched furthest.
 
     The value itself is not repeated, because it may be long or be text of a document.
     """

@@ -187,7 +187,7 @@ class Records:
             if id:
                 bound, rises = self._number(owner, id, name), behind != newest_first
                 wanted.append(objects.c.number > bound if rises else objects.c.number < bound)
-        # The page right before an object is read backwards from it.
+        # A page right before an object is read backwards from that object.
         backwards = bool(before) and not after
         found = self._select(and_(*wanted), limit=limit + 1, newest_first=newest_first != backwards)
         page = found[:limit]
