@@ -28,7 +28,7 @@ class BM25:
         self._count = len(bags)
 
     def ranked(self, query: str) -> list[int]:
-        """Places of all texts, best first; ties in the corpus's order."""
+        """Return the places of all texts, best first; ties keep the corpus's order."""
         scores = np.zeros(self._count)
         for word in sorted(set(_words(query))):
             postings = self._postings.get(word, [])

@@ -1,4 +1,4 @@
-"""One question over passages, and how it becomes a prompt."""
+"""A question over passages, and the prompt made from it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Cell = Mapping[str, str | int]
 
 
 class CasePassage(NamedTuple):
-    """is_gold: whether the answer stands in it; None where nobody said. behind: texts that it may be encoded behind, in
-    the order of reading: those before it in its document, or its store's neighbours."""
+    """A passage of a case.
+
+    is_gold: whether it contains the answer; None if unknown. behind: texts that may precede it when it is encoded, in
+    reading order: the texts before it in its document, or its store's neighbours.
+    """
 
     text: str
     title: str = ""
@@ -25,25 +28,25 @@ class CasePassage(NamedTuple):
     behind: tuple[str, ...] = ()
 
     def rendered(self) -> str:
-        """The passage's text in the form that ingestion gives it: below its title, one newline at the end."""
+        """Return the passage's text as ingestion writes it: below its title, one newline at the end."""
         return f"{headed(self.title, self.text.rstrip())}\n"  # a first line may be indented
 
     def behind_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Each text of `behind`, tokenised alone."""
+        """Return each text of `behind`, tokenised alone."""
         return [encode_text(tokenizer, CasePassage(text).rendered()) for text in self.behind]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A question, its passages in order, and what counts as right.
+    """A question, its passages in order, and the answers that count as right.
 
     id:       names the case in the results
-    answers:  gold answers; any of them is right, or all are wanted where `all_wanted`; may be empty
-    question_id: cases that are not independent (one question with its gold passage at several positions, questions over
-              one context) share it; intervals respect that
-    cell:     what results are broken down by: {"hops": 2}, {"gold_position": 3}, {"depth": 50, "length": 1024}
-    metric:   the set's own, of set_metrics.METRICS; "": none but those of every set
-    classes:  names that an answer is one of, for metric "classification"
+    answers:  gold answers; any of them is right, or all are required if `all_wanted`; may be empty
+    question_id: cases that are not independent (the same question with its gold passage at several positions, questions
+              over the same context) share it; intervals respect that
+    cell:     the key that results are broken down by: {"hops": 2}, {"gold_position": 3}, {"depth": 50, "length": 1024}
+    metric:   the set's own metric, of set_metrics.METRICS; "": only the metrics of every set
+    classes:  names that an answer is chosen from, for metric "classification"
     """
 
     id: str
@@ -61,9 +64,9 @@ class Case:
         return self.question_id or self.id
 
     def with_gold_at(self, position: int) -> Case:
-        """The same case with its one gold passage at `position`; the others keep their order.
+        """Return the same case with its gold passage at `position`; the others keep their order.
 
-        Raises ConfigError when there is not exactly one gold passage, or no such position.
+        Raises ConfigError unless there is exactly one gold passage and the position exists.
         """
         gold = [passage for passage in self.passages if passage.is_gold]
         if len(gold) != 1:
@@ -77,7 +80,7 @@ class Case:
         return replace(self, id=name, passages=tuple(others), question_id=self.cluster, cell=cell)
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> Prompt:
-        """Each passage tokenised alone. Raises PromptError for an empty question."""
+        """Return the prompt, with each passage tokenised alone. Raises PromptError for an empty question."""
         chunks = [encode_text(tokenizer, passage.rendered()) for passage in self.passages]
         return Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, self.question))
 

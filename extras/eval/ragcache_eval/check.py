@@ -22,12 +22,12 @@ MEASURED = ("top1_answer", "top1_first", "kl_answer", "kl_first", "same_answer",
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits inside which a method is safe; all are means over the questions.
+    """Limits within which a method is safe; all are means over the questions.
 
     min_agreement: share of the tokens of full prefill's answer that the method would choose as well
-    max_kl:   KL(full prefill || method) along that answer, nats a token
+    max_kl:   KL(full prefill || method) along that answer, nats per token
     min_same_answer: share of questions with exactly the same answer
-    max_accuracy_drop: of full prefill's accuracy, where gold answers are known: 0.03 lets a method keep 97 % of it
+    max_accuracy_drop: share of full prefill's accuracy, if gold answers are known: 0.03 lets a method keep 97 % of it
     """
 
     min_agreement: float = 0.95
@@ -42,7 +42,7 @@ class Thresholds:
                 raise ConfigError(f"{one.name.replace('_', '-')} is {value}; choose a share between 0 and 1")
 
     def broken_by(self, row: Row, full: Row) -> str:
-        """The thresholds that a method breaks, in words; empty when it keeps them all."""
+        """Return the thresholds that a method breaks, in words; empty if it keeps them all."""
         found = {name: estimate.mean for name, estimate in row.quality.items()}
         least = {"top1_answer": self.min_agreement, "same_answer": self.min_same_answer}
         wrong = [f"{_WORDS[n]} {found[n]:.3f} is below {limit:g}" for n, limit in least.items() if found[n] < limit]
@@ -63,14 +63,14 @@ _WORDS = {
 
 
 class Checked(NamedTuple):
-    """The verdict, and the table behind it (full prefill and the no-passages baseline among its rows)."""
+    """The verdict, and the table it rests on (with rows for full prefill and the no-passages baseline)."""
 
     verdict: Verdict
     rows: list[Row]
 
 
 class Check:
-    """One model, some methods, some questions. `scores()` does the work, `finish()` judges."""
+    """A check of some methods on a model and some questions. `scores()` does the work, `finish()` judges."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Check:
             yield score
 
     def finish(self) -> Checked:
-        """Raises ConfigError when no question could be measured."""
+        """Return the verdict and its table. Raises ConfigError if no question could be measured."""
         labels = {NO_PASSAGES: NO_PASSAGES, **{spec.key: spec.label for spec in self.running}}
         rows = [row for row in summarise(self._scores, labels) if not row.cell]
         by_key = dict(zip(labels, rows, strict=True))

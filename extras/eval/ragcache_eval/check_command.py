@@ -38,7 +38,8 @@ class QuestionOptions:
     embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None
 
     def stored_model(self) -> tuple[str, str | None]:
-        """Name and dtype of the model that the store was made with; the bundled one where there is no store."""
+        """Return name and dtype of the model that the store was made with, or the bundled model if there is no
+        store."""
         if self.store is None:
             return "mini", None
         from ragcache_eval.store_cases import opened
@@ -59,7 +60,7 @@ class QuestionOptions:
             return neighbours_of(found).number, bound_primer(found.documents.properties())
 
     def cases(self, runner: Runner, device: str) -> tuple[str, list[Case]]:
-        """The questions, after a description of them in words."""
+        """Return a description of the questions in words, and the questions."""
         from ragcache_eval.sources import load_cases
         from ragcache_eval.store_cases import asked_of, made_from, opened
 
@@ -151,7 +152,7 @@ def check(
 def _profiled(
     runner: Runner, cases: Sequence[Case], specs: Sequence[MethodSpec], count: int, neighbours: int
 ) -> list[MethodSpec]:
-    """The methods, `prophet` with the layers that were found. Raises ConfigError where it is not among them."""
+    """Return the methods, `prophet` with the layers found. Raises ConfigError if `prophet` is not among them."""
     from ragcache_eval.profile import Profile, can_profile
 
     found = []

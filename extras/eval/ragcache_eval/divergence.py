@@ -1,4 +1,4 @@
-"""How far one distribution over the next token is from another."""
+"""How far a distribution over the next token is from another."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
 
 
 def top1_agrees(reference: Tensor, other: Tensor) -> Tensor:
-    """bool [...]: whether both would choose the same token."""
+    """Return, as bool [...], whether both would choose the same token."""
     return reference.argmax(-1) == other.argmax(-1)

@@ -1,4 +1,4 @@
-"""eval: questions of one's own or of a public set, and a paper's table (--suite)."""
+"""eval: the user's own questions or a public set's, and a paper's table (--suite)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def evaluate(models: EvaluatedModel, options: EvalOptions, suites: SuiteOptions,
 
 
 def print_rows(title: str, rows: list[Row]) -> None:
-    """The rows over all questions; those by cell are in the files."""
+    """Print the rows over all questions; the rows by cell are in the files."""
     columns = ("accuracy", "exact_match", "f1", "same_answer", "top1_answer", "kl_answer")
     costs = ("kept_share", "computed_share", "ttft_s")
     found = []
@@ -65,7 +65,7 @@ def print_rows(title: str, rows: list[Row]) -> None:
 
 
 def _file_names(sources: list[str]) -> dict[str, str]:
-    """A file name a source; "registry:hops=2" becomes "registry-hops=2"."""
+    """Return a file name for each source; "registry:hops=2" becomes "registry-hops=2"."""
     names = {source: _file_name(source) for source in sources}
     if len(set(names.values())) < len(names):
         raise ConfigError("two sources would be written to files of one name; give each an --out of its own")

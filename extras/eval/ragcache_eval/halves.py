@@ -21,12 +21,12 @@ def completion_cases(
     seed: int = 0,
     behind: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Case]:
-    """Cases over the given chunk texts: one sentence each, its chunk among others in an order drawn by `seed`.
+    """Return cases over the given chunk texts: a sentence each, its chunk among others in an order drawn by `seed`.
 
-    behind: by chunk, what it is read behind; None: nothing
+    behind: for each chunk, the texts that precede it when it is read; None: no texts
 
-    A context has all chunks where there are fewer than `passages`. The same texts and seed give the same cases.
-    Raises ConfigError when no chunk has a sentence of 8 to 40 words.
+    A context has all chunks if there are fewer than `passages`. The same texts and seed give the same cases.
+    Raises ConfigError if no chunk has a sentence of 8 to 40 words.
     """
     rng = random.Random(f"completion/{seed}")
     places = [place for place, text in enumerate(texts) if next(_usable(text), None)]
@@ -48,7 +48,7 @@ def completion_cases(
 
 
 def _usable(text: str) -> Iterator[str]:
-    """Sentences on one line, neither short nor long."""
+    """Yield sentences without a line break that are neither short nor long."""
     for sentence in split_sentences(text):
         if "\n" not in sentence.strip() and MIN_WORDS <= len(sentence.split()) <= MAX_WORDS:
             yield sentence.strip()

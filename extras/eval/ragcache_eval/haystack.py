@@ -17,7 +17,7 @@ WORLD_SIZE = 60
 
 
 def filler(seed: int) -> Iterator[str]:
-    """Endless sentences of generated prose about people, towns, rivers and clubs; no two drawn worlds are alike."""
+    """Yield endless sentences of generated prose about people, towns, rivers and clubs; all drawn worlds differ."""
     rng = random.Random(f"filler/{seed}")
     while True:
         world = draw_world(rng, DataSplit.TRAIN, WORLD_SIZE)
@@ -26,7 +26,7 @@ def filler(seed: int) -> Iterator[str]:
 
 
 def text_sentences(path: Path) -> list[str]:
-    """Sentences of a user's own haystack. Raises ConfigError for a file that cannot be read or has no text."""
+    """Return the sentences of a user's own haystack. Raises ConfigError for a file that is unreadable or empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -39,7 +39,7 @@ def text_sentences(path: Path) -> list[str]:
 
 
 def prose(seed: int, path: str = "") -> Iterator[str]:
-    """Endless sentences of a text file, or generated ones; the same seed and file give the same.
+    """Yield endless sentences of a text file, or generated sentences; the same seed and file give the same.
 
     Raises ConfigError as `text_sentences` does.
     """
@@ -50,7 +50,7 @@ class Haystack:
     """Sentences with their lengths."""
 
     def __init__(self, count_tokens: CountTokens, endless: Iterator[str]) -> None:
-        """endless: sentences to take from; `prose` has some."""
+        """Take sentences from `endless`, such as `prose` yields."""
         self._count = count_tokens
         self._endless = endless
         self._taken: list[tuple[str, int]] = []
@@ -71,10 +71,11 @@ class Haystack:
     def with_needles(
         self, num_tokens: int, needles: Sequence[tuple[str, float]], passage_tokens: int
     ) -> tuple[CasePassage, ...]:
-        """Passages of about `passage_tokens` that hold `num_tokens` in all, needles among them.
+        """Return passages of about `passage_tokens` that hold `num_tokens` in all, needles among them.
 
-        needles: (sentence, depth); depth is the share of the hay that stands before it, in 0..1. A needle goes to the
-        end of the sentence nearest to its depth.
+        needles: (sentence, depth); depth is the share of the hay before the needle, in 0..1. A needle goes to the end
+                 of the
+        sentence nearest to its depth.
         """
         room = num_tokens - sum(self._count(f"{needle} ") for needle, _ in needles)
         hay = self.sentences(max(room, 0))
@@ -89,7 +90,7 @@ class Haystack:
 
 
 def _passages(rows: Sequence[tuple[str, int, bool]], passage_tokens: int) -> Iterator[CasePassage]:
-    """Rows (sentence, tokens, is needle) joined until a passage is full; one that holds a needle is gold."""
+    """Join rows (sentence, tokens, is needle) until a passage is full; a passage that holds a needle is gold."""
     current: list[tuple[str, int, bool]] = []
     for row in rows:
         if current and sum(tokens for _, tokens, _ in current) + row[1] > passage_tokens:

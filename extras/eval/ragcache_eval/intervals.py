@@ -21,12 +21,13 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float | bool], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """The mean with its interval.
+    """Return the mean with its interval.
 
     values:   booleans take Wilson's interval, numbers the bootstrap's
-    clusters: what each value belongs to. Values of one cluster (a question asked with its gold passage at every
-              position) are not independent: whole clusters are drawn then, for booleans too
-    Raises ValueError when there are no values.
+    clusters: the cluster of each value. Values of a cluster (a question with its gold passage at every position) are
+              not
+              independent: whole clusters are drawn then, for booleans too
+    Raises ValueError if there are no values.
     """
     if not values:
         raise ValueError("there is nothing to take a mean of")
@@ -40,7 +41,8 @@ def estimate(values: Sequence[float | bool], clusters: Sequence[Hashable] | None
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927); holds its level near 0 and 1, where the normal one does not."""
+    """Return the 95 % interval of a share (Wilson 1927); it keeps its level near 0 and 1, where the normal interval
+    does not."""
     share = right / asked
     middle = share + Z * Z / (2 * asked)
     half = Z * (share * (1 - share) / asked + Z * Z / (4 * asked * asked)) ** 0.5

@@ -1,4 +1,4 @@
-"""Results question by question, as JSON lines: what was measured is on disk at once, and a rerun goes on from there."""
+"""Results per question, as JSON lines: each is written to disk at once, and a rerun continues from there."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """One method on one question. Scores that need what is not there (gold answers, full prefill) are None.
+    """A method's score on a question. Scores whose input is missing (gold answers, full prefill) are None.
 
-    score:         by the metric that the case's set names, if it names one
-    accuracy, exact_match, f1, rouge_l: see metrics; accuracy is a share where all answers are wanted
+    score:         by the metric that the case's set names, if any
+    accuracy, exact_match, f1, rouge_l: see metrics; accuracy is a share if all answers are required
     kl_first, kl_answer: KL(full prefill || method) in nats: at the answer's first token; mean along the reference
                          answer, given token by token
     top1_first, top1_answer: whether both choose the same first token; share of the reference's tokens where they do
-    same_answer:   the method wrote what full prefill wrote
+    same_answer:   whether the method wrote the same answer as full prefill
     kept_share:    tokens held after prefill / tokens of the prompt, mean over layers
     computed_share: tokens run for this question / tokens of the prompt, mean over layers
-    encode_s:      making this question's blocks, which ingestion pays once a passage
+    encode_s:      making this question's blocks, which ingestion pays once per passage
     place_s, prefill_s, ttft_s: placing blocks, the forward pass, from blocks in memory to the first token
     skipped:       why it was not measured
     """
@@ -80,9 +80,9 @@ class Ledger:
 
 
 class Journal(Ledger):
-    """The file of a run. Opened again with the same settings it knows what is done.
+    """The file of a run. Opened again with the same settings, it lists the results already measured.
 
-    Raises ConfigError when the file belongs to other settings, or holds something else.
+    Raises ConfigError if the file belongs to other settings or is not a journal.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:

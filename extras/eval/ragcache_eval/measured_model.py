@@ -1,4 +1,5 @@
-"""What the commands that measure a model share: its options, progress on the terminal, one set's results."""
+"""Shared parts of the commands that measure a model: its options, progress on the terminal, results of a question
+set."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class EvaluatedModel:
     ] = None
 
     def load(self, default: str = "mini", dtype: str | None = None) -> LanguageModel:
-        """default, dtype: what is loaded where nothing was asked for."""
+        """Load the model. default, dtype: used if the options name none."""
         from ragcache import load_lm
 
         return load_lm(self.model or default, dtype=self.dtype or dtype, device=self.device)
 
     def prompt_format(self, lm: LanguageModel, question_format: str | None = None) -> PromptFormat:
-        """question_format: where none was asked for."""
+        """Return the prompt's format. question_format: used if the options name none."""
         from ragcache.prompt import prompt_format
 
         return prompt_format(lm.tokenizer, system=self.system, question_format=self.question_format or question_format)
@@ -76,7 +77,7 @@ class EvalOptions:
     plot: Annotated[bool, option("--plot/--no-plot", "Draw NAME.png beside the tables.")] = True
 
     def settings(self, longest: int) -> RunSettings:
-        """longest: an answer's tokens where none were asked for."""
+        """Return the run's settings. longest: an answer's tokens, if the options set none."""
         from ragcache_eval.runner import RunSettings
 
         return RunSettings(self.max_tokens or longest, tuple(self.stop or ()), self.on_overflow)
@@ -84,7 +85,7 @@ class EvalOptions:
     def run_source(
         self, runner: Runner, source: str, cases: list[Case], specs: list[MethodSpec], name: str
     ) -> list[Row]:
-        """Measure one set and write its tables."""
+        """Measure a set and write its tables."""
         from ragcache_eval.journal import Journal
         from ragcache_eval.picture import plot
         from ragcache_eval.report import summarise, write_report
@@ -102,7 +103,7 @@ class EvalOptions:
 
 
 def progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:
-    """The items, with a bar on standard error where that is a terminal."""
+    """Yield the items, with a bar on standard error if that is a terminal."""
     if not on_terminal():
         yield from items
         return

@@ -29,13 +29,13 @@ COMMA = re.compile(r",(?![^\[]*\])")
 class MethodSpec:
     """A method with its options.
 
-    label:   what tables call it
+    label:   its name in tables
     options: of the method, as given
     recipe:  name of the recipe that its blocks are encoded under; None for the method's own choice
     evict:   tokens of the passages that each layer and KV head keeps for decoding; None for all
     kept:    share of its blocks' KV that the recipe keeps; 1: all
-    neighbours: other passages that each one is encoded behind, of those that the questions name; 0: each alone
-    primer:  of recipe "primer": a shipped primer's name, a text, or a store's ids; "": the default one
+    neighbours: other passages that precede each passage when it is encoded, of those that the questions name; 0: none
+    primer:  of recipe "primer": a shipped primer's name, a text, or a store's ids; "": the default primer
     """
 
     label: str
@@ -76,12 +76,12 @@ class MethodSpec:
         return spec
 
     def method(self) -> FusionMethod:
-        """Raises ConfigError for an unknown name or option, or an option out of range."""
+        """Return the method. Raises ConfigError for an unknown name or option, or an option out of range."""
         return get_method(self.name, **dict(self.options))
 
     @property
     def key(self) -> str:
-        """The method with its options in one form, however it was written or labelled."""
+        """Return the method with its options in a canonical form, independent of spelling and label."""
         options = dict(sorted(self.options))
         less = "" if self.evict is None else f"/{self.evict}"
         less += "" if self.kept == 1 else f"*{self.kept:g}"
@@ -108,9 +108,9 @@ class MethodSpec:
 
 
 def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
-    """Specs from texts, separated by commas; `full` always stands first.
+    """Parse specs from texts, separated by commas; `full` always comes first.
 
-    Raises ConfigError for two specs of one label.
+    Raises ConfigError for two specs with the same label.
     """
     parts = [part for text in texts for part in COMMA.split(text) if part.strip()]
     specs = [MethodSpec.parse(part) for part in parts]
@@ -126,22 +126,22 @@ def parse_methods(texts: Sequence[str]) -> list[MethodSpec]:
 
 
 def shipped_primers() -> list[MethodSpec]:
-    """Return `reposition` over blocks behind each primer that ships."""
+    """Return `reposition` over blocks encoded after each primer that ships."""
     return [MethodSpec.parse(f"reposition:recipe={PRIMER}:primer={name}") for name in PRIMERS]
 
 
 def all_methods() -> list[MethodSpec]:
-    """Every method with its default options; `full` first."""
+    """Return every method with its default options; `full` first."""
     return sorted((MethodSpec(name, name) for name in METHODS), key=lambda spec: spec.name != FULL)
 
 
 def default_methods(lm: LanguageModel) -> list[MethodSpec]:
-    """Every method that this model can use as it is, with its default options; `full` first."""
+    """Return every method that this model can use unchanged, with its default options; `full` first."""
     return usable_methods(all_methods(), lm)
 
 
 def usable_methods(specs: Sequence[MethodSpec], lm: LanguageModel) -> list[MethodSpec]:
-    """Those that this model can use as it is."""
+    """Return the specs that this model can use unchanged."""
     return [spec for spec in specs if why_not(spec, lm) is None]
 
 
@@ -157,5 +157,5 @@ def why_not(spec: MethodSpec, lm: LanguageModel) -> str | None:
 
 
 def link_tokens(spec: MethodSpec, lm: LanguageModel) -> int:
-    """K: tokens that the method runs behind each passage with this model, in which KVLink's rows differ."""
+    """Return K: the tokens that the method runs after each passage with this model; KVLink's rows differ by K."""
     return max(map(len, spec.method().additions(lm).links), default=0)

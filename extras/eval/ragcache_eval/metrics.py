@@ -1,8 +1,8 @@
 """How an answer is scored against gold answers.
 
-Accuracy is KVLink's (A.2, after Liu et al., "Lost in the Middle"): some gold answer, normalised, stands in the
-normalised prediction. Exact match and token F1 are LongBench's, which are SQuAD's. ROUGE-L is the library rouge-score's
-F-measure with stemming, as CacheBlend takes it. Over several gold answers each score is the best one.
+Accuracy is KVLink's (A.2, after Liu et al., "Lost in the Middle"): the normalised prediction contains some gold answer,
+also normalised. Exact match and token F1 are LongBench's, which are SQuAD's. ROUGE-L is the library rouge-score's
+F-measure with stemming, as CacheBlend uses it. Over several gold answers each score is the best.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def normalise(text: str) -> str:
 
 
 def contains_answer(prediction: str, answers: Sequence[str]) -> bool:
-    """Accuracy: whether a gold answer is a substring of the prediction, both normalised.
+    """Return the accuracy: whether a gold answer is a substring of the prediction, both normalised.
 
-    An answer of nothing but articles is looked for as a word, one of nothing but punctuation as it is.
+    An answer of only articles is searched as a word, an answer of only punctuation as it is.
     """
     return any(_contains(prediction, answer) for answer in answers)
 
@@ -50,7 +50,7 @@ def _plain(text: str) -> str:
 
 
 def share_contained(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's recall, where every answer is wanted: the share of them that the prediction contains, in any case."""
+    """Return RULER's recall, where every answer is required: the share that the prediction contains, in any case."""
     found = prediction.lower()
     return sum(answer.lower() in found for answer in answers) / len(answers)
 
@@ -66,7 +66,7 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def rouge_l(prediction: str, answers: Sequence[str]) -> float:
-    """Raises ConfigError where rouge-score is not installed."""
+    """Return ROUGE-L. Raises ConfigError if rouge-score is not installed."""
     scorer = _rouge_scorer()
     return max(float(scorer.score(answer, prediction)["rougeL"].fmeasure) for answer in answers)
 

@@ -1,4 +1,4 @@
-"""Needle in a Haystack: one sentence at a known depth of a long text (Kamradt 2023), over lengths and depths."""
+"""Needle in a Haystack: a sentence at a known depth of a long text (Kamradt 2023), over lengths and depths."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class NeedleSettings:
 
 
 def check_lengths(lengths: tuple[int, ...], passage: int, questions: int) -> None:
-    """Raises ConfigError for sizes that leave nothing to read."""
+    """Raise ConfigError for sizes that leave nothing to read."""
     if min(lengths) < 64 or passage < 16 or questions < 1:
         raise ConfigError("lengths must be at least 64 tokens, a passage 16, and there must be a question")
 
 
 def needle_cases(settings: NeedleSettings, count_tokens: CountTokens, limit: int | None = None) -> list[Case]:
-    """`limit` takes the place of `settings.questions`. Same settings and tokenizer, same cases."""
+    """Return the cases. `limit` overrides `settings.questions`. The same settings and tokenizer give the same cases."""
     cases = []
     for number in range(limit or settings.questions):
         rng = random.Random(f"needle/{settings.seed}/{number}")

@@ -1,4 +1,4 @@
-"""One picture of a run: answers against cost, and what the cells say.
+"""A picture of a run: answers against cost, and the results by cell.
 
 Needs matplotlib.
 """
@@ -39,7 +39,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _cost_points(ax: Any, rows: Sequence[Row], metric: str) -> None:
-    """A point a method: share of the prompt that ran, and the metric with its interval."""
+    """Draw a point for each method: share of the prompt that ran, and the metric with its interval."""
     for row in rows:
         found, share = row.quality[metric], row.costs.get("computed_share", 0.0)
         below, above = max(0.0, found.mean - found.low), max(0.0, found.high - found.mean)
@@ -51,7 +51,7 @@ def _cost_points(ax: Any, rows: Sequence[Row], metric: str) -> None:
 
 
 def _heat_maps(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by method where cells are depth x length."""
+    """Return the rows by method, if cells are depth x length."""
     inside = [row for row in rows if {"depth", "length"} <= set(row.cell)]
     return {label: [row for row in inside if row.method == label] for label in dict.fromkeys(r.method for r in inside)}
 

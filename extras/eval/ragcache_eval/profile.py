@@ -17,19 +17,20 @@ PROFILED = "prophet"
 
 
 def can_profile(spec: MethodSpec) -> bool:
-    """Whether the method chooses by layers, and none are named."""
+    """Return whether the method chooses by layers and the spec names none."""
     return spec.name == PROFILED and dict(spec.options).get("layers") is None
 
 
 class Profile:
-    """Finds layers for one way of writing `prophet`. `scores()` does the work; `spec` is then the method with them.
+    """A search for the layers of a `prophet` spec. `scores()` does the work; `spec` is then the method with them.
 
-    First each layer chooses alone, then each beside those found before, `count` times: the one stays with which answers
-    come nearest to full prefill's (least mean KL along its answer). How QCFuse profiles is not known here.
+    First each layer chooses alone, then each together with the layers already found, `count` times: a round keeps the
+    layer whose answers come nearest to full prefill's (least mean KL along its answer). QCFuse's own profiling is not
+    known here.
     """
 
     def __init__(self, runner: Runner, cases: Sequence[Case], spec: MethodSpec, count: int) -> None:
-        """Raises ConfigError for another method, for one whose layers are named, and without questions."""
+        """Raise ConfigError for another method, for a spec that names layers, and without questions."""
         if not can_profile(spec):
             raise ConfigError(f"{spec.label}: layers are profiled for {PROFILED} alone, where none are named")
         if not cases:
@@ -42,7 +43,7 @@ class Profile:
 
     @property
     def num_scores(self) -> int:
-        """How many `scores()` yields."""
+        """Return the number of scores that `scores()` yields."""
         tried = sum(self.runner.lm.num_layers - found for found in range(self.count))
         return len(self.cases) * (tried + 2 * self.count)
 

@@ -47,16 +47,16 @@ class PublicSettings:
 
 
 def public_names(directory: Path, split: str = "dev") -> list[str]:
-    """Names of the question sets that a directory holds."""
+    """Return the names of the question sets in a directory."""
     files = {path.name for folder in _folders(directory, split) if folder.is_dir() for path in folder.iterdir()}
     found = {name.removesuffix(ending) for name in files for ending in ENDINGS if name.endswith(ending)}
     return sorted(name for name in found if not name.endswith(".questions"))
 
 
 def public_cases(name: str, directory: Path, settings: PublicSettings, limit: int | None = None) -> list[Case]:
-    """The first `limit` questions of a set, each at every position asked for.
+    """Return the first `limit` questions of a set, each at every requested position.
 
-    Raises ConfigError naming the sets that there are.
+    Raises ConfigError naming the available sets.
     """
     entries = read_entries(_find(name, directory, settings.split))[:limit]
     filled = _from_corpus(entries, directory, settings)
@@ -91,13 +91,13 @@ def _from_corpus(entries: Sequence[QuestionLine], directory: Path, settings: Pub
 
 
 def _fewer(case: Case, count: int) -> Case:
-    """The case with `count` of its passages: gold ones first, all in their own order."""
+    """Return the case with `count` of its passages: gold passages first, all in their own order."""
     ranked = sorted(range(len(case.passages)), key=lambda rank: case.passages[rank].is_gold is not True)
     return replace(case, passages=tuple(case.passages[rank] for rank in sorted(ranked[: count or None])))
 
 
 def _joined(case: Case, count: int) -> Case:
-    """The case with each `count` passages in a row as one: the same text, in longer passages."""
+    """Return the case with each `count` passages in a row joined: the same text, in longer passages."""
     if count == 1:
         return case
     groups = [case.passages[first : first + count] for first in range(0, len(case.passages), count)]
@@ -107,7 +107,7 @@ def _joined(case: Case, count: int) -> Case:
 
 
 class _Corpus:
-    """Passages by id, and a ranking of them that is made when first wanted."""
+    """Passages by id, and a ranking of them that is computed on first use."""
 
     def __init__(self, name: str, passages: Mapping[str, CasePassage]) -> None:
         self.name = name
@@ -124,7 +124,7 @@ class _Corpus:
         raise ConfigError(f"{directory} has no corpus {name!r}; put it at {directory / 'corpus' / name}.jsonl.gz")
 
     def fill(self, entry: QuestionLine, settings: PublicSettings) -> Case:
-        """The case with its gold passages and distractors, in an order drawn for its id."""
+        """Return the case with its gold passages and distractors, in an order drawn for its id."""
         gold = [str(one) for one in entry.meta["gold_ids"]]
         absent = [one for one in gold if one not in self.passages]
         if absent:
@@ -154,7 +154,7 @@ def _rows(path: Path) -> Iterator[tuple[str, CasePassage]]:
 
 
 def at_positions(entry: QuestionLine, positions: str) -> list[Case]:
-    """The case with its gold passage at each of `positions`, as PublicSettings names them."""
+    """Return the case with its gold passage at each of `positions`, as PublicSettings names them."""
     stated = entry.meta.get("gold_positions")
     if positions == "given" or (not positions and not stated):
         return [entry.case]

@@ -15,14 +15,14 @@ from ragcache_eval.case import Case, CasePassage
 
 @dataclass(frozen=True)
 class QuestionLine:
-    """A line: the case as it stands, and what the set says about it."""
+    """A line of a question file: its case, and the set's notes about it."""
 
     case: Case
     meta: Mapping[str, Any]
 
 
 def read_entries(path: Path) -> list[QuestionLine]:
-    """Raises ConfigError naming the file or the line that is no question, and why."""
+    """Read a file's questions. Raises ConfigError naming the file or the line that is not a question, and why."""
     entries: list[QuestionLine] = []
     seen: dict[str, str] = {}
     for fields, where in read_objects(path):
@@ -37,7 +37,7 @@ def read_entries(path: Path) -> list[QuestionLine]:
 
 
 def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every line's object and where it stands. Raises ConfigError."""
+    """Yield every line's object and its location. Raises ConfigError."""
     try:
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8-sig") as file:
@@ -60,7 +60,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def read_entry(fields: Mapping[str, Any], where: str) -> QuestionLine:
-    """One line's object. Raises ConfigError."""
+    """Read the object of a line. Raises ConfigError."""
     question = fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ConfigError(f"{where}: there is no question; give it a text 'question'")

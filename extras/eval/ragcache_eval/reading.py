@@ -1,4 +1,4 @@
-"""One prompt read by several methods: blocks are encoded once a recipe, answers and logits come from the same cache."""
+"""A prompt read by several methods: blocks are encoded once per recipe; answers and logits come from the same cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class WrittenAnswer(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """blocks: one a chunk; prefix: the KV before them. encode_s: what making the blocks took, paid at ingestion."""
+    """Blocks, one for each chunk. prefix: the KV before them. encode_s: the time to make the blocks, paid at
+    ingestion."""
 
     blocks: list[KVBlock]
     prefix: Exact | None
@@ -41,12 +42,12 @@ class Encoded(NamedTuple):
 
 
 class PromptReader:
-    """Reads one prompt by any method. Blocks of a recipe are made when first wanted and kept for the other methods."""
+    """Reads a prompt by any method. Blocks of a recipe are made on first use and kept for the other methods."""
 
     def __init__(
         self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int, behind: Sequence[Neighbours] = ()
     ) -> None:
-        """behind: by chunk, ids that it may be encoded behind, in the order of reading; (): not known"""
+        """Read `prompt`. behind: for each chunk, ids that may precede it when it is encoded, in order; (): not known"""
         self.lm = lm
         self.prompt = prompt
         self.reserve_tokens = reserve_tokens
@@ -55,12 +56,12 @@ class PromptReader:
 
     @classmethod
     def of(cls, lm: LanguageModel, case: Case, form: PromptFormat, reserve_tokens: int) -> Self:
-        """Read a case's prompt, and know what its passages may be encoded behind."""
+        """Return a reader of a case's prompt that knows which texts may precede each passage."""
         behind = [passage.behind_ids(lm.tokenizer) for passage in case.passages]
         return cls(lm, case.prompt(lm.tokenizer, form), reserve_tokens, behind)
 
     def ask(self, suffix_ids: Sequence[int]) -> Self:
-        """A reader of the same passages before another suffix; blocks serve both."""
+        """Return a reader of the same passages before another suffix; blocks serve both."""
         prompt = Prompt(self.prompt.prefix_ids, self.prompt.chunk_ids, suffix_ids)
         other = type(self)(self.lm, prompt, self.reserve_tokens, self.behind)
         other._encoded = self._encoded
@@ -75,14 +76,14 @@ class PromptReader:
         neighbours: int = 0,
         primer: str | tuple[int, ...] = "",
     ) -> tuple[FuseOutput, float]:
-        """Fused prefill over blocks that are in memory, and the seconds that making the blocks took.
+        """Run the fused prefill over blocks in memory; return it with the seconds that making the blocks took.
 
         evict: passage tokens that each layer and KV head keeps for decoding; None: all
         kept:  share of their KV that the blocks hold
-        neighbours: how many of `behind` each chunk is encoded behind, at most: the last ones
+        neighbours: how many of `behind` precede each chunk when it is encoded, at most: the last ones
         primer: of recipe "primer", as `Recipe` takes it
 
-        Raises what `rc.fuse` raises, and ConfigError for neighbours where none of any chunk are known.
+        Raises the errors of `rc.fuse`, and ConfigError for neighbours if no chunk has any.
         """
         if not method.reuses_blocks:
             return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
@@ -103,7 +104,8 @@ class PromptReader:
         return fused, found.encode_s
 
     def _blocks(self, recipe: Recipe, prefix_ids: tuple[int, ...]) -> Encoded:
-        """Blocks of all chunks, and the prefix's with what a method puts behind it; like blocks are made once."""
+        """Return the blocks of all chunks, and the prefix's with a method's additions to it; equal blocks are made
+        once."""
         key = (recipe, prefix_ids)
         if key not in self._encoded:
             prefix = self.lm.read(prefix_ids) if prefix_ids else None
@@ -112,7 +114,7 @@ class PromptReader:
 
     def _encode(self, recipe: Recipe, prefix_ids: Sequence[int], prefix: Exact | None) -> Encoded:
         same = [found for (made, _), found in self._encoded.items() if made == recipe and not recipe.sees_prefix]
-        if same:  # isolated blocks do not depend on what stands before them
+        if same:  # isolated blocks do not depend on the texts before them
             return Encoded(same[0].blocks, prefix, same[0].encode_s)
         started = time.perf_counter()
         near = self._behind(recipe.neighbours) if recipe.neighbours else None
@@ -129,7 +131,8 @@ class PromptReader:
 
 
 def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
-    """The greedy answer. The cache is left as it was found, but for passages' tokens that its method ran again."""
+    """Return the greedy answer. The cache is restored afterwards, except for passage tokens that its method ran
+    again."""
     held = list(fused.cache.lengths)
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
     pieces, text, ids = Detokenizer(lm.tokenizer, sampling.stop), "", []
@@ -147,10 +150,10 @@ def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Se
 
 @torch.inference_mode()
 def forced_logits(lm: LanguageModel, fused: FuseOutput, ids: Sequence[int]) -> Tensor:
-    """Logits that predict each of `ids` when the ones before it are given: float32 [len(ids), vocab_size].
+    """Return the logits that predict each of `ids` given the earlier ones: float32 [len(ids), vocab_size].
 
     Ids that no answer may hold have -inf: a head that shares an adapter's embeddings would choose them first.
-    The cache is left as it was found, but for passages' tokens that its method ran again.
+    The cache is restored afterwards, except for passage tokens that its method ran again.
     """
     parts = [fused.next_logits[None]]
     if len(ids) > 1:
@@ -167,7 +170,7 @@ def forced_logits(lm: LanguageModel, fused: FuseOutput, ids: Sequence[int]) -> T
 
 
 def _in_steps(fused: FuseOutput, step: Step, ids: Sequence[int]) -> Tensor:
-    """Logits behind each of these tokens, which run one by one, as those of an answer do."""
+    """Return the logits after each of these tokens, which run singly, as an answer's tokens do."""
     device = fused.next_logits.device
     tokens = (torch.tensor([[id], [where]], device=device) for where, id in enumerate(ids, fused.next_position))
     return torch.stack([step(fused.cache, id, where) for id, where in tokens])

@@ -30,11 +30,11 @@ COSTS = ("kept_share", "computed_share", "prompt_tokens", "encode_s", "place_s",
 
 @dataclass(frozen=True)
 class Row:
-    """One method over some of the questions.
+    """A method's results over some of the questions.
 
-    method: its label; cell: what the questions have in common, empty for all of them
+    method: its label; cell: the properties that the questions share, empty for all questions
     questions: measured; skipped: not measured, and why the first of them was not
-    quality: by metric, those that there are; costs: medians
+    quality: by metric, those available; costs: medians
     """
 
     method: str
@@ -50,9 +50,9 @@ class Row:
 
 
 def summarise(scores: Sequence[Score], labels: Mapping[str, str]) -> list[Row]:
-    """Rows over all questions, then rows by cell where there are several cells.
+    """Return rows over all questions, then rows by cell if there are several cells.
 
-    labels: what tables call a method, by MethodSpec.key, in the order of the rows
+    labels: the name of a method in tables, by MethodSpec.key, in the order of the rows
     """
     cells = [dict(cell) for cell in dict.fromkeys(tuple(score.cell.items()) for score in scores)]
     rows = [_row(label, {}, [s for s in scores if s.method == key]) for key, label in labels.items()]
@@ -102,7 +102,7 @@ def write_report(directory: Path, name: str, header: Mapping[str, Any], rows: Se
 
 
 def markdown(title: str, header: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """A page: what was asked of what, the table over all questions, and one table a cell."""
+    """Return a page: the run's header, the table over all questions, and one table per cell."""
     lines = [f"# {title}", "", *(f"- {name}: {_line(value)}" for name, value in header.items() if _is_plain(value)), ""]
     lines += ["Intervals are 95 %. KL is in nats, from full prefill; times are medians, blocks in memory.", ""]
     for cell in dict.fromkeys(tuple(row.cell.items()) for row in rows):
@@ -114,7 +114,7 @@ def markdown(title: str, header: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table; columns that no row has are left out."""
+    """Return the lines of a Markdown table; columns that no row has are left out."""
     metrics = [name for name in QUALITY if any(name in row.quality for row in rows)]
     costs = ["kept_share", "computed_share", "place_s", "prefill_s", "ttft_s"]
     heads = ["method", "questions", *(_TITLES[name] for name in (*metrics, *costs))]

@@ -2,8 +2,8 @@
 
 Needles are "One of the special magic numbers for KEY is: VALUE." in generated prose or a text file, in noise (the same
 five sentences again and again), or among other needles; keys are words or UUIDs, values numbers or UUIDs. Every answer
-of a task is wanted, and accuracy is the share of them that stands in the prediction, as in the paper. These are 11 of
-the 13 tasks; `ruler_qa` has the two over public questions.
+five sentences again and again), or among other needles; keys are words or UUIDs, values numbers or UUIDs. A task
+requires all its answers, and accuracy is the share that the prediction contains, as in the paper. These are 11 of
 """
 
 from __future__ import annotations
@@ -68,48 +68,48 @@ class Maker(NamedTuple):
 
 
 def single_noise(make: Maker) -> Draft:
-    """One key with one value, in noise."""
+    """Draft one key with one value, in noise."""
     return _keyed(make, keys=1, values=1, asked=1, hay=cycle(NOISE))
 
 
 def single(make: Maker) -> Draft:
-    """One key with one value."""
+    """Draft one key with one value."""
     return _keyed(make, keys=1, values=1, asked=1)
 
 
 def single_uuid(make: Maker) -> Draft:
-    """One key whose value is a UUID."""
+    """Draft one key whose value is a UUID."""
     return _keyed(make, keys=1, values=1, asked=1, value=_uuid, what="uuid")
 
 
 def multi_key(make: Maker) -> Draft:
-    """Four keys of one value each; one is asked for, the others distract."""
+    """Draft four keys with a value each; the question is about one, the others distract."""
     return _keyed(make, keys=NEEDLES, values=1, asked=1)
 
 
 def multi_key_lines(make: Maker) -> Draft:
-    """Nothing but needles; one is asked for."""
+    """Draft only needles; the question is about one."""
     return _keyed(make, keys=1, values=1, asked=1, hay=_needles(make.rng, _key, _number, "number"))
 
 
 def multi_key_uuids(make: Maker) -> Draft:
-    """Nothing but needles, whose keys and values are UUIDs; one is asked for."""
+    """Draft only needles, whose keys and values are UUIDs; the question is about one."""
     hay = _needles(make.rng, _uuid, _uuid, "uuid")
     return _keyed(make, keys=1, values=1, asked=1, hay=hay, key=_uuid, value=_uuid, what="uuid")
 
 
 def multi_value(make: Maker) -> Draft:
-    """One key of four values; all are asked for."""
+    """Draft one key with four values; the question is about all."""
     return _keyed(make, keys=1, values=NEEDLES, asked=1)
 
 
 def multi_query(make: Maker) -> Draft:
-    """Four keys of one value each; all are asked for."""
+    """Draft four keys with a value each; the question is about all."""
     return _keyed(make, keys=NEEDLES, values=1, asked=NEEDLES)
 
 
 def variable_tracking(make: Maker) -> Draft:
-    """A chain X1 = V, X2 = X1, ... in order, in noise; which variables hold V."""
+    """Draft a chain X1 = V, X2 = X1, ... in order, in noise; the question is which variables hold V."""
     names = _distinct(make.rng, VARIABLES, lambda rng: "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)))
     value = str(make.rng.randint(10000, 99999))
     sources = [value, *(f"VAR {name}" for name in names[:-1])]
@@ -121,7 +121,7 @@ def variable_tracking(make: Maker) -> Draft:
 
 
 def common_words(make: Maker) -> Draft:
-    """A list of words: ten come 30 times each, all others 3 times (fewer of each where the length leaves no room)."""
+    """Draft a list of words: ten come 30 times each, all others 3 times (fewer if the length leaves no room)."""
     words = _distinct(make.rng, make.length, _word)
     cost = make.count_tokens(" ".join(words[:200]) + " ") / 200
     room = int(make.length / cost)
@@ -137,7 +137,7 @@ def common_words(make: Maker) -> Draft:
 
 
 def frequent_words(make: Maker) -> Draft:
-    """A coded text whose words follow a zeta distribution; the three most frequent ones."""
+    """Draft a coded text whose words follow a zeta distribution; the answers are the three most frequent words."""
     words = _distinct(make.rng, 50, _word)
     cost = make.count_tokens(" ".join(words) + " ") / len(words)
     room = max(int(make.length / cost), 20)
@@ -167,7 +167,7 @@ TASKS: dict[str, Callable[[Maker], Draft]] = {
 
 
 def ruler_cases(settings: RulerSettings, count_tokens: CountTokens, limit: int | None = None) -> list[Case]:
-    """`limit` takes the place of `settings.questions`. Same settings and tokenizer, same cases."""
+    """Return the cases. `limit` overrides `settings.questions`. The same settings and tokenizer give the same cases."""
     tasks = list(TASKS) if settings.task == "all" else [settings.task]
     cases = []
     for number in range(limit or settings.questions):
@@ -187,7 +187,7 @@ def _needle(what: str, key: str, value: str) -> str:
 
 
 def _needles(rng: random.Random, key: Draw, value: Draw, what: str) -> Iterator[str]:
-    """Needles without end, to hide one among."""
+    """Yield endless needles to hide another needle among."""
     while True:
         yield _needle(what, key(rng), value(rng))
 
@@ -215,7 +215,8 @@ def _keyed(
     value: Draw = _number,
     what: str = "number",
 ) -> Draft:
-    """hay: in place of the maker's; key, value: in place of words and numbers; what: the text's word for a value."""
+    """Draft needles. hay: overrides the maker's; key, value: replace words and numbers; what: the text's word for a
+    value."""
     rng = make.rng
     names = _distinct(rng, keys, key)
     held = iter(_distinct(rng, keys * values, value))
@@ -231,7 +232,7 @@ def _keyed(
 
 
 def _listed(make: Maker, words: list[str]) -> tuple[CasePassage, ...]:
-    """Words in passages of the wanted size; no passage is marked as gold: the answer needs all of them."""
+    """Return words in passages of the wanted size; none is marked as gold, because the answer needs all of them."""
     size = max(1, int(make.passage / (make.count_tokens(" ".join(words[:200]) + " ") / min(200, len(words)))))
     return tuple(CasePassage(" ".join(words[start : start + size])) for start in range(0, len(words), size))
 

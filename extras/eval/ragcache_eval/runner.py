@@ -68,7 +68,7 @@ class Runner:
         return len(encode_text(self.lm.tokenizer, text))
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether the model takes the prompt and the longest answer."""
+        """Return whether the model has room for the prompt and the longest answer."""
         return prompt.num_tokens + self.settings.max_tokens <= self.lm.max_positions
 
     def describe(self) -> dict[str, Any]:
@@ -81,10 +81,11 @@ class Runner:
         }
 
     def run(self, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Ledger) -> Iterator[Score]:
-        """Scores of all cases: for each the no-passages baseline, then the methods in order. What the journal holds
-        is not measured again.
+        """Yield scores of all cases: for each the no-passages baseline, then the methods in order. Scores in the
+        journal are
+        not measured again.
 
-        Raises ContextTooLongError under on_overflow "error", and what a method raises that this model cannot do.
+        Raises ContextTooLongError under on_overflow "error", and a method's own error if this model cannot run it.
         """
         methods = [(spec, spec.method()) for spec in specs]
         for case in cases:
@@ -99,7 +100,7 @@ class Runner:
     def _measure(
         self, case: Case, mark: str, methods: Sequence[tuple[MethodSpec, FusionMethod]], done: Any
     ) -> Iterator[Score]:
-        """Scores that `done` lacks; full prefill is always read, as what the others are compared with."""
+        """Yield the scores that `done` lacks; full prefill is always read, because the others are compared with it."""
         names = (NO_PASSAGES, *(spec.key for spec, _ in methods))
         blank = {name: Score(case.id, mark, name, case.cluster, dict(case.cell)) for name in names}
         reader = self.reader(case)
@@ -122,11 +123,11 @@ class Runner:
                 yield self._score(case, reader, spec, method, reference, blank[spec.key])
 
     def reader(self, case: Case) -> PromptReader:
-        """Reads the case's prompt, with room for the answer."""
+        """Return a reader of the case's prompt, with room for the answer."""
         return PromptReader.of(self.lm, case, self.form, self.settings.max_tokens + 1)
 
     def _without_passages(self, case: Case, blank: Score) -> Score:
-        """Full prefill of the question alone: what the model knows without being told."""
+        """Score full prefill of the question alone: the model's knowledge without passages."""
         prompt = case.prompt_without_passages(self.lm.tokenizer, self.form)
         reader = PromptReader(self.lm, prompt, self.settings.max_tokens + 1)
         fused, _ = reader.read(MethodSpec(FULL, FULL).method())
@@ -146,7 +147,7 @@ class Runner:
         return Reference(written, ids, logits, score)
 
     def _reference_ids(self, case: Case, written: WrittenAnswer) -> list[int]:
-        """The reference answer as it would follow the prompt; the end of text where full prefill wrote nothing."""
+        """Return the reference answer as it would follow the prompt; the end of text if full prefill wrote nothing."""
         if not case.answers or self.settings.reference == "full":
             return list(written.ids) or list(eos_token_ids(self.lm)[:1]) or [0]
         answer = ", ".join(case.answers) if case.all_wanted else case.answers[0]
@@ -182,14 +183,14 @@ class Runner:
 
 
 def case_digest(case: Case) -> str:
-    """Names the case's content, in 16 hex digits."""
+    """Return 16 hex digits that name the case's content."""
     own = [case.metric, list(case.classes)] if case.metric else []  # results from before there were any stay valid
     passages = [list(p) for p in case.passages]
     return digest([case.question, passages, list(case.answers), case.all_wanted, *own])[:16]
 
 
 def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
-    """The scores that compare texts; none where the case has no gold answer."""
+    """Return the scores that compare texts; none if the case has no gold answer."""
     text = prediction.strip()
     if not case.answers:
         return {"prediction": text}

@@ -84,7 +84,7 @@ def _without_classes(score: Callable[[str, Sequence[str]], float]) -> Metric:
 
 
 def _of_first_line(score: Metric, prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    """Few-shot sets: a model that goes on with examples of its own is judged by its first line."""
+    """Score the first line, for few-shot sets: a model may continue with its own examples."""
     return score(prediction.lstrip("\n").split("\n")[0], answers, classes)
 
 

@@ -12,7 +12,7 @@ S = TypeVar("S")
 
 
 def split_settings(text: str, separator: str = ",") -> dict[str, str]:
-    """ "hops=1,passages=8" as a dictionary. Raises ConfigError for a part that is no name=value."""
+    """Parse "hops=1,passages=8" as a dictionary. Raises ConfigError for a part that is not name=value."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(separator)):
         name, equals, value = part.partition("=")
@@ -23,9 +23,9 @@ def split_settings(text: str, separator: str = ",") -> dict[str, str]:
 
 
 def make(kind: type[S], given: dict[str, str], what: str) -> S:
-    """An instance of a dataclass from its settings as text; lists are separated by "/".
+    """Make an instance of a dataclass from its settings as text; lists are separated by "/".
 
-    Raises ConfigError naming the setting that is unknown, missing or of the wrong kind.
+    Raises ConfigError naming the setting that is unknown, missing or of the wrong type.
     """
     hints = get_type_hints(kind)
     known: dict[str, Field[Any]] = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]

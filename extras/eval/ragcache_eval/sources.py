@@ -20,13 +20,13 @@ GENERATED = ("registry", "pages", "needle", "ruler")
 def load_cases(
     source: str, count_tokens: CountTokens, *, directory: Path | None = None, limit: int | None = None
 ) -> list[Case]:
-    """The cases of a source.
+    """Return the cases of a source.
 
-    source:       a file; the name of a set in `directory`; or one of GENERATED; with settings behind ":"
-    count_tokens: tokens of a text, for generators that fill a context of a given length
-    limit:        questions to take; of generators with several cells, questions a cell
+    source:       a file; the name of a set in `directory`; or a name in GENERATED; settings may follow after ":"
+    count_tokens: counts the tokens of a text, for generators that fill a context of a given length
+    limit:        questions to take; of generators with several cells, questions per cell
 
-    Raises ConfigError naming what there is, the setting that is wrong, or the line that is no question.
+    Raises ConfigError naming the available sources, the wrong setting, or the line that is not a question.
     """
     path = Path(source)
     if path.is_file():

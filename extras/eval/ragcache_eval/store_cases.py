@@ -21,7 +21,7 @@ from ragcache_eval.question_files import read_entries
 
 
 def opened(path: Path, database: str | None = None) -> closing[StoreParts]:
-    """The store for reading. Raises StoreNotFoundError and what else opening raises."""
+    """Open the store for reading. Raises StoreNotFoundError and the other errors of opening a store."""
     return closing(open_store(path, StoreConfig(database=database, read_only=True), create=False))
 
 
@@ -58,12 +58,12 @@ def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
 
 
 def neighbours_of(store: StoreParts) -> NeighbourChoice:
-    """What the store's passages are read behind."""
+    """Return the store's choice of neighbours, which precede its passages when they are read."""
     return NeighbourChoice.of(store.documents.properties().get(NEIGHBOURS))
 
 
 def neighbour_texts(store: StoreParts, chunks: Sequence[Chunk]) -> list[tuple[str, ...]]:
-    """By chunk, the texts that it is read behind, in the order of reading, as the last ingestion found them."""
+    """Return, for each chunk, the texts that precede it, in reading order, as the last ingestion found them."""
     near = NeighbourTable(store.documents.database).of(chunk.vector_id for chunk in chunks)
     there = store.documents.chunks_by_vector_ids({id for found in near.values() for id in found})
     texts = {chunk.vector_id: chunk.text for chunk in there}

@@ -60,7 +60,8 @@ def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions
 def _answers(
     suite: Suite, asked: Sequence[QuestionSet], length: int, models: EvaluatedModel, options: EvalOptions
 ) -> tuple[list[Measured], dict[str, str]]:
-    """Every method over every set; and those of the suite's own that the model cannot use, with the reason."""
+    """Measure every method over every set; also return the suite's methods that the model cannot use, with the
+    reason."""
     from ragcache_eval.methods import link_tokens, parse_methods, why_not
     from ragcache_eval.runner import Runner
     from ragcache_eval.suites.compare import Measured
@@ -83,7 +84,7 @@ def _answers(
 def _loaded(
     asked: Sequence[QuestionSet], lm: LanguageModel, length: int, options: EvalOptions
 ) -> dict[QuestionSet, list[Case]]:
-    """Questions of all sets, before the first is asked: what is missing shows at once."""
+    """Load the questions of all sets before any is measured, so that missing data shows at once."""
     from ragcache.ingest.chunker import Chunker, ChunkerConfig
     from ragcache.prompt import encode_text
     from ragcache_eval.suites.cases import CUT_TOKENS, suite_cases
@@ -106,7 +107,7 @@ def _loaded(
 
 
 def _abilities(columns: Sequence[Column], models: EvaluatedModel, options: EvalOptions) -> list[Measured]:
-    """The model itself, by lm-eval."""
+    """Measure the model itself, by lm-eval."""
     from ragcache_eval.methods import FULL, MethodSpec
     from ragcache_eval.suites.capability import measure
     from ragcache_eval.suites.compare import Measured

@@ -41,7 +41,7 @@ class RegistrySettings:
 
 
 def registry_cases(settings: RegistrySettings, limit: int | None = None) -> list[Case]:
-    """`limit` takes the place of `settings.questions`."""
+    """Return the cases. `limit` overrides `settings.questions`."""
     count = limit or settings.questions
     found = []
     for passages in settings.passages:
@@ -84,10 +84,11 @@ class PagesSettings:
 
 
 def pages_cases(settings: PagesSettings, limit: int | None = None) -> list[Case]:
-    """Questions over contexts of long passages, those of one context side by side; names and all wordings are held out.
+    """Return questions over contexts of long passages, grouped by context; names and all wordings are held out.
 
-    `limit` takes the place of `settings.questions`. An answer is right when it holds the value that is asked for; the
-    whole sentence that the bundled models learned stands behind it in `Case.answers`.
+    `limit` overrides `settings.questions`. An answer is right if it contains the requested value; the whole sentence
+    that
+    the bundled models learned follows it in `Case.answers`.
     """
     count = limit or settings.questions
     return [case for passages in settings.passages for case in _pages(settings, passages, count)]

@@ -1,4 +1,4 @@
-"""Questions with the passages to read for them: contexts of whole documents, and of documents cut in two."""
+"""Questions with the passages to read: contexts of whole documents, and of documents cut in two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD_A_PASSAGE = 6
 
 
 class TextCase(NamedTuple):
-    """One question over passages as text. gold: ranks of the passages that the answer needs."""
+    """A question over passages as text. gold: ranks of the passages that the answer needs."""
 
     passages: list[str]
     gold: tuple[int, ...]
@@ -68,9 +68,9 @@ class Leaning(NamedTuple):
 def draw_leaning(
     rng: random.Random, passages: int, entities: DataSplit = DataSplit.TRAIN, wordings: DataSplit = DataSplit.TRAIN
 ) -> Leaning:
-    """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has one whole document.
+    """Cut documents of like entities in two; parts stay adjacent, and an odd number of passages has a whole document.
 
-    All are of one kind, so that nothing in a second part but its place tells whose it is.
+    All entities have the same kind, so that only the place of a second part shows whose it is.
     """
     world = draw_world(rng, entities, passages * WORLD_A_PASSAGE)
     kinds = [kind for kind in RELATIONS if len(_of_kind(world, kind)) >= (passages + 1) // 2]
@@ -106,7 +106,7 @@ def _text(rng: random.Random, passages: Sequence[Article], question: Question) -
 
 
 def passage_text(rng: random.Random, document: Article) -> str:
-    """The forms in which a passage may come out of a file: with or without its heading, its lines broken or not."""
+    """Return the passage in a form that a file may give it: with or without its heading, its lines broken or not."""
     text = document.text
     if rng.random() < 0.1:
         words = text.split(" ")

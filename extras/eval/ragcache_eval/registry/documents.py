@@ -1,4 +1,4 @@
-"""An entity written down as a passage of two to five sentences, or as two passages that are one text cut in two."""
+"""An entity written down as a passage of two to five sentences, or as two passages cut from the same text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTINUED = "{n}, continued"
 
 
 class Article(NamedTuple):
-    """A passage about one entity. `relations` are the facts that the text states."""
+    """A passage about an entity. `relations` are the facts that the text states."""
 
     id: str
     title: str
@@ -49,7 +49,7 @@ def write_in_two(
 ) -> tuple[Article, Article]:
     """Write `entity` down and cut the text in mid-sentence, as chunks of a fixed length are cut.
 
-    The first passage ends in the name, the second begins with what is said of it: only together do they state it.
+    The first passage ends in the name, the second begins with a statement about it: only together do they state it.
     last: the relation that the cut sentence states; None: any
     """
     relations = list(RELATIONS[entity.kind])
@@ -72,13 +72,13 @@ def capitalised(text: str) -> str:
 
 
 def _title(entity: Entity, mentions: list[str]) -> str:
-    """The name, and for a place or club whom or what it is known by."""
+    """Return the name, and for a place or club the person or thing it is known by."""
     name = entity.name.removeprefix("the ")
     return wording.TITLES[entity.kind].format(n=name, v=joined(mentions)) if mentions else name
 
 
 def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str], wordings: DataSplit) -> list[str]:
-    """State one fact a sentence. The first one carries the full name, later ones may make do with the surname."""
+    """State each fact in a sentence. The first sentence has the full name, later ones may have only the surname."""
     sentences: list[str] = []
     for relation in relations:
         subject, predicate = _subject_and_predicate(rng, entity, relation, is_first=not sentences, wordings=wordings)

@@ -2,12 +2,12 @@
 
 A page is a passage of several articles, 150 to 300 tokens of the bundled models. Beside its articles it may hold
 
-    a split      an article's last sentence, cut behind its subject; the next page begins with the rest
-    a heading    the last line of a page; what the next page says of "she", "he" or "it", at its head, behind some
-                 remarks or at its end behind nothing but remarks, is said of the name in that heading
-    a correction of what an article on another page states
+    a split      an article's last sentence, cut after its subject; the next page begins with the rest
+    a heading    the last line of a page; statements of the next page about "she", "he" or "it", at its head after some
+                 remarks or at its end after only remarks, are about the name in that heading
+    a correction of a statement that an article on another page makes
 
-All that leans in one context states the same relation of entities of one kind, so that nothing but its place tells
+All leaning sentences of a context state the same relation of entities of one kind, so that only their place shows
 whose it is: a guess is right once in `PageQuestion.candidates` times.
 """
 
@@ -46,9 +46,9 @@ class PageQuestion(NamedTuple):
 
     kind:       one of PAGE_KINDS
     gold:       ranks of the pages that the answer needs
-    place:      "leaning": where on its page the sentence stands that leans; else ""
+    place:      "leaning": where on its page the leaning sentence is; else ""
     candidates: "leaning": sentences of the context that state the relation of something named elsewhere; else 0
-    reference:  "leaning": how the sentence stands on its page, up to what it says of its subject, and that part
+    reference:  "leaning": the sentence as its page has it, up to the statement about its subject, and that statement
     """
 
     kind: str
@@ -60,15 +60,15 @@ class PageQuestion(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Texts of the pages, in order, and everything that can be asked about them. documents: by page, the number of the
-    document that it was cut from."""
+    """Texts of the pages, in order, and all questions about them. documents: for each page, the number of the document
+    that it was cut from."""
 
     passages: list[str]
     questions: list[PageQuestion]
     documents: list[int]
 
     def before(self, rank: int) -> tuple[str, ...]:
-        """The pages before this one in its document."""
+        """Return the earlier pages of the same document."""
         before = zip(self.passages[:rank], self.documents, strict=False)
         return tuple(text for text, document in before if document == self.documents[rank])
 
@@ -84,7 +84,7 @@ class _Page:
 
 
 class _Leaning(NamedTuple):
-    """What is said of an entity on `page`, which introduces it, and on the page behind it, at `place`."""
+    """A statement about an entity, split over `page`, which introduces it, and the page after it, at `place`."""
 
     entity: Entity
     page: _Page
@@ -105,7 +105,7 @@ def draw_pages(
 
 
 class _Draft:
-    """One context in the making."""
+    """A context while it is being drawn."""
 
     def __init__(
         self, rng: random.Random, num_passages: int, split: DataSplit, wordings: DataSplit, articles: tuple[int, int]
@@ -136,7 +136,7 @@ class _Draft:
         return Pages(["".join(page.items) for page in pages], asked, documents)
 
     def _choose(self, count: int) -> list[Entity]:
-        """Entities of one kind that only what leans will be about."""
+        """Draw entities of the same kind that are the subjects of leaning sentences only."""
         by_kind = {kind: [e for e in self.world.entities.values() if e.kind == kind] for kind in RELATIONS}
         kind = self.rng.choice([kind for kind, found in by_kind.items() if len(found) >= count])
         self.relation = self.rng.choice(OWN_RELATIONS.get(kind, RELATIONS[kind]))
@@ -178,9 +178,9 @@ class _Draft:
         return trained if self.wordings is DataSplit.TRAIN else held_out
 
     def _correct(self) -> dict[tuple[str, str], tuple[str, _Page]]:
-        """Correct about one fact in four pages: (name, relation) -> the value that holds, and where it stands.
+        """Correct about one fact in four pages: return (name, relation) -> the value that holds, and its page.
 
-        On no page that leans on another: what it says of "she" would be of whom the correction names.
+        Pages that lean on another get no correction: their "she" would then refer to the name in the correction.
         """
         pages = [group[0] for group in self.groups]
         found: dict[tuple[str, str], tuple[str, _Page]] = {}
@@ -251,7 +251,7 @@ def _pronoun(entity: Entity) -> str:
 
 
 def _world(rng: random.Random, split: DataSplit, num_entities: int, leaning: int) -> World:
-    """A world that has at least `leaning` entities of one kind."""
+    """Draw a world that has at least `leaning` entities of one kind."""
     while True:
         world = draw_world(rng, split, num_entities)
         kinds = [entity.kind for entity in world.entities.values()]

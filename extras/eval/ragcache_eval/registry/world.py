@@ -32,9 +32,9 @@ class Entity:
 class World:
     """Entities of one split; no two share a name.
 
-    split: every name in the world, named in passing or with a document of its own, belongs to it.
+    split: every name in the world belongs to it, whether named in passing or with a document.
     namesakes: whether two people may share a first name or a surname.
-    rare_share: of words in names that the tokenizer has no single token for.
+    rare_share: share of words in names that are more than one token.
     """
 
     def __init__(

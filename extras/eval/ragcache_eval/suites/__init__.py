@@ -13,6 +13,6 @@ SUITES: dict[str, Suite] = {suite.name: suite for suite in (KVLINK, A3, SAMKV, L
 
 
 def get_suite(name: str) -> Suite:
-    """Raises ConfigError naming the suites that there are."""
+    """Return a suite by its name. Raises ConfigError naming the available suites."""
     check_choice("suite", name, SUITES)
     return SUITES[name]

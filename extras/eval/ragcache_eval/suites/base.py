@@ -1,4 +1,4 @@
-"""What a suite is: a paper's table as data. The sets that are its columns, its methods, and its rows."""
+"""A suite is a paper's table as data: the sets that are its columns, its methods, and its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Form = Callable[[Mapping[str, Any], str, Cut], QuestionLine | None]
 
 @dataclass(frozen=True)
 class Column:
-    """name: in --data and in file names; title: what the paper calls it; unit: what it writes for a score of 1"""
+    """A column. name: in --data and in file names; title: the paper's name; unit: the paper's number for a score of
+    1"""
 
     name: str
     title: str
@@ -39,17 +40,17 @@ class Download:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionSet(Column):
-    """A column whose questions are asked here: generated, or rows of a file or of the hub.
+    """A column whose questions this package measures: generated, or rows of a file or of the hub.
 
     metric:     of set_metrics.METRICS
     max_tokens: longest answer
-    asked:      what the model is told behind the passages, with {question} in it; "": the bare question
-    generated:  a source of `load_cases` with {length} and {passage} in it, in place of all that follows
+    asked:      the instruction after the passages, with {question} in it; "": the bare question
+    generated:  a source of `load_cases` with {length} and {passage} in it, instead of all fields below
     form:       reads a row
     files:      names that its file may have in a directory, without their endings
     download:   None: there is no public copy in this form
-    by_hand:    where a person gets the file, for messages
-    questions:  the first so many rows, where the paper takes no more
+    by_hand:    where a person can download the file, for messages
+    questions:  the number of rows from the start, if the paper limits it
     filled:     passages of other questions are added up to the length asked for (RULER)
     """
 
@@ -66,11 +67,11 @@ class QuestionSet(Column):
 
     @property
     def question_format(self) -> str | None:
-        """For `prompt_format`: what is asked says it all, or the model's own format."""
+        """Return the format for `prompt_format`: only the question if `asked` is set, else the model's own format."""
         return "{question}" if self.asked else None
 
     def ask(self, case: Case) -> Case:
-        """The case with this set's words and metric."""
+        """Return the case with this set's words and metric."""
         question = self.asked.replace("{question}", case.question) if self.asked else case.question
         return replace(case, question=question, metric=self.metric)
 
@@ -87,11 +88,11 @@ class PaperRow(NamedTuple):
 class Suite:
     """A paper's table.
 
-    table:   where it stands
-    methods: as `parse_methods` reads them; those that the model cannot use are left out, and named
-    names:   the paper's methods by label or name of ours, or by name and link tokens, as in "link K=5"
+    table:   its number in the paper
+    methods: as `parse_methods` reads them; methods that the model cannot use are left out, and named
+    names:   the paper's methods by our label or name, or by name and link tokens, as in "link K=5"
     average: whether the mean over the columns says anything
-    note:    what is not as in the paper
+    note:    differences from the paper
     """
 
     name: str
@@ -104,13 +105,14 @@ class Suite:
     note: str = ""
 
     def chosen(self, names: Sequence[str]) -> tuple[Column, ...]:
-        """The columns of these names, all where there are none. Raises ConfigError for a name that is not there."""
+        """Return the columns of these names, or all columns if no name is given. Raises ConfigError for an unknown
+        name."""
         for name in names:
             check_choice(f"--data of suite {self.name}", name, [column.name for column in self.columns])
         return tuple(column for column in self.columns if not names or column.name in names)
 
     def paper_rows(self, spec: MethodSpec, link_tokens: int = 0) -> list[PaperRow]:
-        """What the paper has for a method of ours. link_tokens: that it runs behind each passage"""
+        """Return the paper's rows for a method of ours. link_tokens: tokens that it runs after each passage"""
         keys = (spec.label, f"{spec.name} K={link_tokens}", spec.name)
         theirs = next((self.names[key] for key in keys if key in self.names), ())
         return [row for row in self.rows if row.method in theirs]

@@ -20,7 +20,7 @@ SMALL, MIDDLE, LARGE = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
 
 
 class Task(NamedTuple):
-    """name: the harness's; metric: what it calls the score; shots: None for the task's own"""
+    """name: the harness's; metric: its name for the score; shots: None for the task's default"""
 
     name: str
     metric: str
@@ -86,13 +86,13 @@ def measure(
     limit: int | None = None,
     directory: Path | None = None,
 ) -> dict[str, Estimate]:
-    """Scores of these columns.
+    """Return the scores of these columns.
 
-    model:     bundled name, directory or hub id. Of an adapter the base is asked: the adapter leaves it as it is
+    model:     bundled name, directory or hub id. For an adapter the base is measured: the adapter does not change it
     limit:     questions a task (of MMLU, a subject)
-    directory: of task files in YAML that take the place of the harness's own of the same name, to name local data
+    directory: of task files in YAML that replace the harness's files of the same name, to name local data
 
-    Raises ConfigError where lm-eval is not installed, or a task's data cannot be had.
+    Raises ConfigError if lm-eval is not installed or a task's data is unavailable.
     """
     chosen, known = {name: TASKS[name] for name in names}, _known_tasks(directory)
     shots = dict.fromkeys(task.shots for task in chosen.values())
@@ -107,7 +107,7 @@ def measure(
 
 
 def _known_tasks(directory: Path | None) -> Any:
-    """The harness's index of its task files, which takes it many seconds to make."""
+    """Return the harness's index of its task files, which takes it many seconds to make."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -140,7 +140,7 @@ def _evaluate(
 
 
 def _estimate(found: dict[str, Any], task: Task, sizes: dict[str, int]) -> Estimate:
-    """The harness's score with its standard error as an interval; tasks of a group are counted together."""
+    """Return the harness's score with its standard error as an interval; tasks of a group are counted together."""
     mean = float(found[task.metric])
     metric, _, rule = task.metric.partition(",")
     error = found.get(f"{metric}_stderr,{rule}")

@@ -1,4 +1,4 @@
-"""The cases of one set of a suite, made of rows of a public set: a file of a directory, or the hub's by `datasets`."""
+"""The cases of a suite's set, made of rows of a public set: a file of a directory, or the hub's by `datasets`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def suite_cases(
     limit: int | None = None,
     length: int = 4096,
 ) -> list[Case]:
-    """The set's questions in its own words, with its metric.
+    """Return the set's questions in its own words, with its metric.
 
     cut:    cuts a long text into passages of about CUT_TOKENS tokens
-    limit:  questions; None: all, or as many as the paper takes
+    limit:  questions; None: all, or as many as the paper uses
     length: tokens of a generated or filled context
 
-    Raises ConfigError for missing data, saying what to download, and for rows of another form.
+    Raises ConfigError for missing data, with the download to make, and for rows of another form.
     """
     count = limit or one.questions
     if one.generated:
@@ -53,7 +53,7 @@ def suite_cases(
 
 
 def _lines(one: QuestionSet, cut: Cut, directory: Path | None) -> Iterator[QuestionLine]:
-    """Rows of the set's own form, or of `lines`."""
+    """Yield rows of the set's own form, or of `lines`."""
     for row, where in read_rows(one, directory):
         try:
             if one.form is None or "documents" in row:

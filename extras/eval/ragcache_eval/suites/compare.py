@@ -17,7 +17,7 @@ from ragcache_eval.suites.base import Column, Suite
 
 @dataclass(frozen=True)
 class Measured:
-    """A method's scores by column, in 0..1. link_tokens: that it runs behind each passage"""
+    """A method's scores by column, in 0..1. link_tokens: tokens that it runs after each passage"""
 
     spec: MethodSpec
     scores: Mapping[str, Estimate]
@@ -50,7 +50,7 @@ class Line:
 
 
 def compare(suite: Suite, columns: Sequence[Column], model: str, measured: Sequence[Measured]) -> list[Line]:
-    """Lines of the table with these columns of the suite."""
+    """Return the lines of the table with these columns of the suite."""
     lines = []
     for one in measured:
         own = {c.name: _scaled(one.scores[c.name], c.unit) for c in columns if c.name in one.scores}
@@ -73,7 +73,7 @@ def _average(suite: Suite, columns: Sequence[Column], scores: Mapping[str, Estim
 
 
 def table(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> list[list[str]]:
-    """Heads and rows as text, a dash where there is no score; the average last."""
+    """Return heads and rows as text, a dash for a missing score; the average last."""
     last = ["average"] if suite.average else []
     rows = [["source", "model", "method", *(column.title for column in columns), *last]]
     for line in lines:
@@ -121,7 +121,7 @@ def to_json(
 
 
 def not_measured(left_out: Mapping[str, str]) -> list[str]:
-    """A sentence for each method that the model cannot use."""
+    """Return a sentence for each method that the model cannot use."""
     return [f"Not measured: {label}. {reason}." for label, reason in left_out.items()]
 
 

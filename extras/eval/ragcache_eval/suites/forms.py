@@ -13,11 +13,12 @@ from ragcache_eval.question_files import QuestionLine
 from ragcache_eval.suites.base import Cut, Form
 
 RETRIEVED = 10
-EXAMPLES_AT_ONCE = 2000  # characters of short examples that make one passage
+EXAMPLES_AT_ONCE = 2000  # characters of short examples that make a passage
 
 
 def sentences(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
-    """HotpotQA and 2WikiMultiHopQA: a context of titles with their sentences, as a table or as pairs, or JSON of it."""
+    """Read HotpotQA and 2WikiMultiHopQA: a context of titles with sentences, as a table or as pairs, or JSON of
+    either."""
     texts = _pairs(_field(row, "context", where), "title", "sentences", where)
     gold = {title for title, _ in _pairs(row.get("supporting_facts") or [], "title", "sent_id", where)}
     passages = [CasePassage(" ".join(map(str.strip, found)), title, title in gold) for title, found in texts]
@@ -34,8 +35,8 @@ def paragraphs(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | 
 
 
 def retrieved(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
-    """Lost in the Middle's NQ and FiD's TriviaQA: the first ten retrieved passages. Where one is known to be gold it
-    is asked for at every position."""
+    """Read Lost in the Middle's NQ and FiD's TriviaQA: the first ten retrieved passages. A single known gold passage is
+    placed at every position."""
     found = _field(row, "ctxs", where)[:RETRIEVED]
     passages = [CasePassage(c["text"], c.get("title", ""), c.get("isgold")) for c in found]
     positions = list(range(len(passages))) if sum(p.is_gold is True for p in passages) == 1 else None
@@ -43,7 +44,7 @@ def retrieved(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
 
 
 def paragraph(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | None:
-    """SQuAD 2.0: one paragraph of an article; questions that it does not answer are left out."""
+    """Read SQuAD 2.0: one paragraph of an article; questions that it does not answer are left out."""
     answers = _field(row, "answers", where).get("text") or []
     if not len(answers):
         return None
@@ -52,11 +53,11 @@ def paragraph(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | N
 
 
 def longbench(at: str = "", *, together: bool = False) -> Form:
-    """LongBench: one long context, cut into its passages or examples.
+    """Return the form of LongBench: one long context, cut into its passages or examples.
 
-    at:       a regular expression where each begins; what it matches is left out. Without one, and where a context has
-              no such place, the context is cut by length
-    together: short ones are put together
+    at:       a regular expression that matches where each begins; the match is left out. Without it, or if a context
+              has no match, the context is cut by length
+    together: short ones are joined
     """
 
     def read(row: Mapping[str, Any], where: str, cut: Cut) -> QuestionLine:
@@ -106,7 +107,7 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str, where: str) -> list[tuple[str, Any]]:
-    """Pairs of a table with two columns, of a list of pairs, or of either written as JSON."""
+    """Return pairs of a table with two columns, of a list of pairs, or of either written as JSON."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
         rows = zip(found[first], found[second], strict=True) if isinstance(found, Mapping) else found

@@ -142,7 +142,7 @@ LONGBENCH = Suite(
 
 
 def even(name: str, title: str) -> QuestionSet:
-    """The set as LongBench-E has it: 300 questions, evenly spread over lengths."""
+    """Return the set as LongBench-E has it: 300 questions, evenly spread over lengths."""
     one = SETS[name]
     file = f"{name}_e"
     download = Download("json", data_files=f"zip://data/{file}.jsonl::{ARCHIVE}")

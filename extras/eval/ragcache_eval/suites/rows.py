@@ -21,9 +21,9 @@ Row = tuple[dict[str, Any], str]
 
 
 def read_rows(one: QuestionSet, directory: Path | None) -> Iterator[Row]:
-    """Rows with the place where each stands. A file of the directory comes before the hub.
+    """Yield each row with its location. A file of the directory takes precedence over the hub.
 
-    Raises ConfigError that says what to download where the set is in neither.
+    Raises ConfigError that names the download if neither has the set.
     """
     path = find_file(one, directory) if directory is not None else None
     if path is not None:
@@ -67,7 +67,7 @@ def _json_array(path: Path) -> list[dict[str, Any]]:
 
 
 def _load(download: Download) -> Any:
-    """Raises ConfigError where the package is not installed or finds nothing."""
+    """Load from the hub. Raises ConfigError if the package is not installed or finds nothing."""
     try:
         from datasets import load_dataset
     except ImportError as error:

@@ -19,9 +19,11 @@ Pool = Mapping[CasePassage, Any]
 def filled_cases(
     lines: Sequence[QuestionLine], length: int, count_tokens: CountTokens, limit: int | None = None, seed: int = 0
 ) -> list[Case]:
-    """The first `limit` questions, each with as many passages as `length` tokens hold, in an order drawn by `seed`.
+    """Return the first `limit` questions, each with as many passages as `length` tokens hold, in an order drawn by
+    `seed`.
 
-    A question keeps its own passages, whatever they take; then come those of the same `meta.article`, then any others.
+    A question keeps its own passages, whatever their length; then come those of the same `meta.article`, then any
+    others.
     """
     pool = {_plain(passage): line.meta.get("article") for line in lines for passage in line.case.passages}
     size = cache(lambda passage: count_tokens(passage.rendered()))
@@ -41,12 +43,12 @@ def filled_cases(
 
 
 def _plain(passage: CasePassage) -> CasePassage:
-    """The passage, whichever question it is gold for."""
+    """Return the passage without its gold mark, so that it is the same for every question."""
     return passage._replace(is_gold=None)
 
 
 def _others(line: QuestionLine, pool: Pool, rng: random.Random) -> Iterator[CasePassage]:
-    """Passages that are not the question's own; near ones first, each kind in an order drawn anew."""
+    """Yield passages that are not the question's own; near ones first, each kind in an order drawn anew."""
     own = {_plain(passage) for passage in line.case.passages}
     article = line.meta.get("article")
     others = [(passage, article is not None and where == article) for passage, where in pool.items()]
