@@ -74,8 +74,7 @@ class Haystack:
         """Return passages of about `passage_tokens` that hold `num_tokens` in all, needles among them.
 
         needles: (sentence, depth); depth is the share of the hay before the needle, in 0..1. A needle goes to the end
-                 of the
-        sentence nearest to its depth.
+        of the sentence nearest to its depth.
         """
         room = num_tokens - sum(self._count(f"{needle} ") for needle, _ in needles)
         hay = self.sentences(max(room, 0))

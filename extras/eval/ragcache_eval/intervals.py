@@ -25,8 +25,7 @@ def estimate(values: Sequence[float | bool], clusters: Sequence[Hashable] | None
 
     values:   booleans take Wilson's interval, numbers the bootstrap's
     clusters: the cluster of each value. Values of a cluster (a question with its gold passage at every position) are
-              not
-              independent: whole clusters are drawn then, for booleans too
+              not independent: whole clusters are drawn then, for booleans too
     Raises ValueError if there are no values.
     """
     if not values:

@@ -30,13 +30,13 @@ class Score:
     accuracy, exact_match, f1, rouge_l: see metrics; accuracy is a share if all answers are required
     kl_first, kl_answer: KL(full prefill || method) in nats: at the answer's first token; mean along the reference
                          answer, given token by token
-    top1_first, top1_answer: whether both choose the same first token; share of the reference's tokens where they do
+    top1_first, top1_answer: whether both choose the same first token; share of the reference's tokens that both choose
     same_answer:   whether the method wrote the same answer as full prefill
     kept_share:    tokens held after prefill / tokens of the prompt, mean over layers
     computed_share: tokens run for this question / tokens of the prompt, mean over layers
     encode_s:      making this question's blocks, which ingestion pays once per passage
     place_s, prefill_s, ttft_s: placing blocks, the forward pass, from blocks in memory to the first token
-    skipped:       why it was not measured
+    skipped:       the reason if it was not measured
     """
 
     case: str

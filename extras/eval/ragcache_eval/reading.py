@@ -33,7 +33,7 @@ class WrittenAnswer(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Blocks, one for each chunk. prefix: the KV before them. encode_s: the time to make the blocks, paid at
+    """Blocks, one for each chunk. prefix: the KV before them. encode_s: seconds to make the blocks, paid at
     ingestion."""
 
     blocks: list[KVBlock]

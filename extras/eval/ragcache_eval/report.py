@@ -33,7 +33,7 @@ class Row:
     """A method's results over some of the questions.
 
     method: its label; cell: the properties that the questions share, empty for all questions
-    questions: measured; skipped: not measured, and why the first of them was not
+    questions: measured; skipped: not measured, with the reason of the first
     quality: by metric, those available; costs: medians
     """
 

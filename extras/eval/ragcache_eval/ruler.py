@@ -1,9 +1,9 @@
 """RULER's synthetic tasks (Hsieh et al. 2024, arXiv 2404.06654), written from the paper's descriptions (section 3).
 
 Needles are "One of the special magic numbers for KEY is: VALUE." in generated prose or a text file, in noise (the same
-five sentences again and again), or among other needles; keys are words or UUIDs, values numbers or UUIDs. Every answer
 five sentences again and again), or among other needles; keys are words or UUIDs, values numbers or UUIDs. A task
 requires all its answers, and accuracy is the share that the prediction contains, as in the paper. These are 11 of
+the 13 tasks; `ruler_qa` has the two over public questions.
 """
 
 from __future__ import annotations
@@ -68,38 +68,38 @@ class Maker(NamedTuple):
 
 
 def single_noise(make: Maker) -> Draft:
-    """Draft one key with one value, in noise."""
+    """Draft a key with a value, in noise."""
     return _keyed(make, keys=1, values=1, asked=1, hay=cycle(NOISE))
 
 
 def single(make: Maker) -> Draft:
-    """Draft one key with one value."""
+    """Draft a key with a value."""
     return _keyed(make, keys=1, values=1, asked=1)
 
 
 def single_uuid(make: Maker) -> Draft:
-    """Draft one key whose value is a UUID."""
+    """Draft a key whose value is a UUID."""
     return _keyed(make, keys=1, values=1, asked=1, value=_uuid, what="uuid")
 
 
 def multi_key(make: Maker) -> Draft:
-    """Draft four keys with a value each; the question is about one, the others distract."""
+    """Draft four keys with a value each; the question names a single key, the others distract."""
     return _keyed(make, keys=NEEDLES, values=1, asked=1)
 
 
 def multi_key_lines(make: Maker) -> Draft:
-    """Draft only needles; the question is about one."""
+    """Draft only needles; the question names a single key."""
     return _keyed(make, keys=1, values=1, asked=1, hay=_needles(make.rng, _key, _number, "number"))
 
 
 def multi_key_uuids(make: Maker) -> Draft:
-    """Draft only needles, whose keys and values are UUIDs; the question is about one."""
+    """Draft only needles, whose keys and values are UUIDs; the question names a single key."""
     hay = _needles(make.rng, _uuid, _uuid, "uuid")
     return _keyed(make, keys=1, values=1, asked=1, hay=hay, key=_uuid, value=_uuid, what="uuid")
 
 
 def multi_value(make: Maker) -> Draft:
-    """Draft one key with four values; the question is about all."""
+    """Draft a key with four values; the question is about all."""
     return _keyed(make, keys=1, values=NEEDLES, asked=1)
 
 

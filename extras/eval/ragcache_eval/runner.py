@@ -57,7 +57,7 @@ class Reference(NamedTuple):
 
 
 class Runner:
-    """Measures methods on one model."""
+    """Measures methods on a model."""
 
     def __init__(self, lm: LanguageModel, form: PromptFormat, settings: RunSettings) -> None:
         self.lm = lm
@@ -82,8 +82,7 @@ class Runner:
 
     def run(self, cases: Sequence[Case], specs: Sequence[MethodSpec], journal: Ledger) -> Iterator[Score]:
         """Yield scores of all cases: for each the no-passages baseline, then the methods in order. Scores in the
-        journal are
-        not measured again.
+        journal are not measured again.
 
         Raises ContextTooLongError under on_overflow "error", and a method's own error if this model cannot run it.
         """

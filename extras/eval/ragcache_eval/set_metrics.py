@@ -14,10 +14,11 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 
 def longbench_rouge(prediction: str, answers: Sequence[str]) -> float:
-    """ROUGE-L's F-measure as LongBench takes it: of the library rouge, sentence by sentence, letters and endings as
-    they are. 0 where the library finds no sentence, or one too long for its recursion, as there.
+    """Return ROUGE-L's F-measure as LongBench computes it: by the library rouge, sentence by sentence, letters and
+    endings unchanged. As there, the score is 0 if the library finds no sentence, or a sentence too long for its
+    recursion.
 
-    Raises ConfigError where rouge is not installed.
+    Raises ConfigError if rouge is not installed.
     """
     try:
         from rouge import Rouge
@@ -35,8 +36,10 @@ def longbench_rouge(prediction: str, answers: Sequence[str]) -> float:
 
 
 def classification(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    """One part for each class that the prediction names, if the right one is among them. Classes that are part of the
-    right one's name are not counted."""
+    """Return 1 / the number of classes that the prediction names, if the right class is among them, else 0.
+
+    Classes that are part of the right class's name are not counted.
+    """
 
     def score(answer: str) -> float:
         named = [one for one in classes if one in prediction and (one == answer or one not in answer)]
@@ -46,7 +49,8 @@ def classification(prediction: str, answers: Sequence[str], classes: Sequence[st
 
 
 def number_share(prediction: str, answers: Sequence[str]) -> float:
-    """The share of the prediction's numbers that are the answer's: passage counts and names such as "Paragraph 7"."""
+    """Return the share of the prediction's numbers that equal the answer's: passage counts and names such as "Paragraph
+    7"."""
     found = re.findall(r"\d+", prediction)
     return max(found.count(_number(answer)) for answer in answers) / len(found) if found else 0.0
 
@@ -71,7 +75,8 @@ def code_similarity(prediction: str, answers: Sequence[str]) -> float:
 
 
 def any_contained(prediction: str, answers: Sequence[str]) -> bool:
-    """RULER's for questions with several gold answers: whether the prediction contains one of them, in any case."""
+    """Return RULER's score for questions with several gold answers: whether the prediction contains any, in any
+    case."""
     return share_contained(prediction, answers) > 0
 
 

@@ -1,1 +1,1 @@
-"""Fusion methods and codecs of papers that the package itself does not need, one file each."""
+"""Fusion methods and codecs of papers that the package itself does not need, each in its own file."""

@@ -26,19 +26,21 @@ SCORE_LAYER = 1
 
 @dataclass(frozen=True)
 class A3(RecomputeMethod):
-    """Attention-aware fusion (A3, eq. 3 to 5): the suffix runs through layer 0 alone; in layer 1 each chunk token is
-    scored by the attention it gets from the suffix, summed over the suffix's tokens and the heads; the highest run
-    again from there on, after their own way through layer 0.
+    """Attention-aware fusion (A3, eq. 3 to 5).
+
+    The suffix runs through layer 0 alone. In layer 1 each chunk token is scored by the attention it gets from the
+    suffix, summed over the suffix's tokens and the heads; the tokens with the highest scores run again from there on,
+    after they have passed through layer 0 themselves.
 
     Layer 0 loses nothing: its keys and values depend on the token alone, so the suffix's queries in layer 1 are exact.
-    The keys that they meet there are the blocks', not recomputed ones as in eq. 3: those would cost a full layer.
-    Attention is the layer's own: where it has a sliding window, what is out of the window gets none and comes last.
+    In layer 1 they meet the blocks' keys, not recomputed keys as in eq. 3, which would cost a full layer. Attention is
+    the layer's own: with a sliding window, tokens outside the window get none and come last.
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
-    pool_tokens:     scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
-                     together (the authors' program takes 5, the paper says nothing of it); 1: each by itself
-    boundary_tokens: first tokens of each chunk that run whatever their scores; they count in `ratio`, and run all the
-                     same where they are more. A first chunk whose KV is exact has none (`Layout.exact`)
+    pool_tokens:     scores are averaged over this many neighbouring tokens, an odd number, so that chosen tokens are
+                     adjacent (5 in the authors' program, not mentioned in the paper); 1: no averaging
+    boundary_tokens: first tokens of each chunk, which run whatever their scores; they count in `ratio`, but all run
+                     even if they exceed it. A first chunk whose KV is exact has none (`Layout.exact`)
     tail_tokens:     last tokens of each chunk, likewise
     """
 
@@ -80,7 +82,7 @@ class A3(RecomputeMethod):
         return round(self.ratio * sum(context.chunk_tokens))
 
     def _scores(self, running: Running, context: RecomputeContext) -> Tensor:
-        """float32 [chunk tokens]: attention from the suffix (eq. 3)."""
+        """Return the attention that each chunk token gets from the suffix (eq. 3): float32 [chunk tokens]."""
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)
         scores = attention_received(projected, keys, context.positions)[context.prefix_tokens : context.num_tokens]
@@ -88,7 +90,7 @@ class A3(RecomputeMethod):
 
 
 def check_pool(pool_tokens: object) -> None:
-    """Raises ConfigError for what is no odd number of tokens."""
+    """Raise ConfigError unless `pool_tokens` is an odd number of tokens."""
     if not is_whole(pool_tokens) or pool_tokens < 1 or pool_tokens % 2 == 0:
         raise ConfigError(f"pool_tokens is {pool_tokens!r}; choose an odd number of tokens, 1 for no pooling")
 

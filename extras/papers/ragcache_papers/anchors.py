@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """One passage under one context.
+    """A passage's KV under a context.
 
-    passage: digest of the model and the passage's ids; context: digest of what stands before it
-    about:   what a method compares contexts by, float32, on the CPU
-    block:   the passage's KV in a prompt behind them, keys before RoPE
+    passage: digest of the model and the passage's ids; context: digest of the ids before the passage
+    about:   the feature by which a method compares contexts, float32, on the CPU
+    block:   the passage's KV in a prompt after that context, keys before RoPE
     """
 
     passage: bytes
@@ -45,12 +45,12 @@ A = TypeVar("A", bound=Anchor)
 
 
 class AnchorPool(Generic[A]):
-    """Anchors of several scopes; the least recently used go first. Thread-safe.
+    """Anchors of several scopes; the least recently used are evicted first. Thread-safe.
 
     max_bytes:   of all anchors; never exceeded
-    max_anchors: of one passage
+    max_anchors: of a single passage
 
-    scope: for prompts that name none; it lasts as long as the pool
+    scope: for prompts that name no scope; it lasts as long as the pool
     """
 
     def __init__(self, max_bytes: int, max_anchors: int) -> None:
@@ -69,12 +69,13 @@ class AnchorPool(Generic[A]):
             return sum(anchor.num_bytes for held in self._held.values() for anchor, _ in held.values())
 
     def of(self, scope: Scope, passage: bytes) -> list[A]:
-        """The passage's anchors, the least recently used first."""
+        """Return the passage's anchors, the least recently used first."""
         with self._lock:
             return [anchor for anchor, _ in self._held.get(scope, {}).values() if anchor.passage == passage]
 
     def put(self, scope: Scope, anchor: A) -> None:
-        """Keep an anchor, or note its use; others make room for it. One larger than the budget is not kept."""
+        """Keep an anchor, or note its use; others are evicted to make room. An anchor larger than the budget is not
+        kept."""
         if anchor.num_bytes > self.max_bytes:
             return
         with self._lock:
@@ -100,7 +101,7 @@ def ids_digest(ids: Sequence[int]) -> bytes:
 
 
 def cut(lm: LanguageModel, cache: FusedCache, slot: int, position: int, num_tokens: int) -> KVBlock:
-    """A passage's KV out of a cache, keys before RoPE, on the CPU. slot, position: of its first token"""
+    """Return a passage's KV from a cache, keys before RoPE, on the CPU. slot, position: of its first token"""
     block = empty_block(lm.shape, num_tokens)
     for layer in range(lm.shape.num_layers):
         keys, values, _ = cache.layer_state(layer)

@@ -1,4 +1,4 @@
-"""APE: chunks side by side behind one prefix, with their attention sharpened and weighed."""
+"""APE: chunks side by side after a shared prefix, with their attention sharpened and weighed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ UNSEEN = -1e30  # scores below are masked: no key that is seen scores as low
 class Ape(FusionMethod):
     """Adaptive Parallel Encoding (section 4; the formula is that of the authors' code).
 
-    Every chunk is encoded behind the shared prefix, which is the only attention sink, and keeps those positions; the
-    suffix stands behind the longest chunk. With s the scores of suffix or answer token over the chunks' keys and o
+    Every chunk is encoded after the shared prefix, which is the only attention sink, and keeps those positions; the
+    suffix follows the longest chunk. With s the scores of suffix or answer token over the chunks' keys and o
     those over all other keys (prefix, suffix, answer), attention within the chunks is softmax(s / T), and the chunks
-    together weigh exp(S T LSE(s / T)) against the others' sum of exp(o). In one softmax that is
+    together weigh exp(S T LSE(s / T)) against the others' sum of exp(o). As a single softmax that is
 
         softmax([o ; s / T + (S T - 1) LSE(s / T)])
 
     T < 1 sharpens attention among the chunks' keys, of which many compete; S < 1 takes back the weight that many
     contexts gain together. The paper tunes both by task in (0, 1]; the defaults are the authors' demonstration's.
-    A lone chunk is no parallel encoding and is left as it is: behind its prefix it is already exact.
+    A lone chunk is no parallel encoding and is left unchanged: after its prefix it is already exact.
 
     temperature: T; 1 and scale 1 give plain attention over overlapping positions
     scale:       S
@@ -67,7 +67,10 @@ class Ape(FusionMethod):
         temperature, weight = self.temperature, self.scale * self.temperature
 
         def adjust(scores: Tensor, positions: Tensor) -> Tensor:
-            """scores: [batch, num_kv_heads, groups, num_tokens, length]; positions: [(num_kv_heads,) length]"""
+            """Return adjusted scores.
+
+            scores: [batch, num_kv_heads, groups, num_tokens, length]; positions: [(num_kv_heads,) length]
+            """
             of_chunks = ((positions >= chunks_from) & (positions < suffix_from)).unsqueeze(-2).unsqueeze(-2)
             cooled = scores / temperature
             total = cooled.masked_fill(~of_chunks, -torch.inf).logsumexp(-1, keepdim=True)

@@ -28,16 +28,16 @@ MOST = 2.0  # no chunk's impact is below a half: all of its tokens run
 
 @dataclass(frozen=True, eq=False)
 class Variant(Anchor):
-    """A chunk as a prompt left it, with its repaired tokens.
+    """A chunk's KV as a prompt left it, with its repaired tokens.
 
-    before: digests of the chunks that it stood behind, in order
-    about:  attention that it gave to each of them, float32 [chunks]
+    before: digests of the chunks before it in that prompt, in order
+    about:  attention that it gave to each earlier chunk, float32 [chunks]
     """
 
     before: tuple[bytes, ...]
 
     def overlap(self, before: Sequence[bytes]) -> float:
-        """How much of what it saw stands before it now, and in the same order (equations 6 to 8): 0 to 1."""
+        """Return how much of its earlier context precedes it now, and in the same order (equations 6 to 8): 0 to 1."""
         rank_of = {name: rank for rank, name in enumerate(before)}
         ranks = [rank_of.get(name, -1) for name in self.before]
         shared = torch.tensor([rank >= 0 for rank in ranks])
@@ -52,25 +52,26 @@ class CacheCraft(FusionMethod):
     inter(i, j) is the attention that the tokens of chunk i give to an earlier chunk j, intra(i) what they give to their
     own. With a = sum over j of inter(i, j) / (|i| |j|) and b = intra(i) / |i|^2, the Cache Context Impact is
     CCI = 1 / (1 + exp(-a / b)), and alpha * CCI is the share of its tokens that run again (Cache Fix Overhead, of a
-    block that was read behind none of these chunks): those that give most attention to earlier chunks.
+    block encoded after none of these chunks): the tokens that give most attention to earlier chunks.
 
-    The paper takes a and b from the pass that made the KV, over all layers. A block holds no attention, and one that
-    was read alone gave none to others, so they are measured in this prompt: layer 0 runs in full, as in `cacheblend`,
-    and layer 1's attention, which is then full prefill's own, decides. The first chunk has none before it and keeps
-    what it has. The equations were read in public re-implementations that quote them, not in the paper itself.
+    The paper takes a and b from the pass that made the KV, over all layers. A block holds no attention, and a block
+    that was encoded alone gave none to others, so they are measured in this prompt: layer 0 runs in full, as in
+    `cacheblend`, and layer 1's attention, which is then full prefill's own, decides. The first chunk has no earlier
+    chunks and keeps its KV. The equations were read in public re-implementations that quote them, not in the paper
+    itself.
 
-    With `max_variants`, what a prompt made of each chunk is kept as a variant of its block. Of a later prompt's chunk
-    that variant is placed which overlaps most: beta is the share of the attention that it gave to chunks that stand
-    before it again, gamma the share of their pairs whose order is another (Kendall's tau distance), and
-    alpha * CCI * (1 - beta * (1 - gamma)) of its tokens run. A chunk that the variant never saw lowers beta as well, by
-    its share of the attention in this prompt. Behind the same chunks as before nothing runs again.
+    With `max_variants`, each chunk's KV as a prompt left it is kept as a variant of its block. For a chunk of a later
+    prompt the variant with the largest overlap is placed: beta is the share of the attention that it gave to chunks
+    that precede it again, gamma the share of their pairs in another order (Kendall's tau distance), and alpha * CCI *
+    (1 - beta * (1 - gamma)) of its tokens run. A chunk that the variant never saw lowers beta as well, by its share of
+    the attention in this prompt. After the same chunks as before nothing runs again.
 
-    alpha:        share that runs again of a chunk that leans on others alone; 0 is `reposition`. One that leans on none
-                  has half of it, and 2 runs every chunk but the first
-    max_variants: of one chunk, beside its block; 0: its block alone
-    pool_bytes:   of all variants, in host memory; the least recently used go
+    alpha:        share of a chunk that runs again if the chunk depends on others alone; 0 is `reposition`. A chunk that
+                  depends on no others has half that share, and 2 runs every chunk but the first
+    max_variants: of a single chunk, besides its block; 0: only its block
+    pool_bytes:   of all variants, in host memory; the least recently used are evicted
 
-    pool: the variants. They last as long as this object, and the scope that they are of (`PrefillRequest.scope`).
+    pool: the variants. They last as long as this object and their scope (`PrefillRequest.scope`).
     """
 
     alpha: float = 0.3
@@ -126,7 +127,7 @@ class CacheCraft(FusionMethod):
         return done
 
     def _nearest(self, request: PrefillRequest, names: Sequence[bytes]) -> list[Variant | None]:
-        """The variant of each chunk that overlaps most; None: its block."""
+        """Return the variant of each chunk with the largest overlap; None: its block."""
         scope, found = request.scope or self.pool.scope, list[Variant | None]()
         for rank, name in enumerate(names):
             known = self.pool.of(scope, _passage(request, name)) if rank and self.remembers else []
@@ -140,7 +141,7 @@ class CacheCraft(FusionMethod):
     def _chosen(
         self, rank: int, given: Tensor, context: RecomputeContext, names: Sequence[bytes], near: Variant | None
     ) -> Tensor:
-        """Slots of the chunk's tokens that run: int64, ascending. given: see `_given`"""
+        """Return the slots of the chunk's tokens that run: int64, ascending. given: see `_given`"""
         count, sizes = given.shape[0], torch.tensor(context.chunk_tokens[:rank], device=given.device)
         inter, intra = given[:, :rank], given[:, rank]
         a, b = (inter.sum(0) / (count * sizes)).sum(), intra.sum() / count**2
@@ -169,13 +170,13 @@ class CacheCraft(FusionMethod):
 
 
 def _passage(request: PrefillRequest, name: bytes) -> bytes:
-    """A chunk behind this prompt's prefix."""
+    """Return a digest of a chunk after this prompt's prefix."""
     prefix = request.layout.ids[: request.layout.passages[0].start]
     return sha256(request.lm.fingerprint.encode() + ids_digest(prefix) + name).digest()
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
-    """The part's sum over the whole's; 0 of nothing."""
+    """Return the part's sum over the whole's; 0 if the whole's sum is 0."""
     total = float(whole.sum())
     return float(part.sum()) / total if total else 0.0
 
@@ -188,8 +189,10 @@ def _disorder(ranks: Sequence[int]) -> float:
 
 
 def _given(running: Running, context: RecomputeContext) -> Tensor:
-    """float32 [chunk tokens, chunks]: attention that each chunk token gives to each chunk in this layer, of all that it
-    gives to the context before it."""
+    """Return the attention that each chunk token gives to each chunk in this layer: float32 [chunk tokens, chunks].
+
+    It is a share of all attention that the token gives to the context before it.
+    """
     projected, (placed, _), count = running.probe(), running.placed(), running.slots.shape[0]
     asking = projected._replace(query=projected.query[:, :, :count], positions=projected.positions[:count])
     keys = torch.cat([placed[:, :, : context.prefix_tokens], projected.key[:, :, :count]], dim=2)

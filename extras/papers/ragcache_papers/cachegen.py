@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 10
 # Shares of a channel's standard deviation: in the first, second and last third of the layers. Later layers bear more.
 STEPS = (0.3, 0.45, 0.65)
-_NORMAL = math.sqrt(2 * math.pi * math.e)  # log2 of it is the entropy of one deviation
+_NORMAL = math.sqrt(2 * math.pi * math.e)  # its log2 is the entropy of a unit deviation
 _LEVELS = 127  # codes are -127 to 127
 
 
 class CacheGenCodec(LayerCodec):
-    """CacheGen's three steps, each with a difference that keeps errors apart.
+    """CacheGen's three steps, each changed so that errors do not add up.
 
-    1. Every channel of a layer is quantised with a step that is a share of its standard deviation, a coarser one in
-       later layers. The step grows where 255 codes would not reach the channel's largest number.
-    2. Tokens form groups of 10. Where a channel's codes then become smaller, those behind the first of a group become
-       differences from it. CacheGen quantises differences; here codes are subtracted, modulo 256, so that no error
-       adds up and half a step bounds every number.
+    1. Every channel of a layer is quantised with a step that is a share of its standard deviation, coarser in
+       later layers. The step grows if 255 codes would not reach the channel's largest number.
+    2. Tokens form groups of 10. If a channel's codes then become smaller, the codes after the first of a group become
+       differences from it. CacheGen quantises differences; here codes are subtracted, modulo 256, so that errors do not
+       add up and half a step bounds every number.
     3. Each layer is entropy-coded, by zstandard: its Huffman coder loses little against an arithmetic coder at three
        bits a number, and is many times faster to decode.
 
-    Of all distributions with one deviation the normal one has the largest entropy, log2(sqrt(2 pi e) / step): 3.3 bits
-    a number on average, whatever the model.
+    Of all distributions with the same deviation the normal distribution has the largest entropy,
+    log2(sqrt(2 pi e) / step): 3.3 bits per number on average, for any model.
 
     Tensors, for keys and for values: `stream`, uint8, the layers' zstandard frames; `ends`, int64 [num_layers], where
-    each ends; `steps` and `means`, [num_layers, num_kv_heads, 1, head_dim], float16 unless the numbers are too large
-    for it; `deltas`, uint8 of the same shape: 1 where a channel is coded in differences.
+    each ends; `steps` and `means`, [num_layers, num_kv_heads, 1, head_dim], float16 unless the numbers are too large;
+    `deltas`, uint8 of the same shape: 1 if a channel is coded in differences.
 
     Bound: half a channel's step, and the rounding of the result to the block's dtype.
     """
@@ -92,7 +92,7 @@ def _step(layer: int, num_layers: int) -> float:
 
 
 def _quantise(numbers: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes (uint8, differences taken), steps, means and deltas of one layer, [num_kv_heads, num_tokens, dim]."""
+    """Return codes (uint8, differences taken), steps, means and deltas of a layer, [num_kv_heads, num_tokens, dim]."""
     if not numbers.numel():
         empty = torch.zeros(numbers.shape[0], 1, numbers.shape[2])
         return numbers.to(torch.uint8), empty.to(dtype), empty.to(dtype), empty.to(torch.uint8)
@@ -109,7 +109,7 @@ def _quantise(numbers: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _differences(codes: Tensor) -> Tensor:
-    """The first codes of every group of tokens, and of the others their differences from it."""
+    """Return the first codes of every group of tokens, and for the others their differences from the first."""
     firsts = codes[:, ::GROUP_TOKENS].repeat_interleave(GROUP_TOKENS, dim=1)[:, : codes.shape[1]]
     differences = codes - firsts
     differences[:, ::GROUP_TOKENS] = codes[:, ::GROUP_TOKENS]

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class Entropy(FusionMethod):
     """Attention Entropy is a Key Factor: parallel encoding fails where attention spreads too far; two cures.
 
-    Attention sinks: every chunk is encoded behind the shared prefix, so that there is one sink and not one a chunk.
-    Selective attention: each layer attends to the chunks that draw most of the suffix's attention in it, and to no
-    other, now and when decoding goes on.
+    Attention sinks: every chunk is encoded after the shared prefix, so that all chunks share a single sink.
+    Selective attention: each layer attends only to the chunks that draw most of the suffix's attention in it, in
+    prefill and in decoding.
 
-    Chosen here: chunks share positions, as by `ape`; the whole suffix selects, once a layer, by the attention of all
-    its tokens and heads, so that what is not selected need not be kept.
+    Chosen here: chunks share positions, as by `ape`; the whole suffix selects, once per layer, by the attention of all
+    its tokens and heads, so that chunks not selected need not be kept.
 
-    top_k: chunks kept in each layer; as many as there are give parallel encoding behind a shared prefix
+    top_k: chunks kept in each layer; if all are kept, this is parallel encoding after a shared prefix
     """
 
     top_k: int = 4

@@ -24,7 +24,7 @@ _OF_THREAD = threading.local()
 
 
 def pack_frames(parts: Iterable[bytes]) -> dict[str, Tensor]:
-    """`stream`, uint8, a frame for each part; `ends`, int64, where each frame ends."""
+    """Return `stream`, uint8, a frame for each part, and `ends`, int64, where each frame ends."""
     coder = zstandard.ZstdCompressor(
         compression_params=zstandard.ZstdCompressionParameters.from_level(1, **_COMPRESSION)
     )
@@ -34,13 +34,15 @@ def pack_frames(parts: Iterable[bytes]) -> dict[str, Tensor]:
 
 
 def expected_frame_bytes(entropy_bytes: float) -> float:
-    """Bytes of a frame whose part has so much entropy: Huffman codes are whole bits, and each frame has a head and a
-    table."""
+    """Return the expected bytes of a frame whose part has this entropy.
+
+    Huffman codes are whole bits, and each frame has a head and a table.
+    """
     return FRAME_BYTES + HUFFMAN * entropy_bytes
 
 
 def check_frames(tensors: Mapping[str, Tensor], sizes: Iterable[int]) -> None:
-    """Raises DamagedBlockError where `stream` and `ends` are not frames that hold so many bytes each."""
+    """Raise DamagedBlockError unless `stream` and `ends` are frames that hold these numbers of bytes."""
     bounds = [0, *tensors["ends"].tolist()]
     if bounds != sorted(bounds) or bounds[-1] != tensors["stream"].numel():
         raise DamagedBlockError("the frames of an entropy-coded block do not end where its stream ends")
@@ -49,7 +51,7 @@ def check_frames(tensors: Mapping[str, Tensor], sizes: Iterable[int]) -> None:
 
 
 def read_frame(tensors: Mapping[str, Tensor], number: int, size: int) -> Tensor:
-    """The bytes of a frame, uint8 [size], on the CPU. Raises DamagedBlockError."""
+    """Return the bytes of a frame, uint8 [size], on the CPU. Raises DamagedBlockError."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     try:
@@ -60,7 +62,7 @@ def read_frame(tensors: Mapping[str, Tensor], number: int, size: int) -> Tensor:
 
 
 def _decoder() -> zstandard.ZstdDecompressor:
-    """This thread's: making one takes longer than decoding a frame with it."""
+    """Return this thread's decoder: making a decoder takes longer than decoding a frame with it."""
     if not hasattr(_OF_THREAD, "decoder"):
         _OF_THREAD.decoder = zstandard.ZstdDecompressor()
     found: zstandard.ZstdDecompressor = _OF_THREAD.decoder

@@ -37,15 +37,16 @@ class Held(NamedTuple):
 
 
 class Gather:
-    """Placing for sparse methods, which keep few tokens, and other ones in each layer.
+    """Placing for sparse methods, which keep few tokens, and different tokens in each layer.
 
-    A token's slot is its rank among the prefix's and all blocks' tokens. Of the blocks only the tokens asked for are
-    copied and rotated, and only they leave the device that a block lies on. How many they are the host has to know: on
-    a GPU each layer waits for the one before it, which costs more time than the tokens left out save.
+    A token's slot is its rank among the prefix's and all blocks' tokens. Only the requested tokens of a block are
+    copied and rotated, and only they leave the block's device. The host has to know their number: on a GPU each layer
+    waits for the layer before it, which costs more time than the omitted tokens save.
 
     positions: int64 [num_tokens], by slot
 
-    Raises ConfigError for a model that keeps latents: who chooses by keys would have to make those of all tokens first.
+    Raises ConfigError for a model that keeps latents: choosing by keys would first have to compute the keys of all
+    tokens.
     """
 
     def __init__(self, request: PrefillRequest) -> None:
@@ -67,7 +68,7 @@ class Gather:
 
     @property
     def slots(self) -> Tensor:
-        """int64: every token's slot."""
+        """Return every token's slot: int64."""
         return torch.arange(self.positions.shape[0], device=self._lm.device)
 
     def keys(self, layer: int, slots: Tensor) -> Tensor:
@@ -85,9 +86,9 @@ class Gather:
         return torch.cat([exact, keys], dim=1)
 
     def place(self, cache: FusedCache, layer: int, slots: Tensor, held: Held | None = None) -> None:
-        """Put these tokens into an empty layer. slots: int64, ascending, all of the prefix's among them.
+        """Put these tokens into an empty layer. slots: int64, ascending, including all of the prefix's.
 
-        held: what was placed before, and is copied from there
+        held: tokens placed earlier, which are copied from there
         """
         from ragcache.kv.exact import place_exact
 
@@ -117,7 +118,7 @@ class Gather:
         return self._take([block.layer_values(layer) for block in self._blocks], slots)
 
     def _take(self, parts: list[Tensor], slots: Tensor) -> Tensor:
-        """Tokens at these slots of the joined parts, [num_kv_heads, num_tokens, dim] each."""
+        """Return the tokens at these slots of the joined parts, [num_kv_heads, num_tokens, dim] each."""
         taken = [
             part.index_select(1, index.to(part.device)).to(self._lm.device, self._lm.dtype)
             for part, index in zip(parts, self._by_block(slots), strict=True)
@@ -126,8 +127,10 @@ class Gather:
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
 
     def _by_block(self, slots: Tensor) -> list[Tensor]:
-        """Ranks of these tokens in their blocks, block by block. Slots that are asked for again are not read back
-        from the device again."""
+        """Return the ranks of these tokens in their blocks, block by block.
+
+        The last slots are remembered, so that the same slots are not read back from the device twice.
+        """
         if self._cut[0] is not slots:
             bounds = [0, *torch.searchsorted(slots, self._ends).tolist()]
             cuts = zip(self._starts, bounds[:-1], bounds[1:], strict=True)

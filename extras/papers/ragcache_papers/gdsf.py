@@ -10,11 +10,11 @@ from ragcache.store.eviction import Entry, EvictionPolicy, PrefillRate
 
 
 class PriorityOrder:
-    """A heap whose elements are allowed to be out of date.
+    """A heap that may hold outdated elements.
 
-    A new priority pushes a new element and leaves the old one, which is dropped when it comes up, or when such are
-    the majority. So `put` is O(log n) amortised, and the k lowest keys are found in O(k log n) over the calls. Of
-    equals, the least recently used is first.
+    A new priority pushes a new element and leaves the old, which is dropped when it comes up, or once outdated elements
+    are the majority. So `put` is O(log n) amortised, and the k lowest keys are found in O(k log n) over the calls. Of
+    equal priorities, the least recently used is first.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class PriorityOrder:
         self._tidy()
 
     def remove(self, key: str) -> None:
-        """An unknown key is ignored."""
+        """Remove a key. An unknown key is ignored."""
         if self._held.pop(key, None) is not None:
             self._tidy()
 
     def ascending(self) -> Iterator[str]:
-        """All keys, lowest first; nothing may be changed while this is iterated."""
+        """Yield all keys, lowest first; nothing may be changed during the iteration."""
         while self._heap and self._held.get(self._heap[0][2]) != self._heap[0]:
             heapq.heappop(self._heap)
         # Best first over the heap as a tree: nothing is popped.
@@ -64,12 +64,12 @@ class GDSF(EvictionPolicy):
 
         priority = clock + frequency * cost / size
 
-    frequency: uses since the entry came in
+    frequency: uses since the entry was added
     size:      bytes held
     cost:      1 here, which favours small entries and so the share of hits; `pgdsf` weighs recomputation
-    clock:     the highest priority that was given up so far, so that what is not used any more ages
+    clock:     the highest priority evicted so far, so that entries no longer used age
 
-    The clock is taken when the entry is used. Of equals, the one not used for the longest time goes first.
+    The clock is taken when the entry is used. Of equal priorities, the least recently used is evicted first.
     """
 
     name: ClassVar[str] = "gdsf"
@@ -112,7 +112,7 @@ class GDSF(EvictionPolicy):
 
 
 # An 8B model by operations; only the ratio matters to a policy. A token takes 2 * parameters in the products and
-# 2 * num_layers * hidden_size for each token that it attends to, half of them on average: 32 * 4096 / 8.0e9.
+# 2 * num_layers * hidden_size for each token that it attends to, half of the tokens on average: 32 * 4096 / 8.0e9.
 PREFILL_8B = PrefillRate(1.0, 1.6e-5)
 
 
@@ -121,10 +121,10 @@ class PGDSF(GDSF):
 
         priority = clock + frequency * cost / size
 
-    with the cost of computing the entry's KV. The paper profiles a document's cost behind the prefixes that it was seen
-    behind and takes the mean; a block here is encoded alone, behind no passage, so its cost depends on its own length.
-    With one codec, bytes are as tokens: equal costs a token would leave frequency and age, and longer chunks gain by
-    what attention costs them.
+    with the cost of computing the entry's KV. The paper profiles a document's cost after the prefixes it was seen with
+    and takes the mean; a block here is encoded alone, after no passage, so its cost depends on its own length. With a
+    single codec, bytes are proportional to tokens: equal costs per token would leave frequency and age, and longer
+    chunks gain by the cost of their attention.
     """
 
     name: ClassVar[str] = "pgdsf"

@@ -25,12 +25,12 @@ class InfLLM(FusionMethod):
     whatever chunk their tokens come from. A block is looked up by its representative tokens: its relevance is their
     mean inner product with the suffix's queries, over all heads. Each layer keeps its most relevant blocks.
 
-    InfLLM's representatives are those tokens of a block to which the queries behind it attend most. A KV block holds
+    InfLLM's representatives are those tokens of a block to which the queries after it attend most. A KV block holds
     no queries, so those of the suffix name the representatives too. Everything keeps its global position, where InfLLM
     gives all looked-up blocks one distance: the context fits the model here. A lone chunk is kept whole.
 
-    block_size:            tokens a block (the paper's 128 goes with contexts of 100,000)
-    top_blocks:            blocks kept in each layer; enough of them give `reposition`
+    block_size:            tokens per block (the paper's 128 goes with contexts of 100,000)
+    top_blocks:            blocks kept in each layer; if all are kept, this is `reposition`
     representative_tokens: of each block (r_k)
     initial_tokens:        always kept at the beginning, besides the prefix
     local_tokens:          always kept before the suffix
@@ -77,7 +77,10 @@ class InfLLM(FusionMethod):
         return prefill_selecting(request, gather, select)
 
     def _top(self, keys: Tensor, query: Tensor) -> Tensor:
-        """The most relevant blocks. keys: [num_kv_heads, num_tokens, head_dim]; query: [num_heads, rows, head_dim]"""
+        """Return the most relevant blocks.
+
+        keys: [num_kv_heads, num_tokens, head_dim]; query: [num_heads, rows, head_dim]
+        """
         num_kv_heads, num_tokens, width = keys.shape
         folded = query.float().mean(1).view(num_kv_heads, -1, width).sum(1)
         scores = (keys.float() @ folded[:, :, None]).sum((0, 2))

@@ -1,4 +1,4 @@
-"""The index kind for many vectors: about 100 bytes each in place of 1,536."""
+"""The index kind for many vectors: about 100 bytes each instead of 1,536."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CHECKED = 16  # vectors of a batch that `agrees` searches for
 
 
 class IvfPq(Flat):
-    """Inverted lists of product-quantised codes (Jégou et al., 2011) behind an optimised rotation (OPQ, Ge et al.,
+    """Inverted lists of product-quantised codes (Jégou et al., 2011) after an optimised rotation (OPQ, Ge et al.,
     2013): a byte for every 4 numbers, and 8 for the id. Codes choose candidates; the SQL store's vectors rank them.
 
-    Flat until it holds TRAIN_AT vectors, then trained on a sample of them, and again whenever four times as many ask
-    for twice the lists.
+    Flat until it holds TRAIN_AT vectors, then trained on a sample of its vectors, and trained again each time four
+    times as many vectors call for twice the lists.
     """
 
     def __init__(self, dimension: int, stored: Stored | None) -> None:
@@ -78,7 +78,7 @@ class IvfPq(Flat):
         return self._stored(keys) if self._is_trained else super().vectors(keys)
 
     def agrees(self, keys: Ids, rows: Vectors) -> bool:
-        """Whether the codes lead to vectors as near as the vector itself, for most of a few."""
+        """Return whether the codes of most of a few vectors lead to vectors as near as the vector itself."""
         if not self._is_trained:
             return super().agrees(keys, rows)
         checked = rows[:CHECKED]
@@ -95,7 +95,7 @@ class IvfPq(Flat):
         return faiss.downcast_index(self.faiss.index)
 
     def _train(self, ids: Ids, lists: int) -> Any:
-        """An empty structure that knows how these vectors lie."""
+        """Return an empty structure trained on a sample of these vectors."""
         random = np.random.default_rng(len(ids))
         sample = random.choice(ids, min(len(ids), POINTS_PER_LIST * lists), replace=False)
         codes = max(1, self.dimension // NUMBERS_PER_BYTE)
@@ -120,5 +120,6 @@ class IvfPq(Flat):
 
 
 def wanted_lists(vectors: int) -> int:
-    """A power of two near 2 * sqrt(vectors): a search then compares about as many centres as codes of a few lists."""
+    """Return a power of two near 2 * sqrt(vectors): a search then compares about as many centres as codes of a few
+    lists."""
     return int(np.clip(2 ** round(np.log2(2 * np.sqrt(vectors))), LEAST_LISTS, MOST_LISTS))

@@ -1,4 +1,4 @@
-"""KVCOMM: what a passage's KV became under earlier contexts tells what it becomes under this one."""
+"""KVCOMM: a passage's KV under earlier contexts predicts its KV under a new context."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.language_model import LanguageModel
 
-NEAR_TOKENS = 32  # a token this far before a passage counts 1/e of the one right before it
+NEAR_TOKENS = 32  # a token this far before a passage counts 1/e of the last token before it
 FAR_TOKENS = 16 * NEAR_TOKENS  # all beyond counts less than float32 can tell
 FEWEST_ANCHORS = 2
 
@@ -33,28 +33,28 @@ FEWEST_ANCHORS = 2
 class KVComm(FusionMethod):
     """Offsets that were observed under other contexts, kept in a pool, interpolated and added (KVCOMM).
 
-    An anchor is a passage's KV as a full prefill left it behind one context; its offset is the difference from the
+    An anchor is a passage's KV as a full prefill left it after a context; its offset is the difference from the
     passage's block, keys before RoPE. For a context that was not seen,
 
         KV = block + sum_i w_i (anchor_i - block),  w = softmax(-d_i / (temperature * mean(d)))
 
-    with d_i the distance between the new context and that of anchor i, and one more term for the block itself: it is
-    the passage behind no context, and its offset is zero. What is added up is the weighted mean of the block and the
-    anchors. An anchor of exactly this context is taken as it is.
+    with d_i the distance between the new context and that of anchor i, and an additional term for the block itself: it
+    is the passage after no context, and its offset is zero. The result is the weighted mean of the block and the
+    anchors. An anchor of exactly this context is used unchanged.
 
-    Where a passage has fewer than two anchors, or the entropy of w is above `threshold` times the highest possible,
+    If a passage has fewer than two anchors, or the entropy of w is above `threshold` times the highest possible,
     so that none is clearly nearest, the whole prompt is read in full, and all its passages are observed.
 
-    Facts were read in the authors' program, which keeps anchors of other texts in the same slot of a prompt template,
-    and compares texts; here texts come again and contexts differ, so that anchors are the passage's own, and contexts
-    are compared: by their tokens' embeddings, of which the nearest count most.
+    Details come from the authors' program, which keeps anchors of other texts in the same slot of a prompt template,
+    and compares texts; here texts recur and contexts differ, so that anchors are the passage's own, and contexts
+    are compared by their tokens' embeddings, the nearest weighted most.
 
-    pool_bytes:  of the anchors, in host memory, beside all else that is kept; 0: every prompt is read in full
-    max_anchors: of one passage
+    pool_bytes:  of the anchors, in host memory, in addition to all other memory; 0: every prompt is read in full
+    max_anchors: of a single passage
     threshold:   share of the highest entropy, 0 to 1; 1: two anchors are always enough
     temperature: above 0; towards 0 the nearest anchor alone counts
 
-    pool: the anchors. They last as long as this object, and the scope that they are of (`PrefillRequest.scope`).
+    pool: the anchors. They last as long as this object and their scope (`PrefillRequest.scope`).
     """
 
     pool_bytes: int = 1 << 30
@@ -93,7 +93,7 @@ class KVComm(FusionMethod):
         return done
 
     def _interpolated(self, request: PrefillRequest) -> list[KVBlock] | None:
-        """Every passage's KV under its context; None where one has no anchors that tell."""
+        """Return every passage's KV under its context; None if any passage has too few anchors."""
         blocks = []
         for piece, block in zip(request.layout.passages, request.blocks, strict=True):
             found = self._under(request, piece, block)
@@ -139,8 +139,10 @@ def _passage(lm: LanguageModel, piece: Segment) -> bytes:
 
 
 def _about(lm: LanguageModel, before: Sequence[int]) -> Tensor:
-    """What a passage stands behind: the mean embedding of the ids before it, each weighed by exp(-distance / 32).
-    float32 [hidden_size], on the CPU; zeros for no ids."""
+    """Return the feature of a context: the mean embedding of its ids, each weighed by exp(-distance / 32).
+
+    float32 [hidden_size], on the CPU; zeros for no ids.
+    """
     ids = torch.tensor(before[-FAR_TOKENS:], dtype=torch.int64, device=lm.device)
     weights = torch.softmax(torch.arange(ids.shape[0], device=lm.device) / NEAR_TOKENS, dim=0)
     found: Tensor = lm.model.get_input_embeddings()(ids).float()
@@ -148,12 +150,12 @@ def _about(lm: LanguageModel, before: Sequence[int]) -> Tensor:
 
 
 def _entropy(weights: Tensor) -> float:
-    """As a share of the highest possible, that of equal weights."""
+    """Return the entropy as a share of the highest possible, that of equal weights."""
     return min(1.0, float(torch.special.entr(weights).sum()) / math.log(weights.shape[0]))
 
 
 def _mean(lm: LanguageModel, blocks: Sequence[KVBlock], weights: Sequence[float]) -> KVBlock:
-    """The weighted mean of one passage's blocks, taken in float32 on the model's device."""
+    """Return the weighted mean of a passage's blocks, computed in float32 on the model's device."""
     mean, by_block = empty_block(lm.shape, blocks[0].num_tokens), torch.tensor(weights, device=lm.device)
     for layer in range(lm.shape.num_layers):
         for part in (methodcaller("layer_keys", layer), methodcaller("layer_values", layer)):

@@ -30,23 +30,25 @@ CHECK_LAYER = 1
 
 @dataclass(frozen=True)
 class KVShare(FusionMethod):
-    """Dual-stage high deviation (KVShare): a token's impact is the attention that it gets times the L1 norm of what is
-    wrong with its value, and the tokens of highest impact run again.
+    """Dual-stage high deviation (KVShare).
 
-    1. Prefill. Layer 0 runs in full, as in `cacheblend`; layer 1 then projects every chunk token. Its attention, which
-       is full prefill's own, summed over all rows of chunks and suffix and over the heads, is what a token gets; its
-       value less the block's is what is wrong with it.
-    2. Decoding. With every token of the answer, those chunk tokens run again whose impact on it is highest: attention
-       changes as the answer is written, and what was not worth running for the question may be for the answer. What
-       counts is the answer token's attention in layer 1, over values that are as wrong as they were in prefill.
+    A token's impact is the attention that it gets times the L1 norm of its value's error; the tokens of highest impact
+    run again.
 
-    Values alone are compared: the paper finds that keys name the same tokens in 80 to 90 % of the cases. The layer is
+    1. Prefill. Layer 0 runs in full, as in `cacheblend`; layer 1 then projects every chunk token. The attention that a
+       token gets is layer 1's, which is full prefill's own, summed over all rows of chunks and suffix and over the
+       heads; the error is its new value less the block's.
+    2. Decoding. With every token of the answer, the chunk tokens with the highest impact on it run again: attention
+       changes as the answer is written, and a token not worth running for the question may be worth it for the answer.
+       The impact uses the answer token's attention in layer 1, and the errors measured in prefill.
+
+    Only values are compared: the paper finds that keys name the same tokens in 80 to 90 % of the cases. The layer is
     chosen here. The method was read in a public summary of the paper, not in the paper itself; rolling hashes that find
     reused text and scheduling by hit rates are no fusion and are left out.
 
     ratio:         share of the chunks' tokens that run again in prefill
-    decode_tokens: chunk tokens that run again with each token of the answer (the paper: 3). Each step has a pass of its
-                   own then, which reads no other question's tokens along. With ratio 0, 0 is `reposition`
+    decode_tokens: chunk tokens that run again with each token of the answer (the paper: 3). Each step then has its own
+                   pass, which is not batched with other questions' tokens. With ratio 0, 0 is `reposition`
     """
 
     ratio: float = 0.2
@@ -89,8 +91,10 @@ class KVShare(FusionMethod):
 
 
 def _measured(running: Running, context: RecomputeContext) -> tuple[Tensor, Tensor]:
-    """Attention that each chunk token gets in this layer, and how far its new value is from the placed one, the L1 norm
-    over all heads: each float32 [chunk tokens]."""
+    """Return the attention that each chunk token gets in this layer, and the error of its placed value.
+
+    The error is the L1 norm of the new value less the placed, over all heads. Each is float32 [chunk tokens].
+    """
     projected, (placed_keys, placed_values) = running.probe(), running.placed()
     chunks = slice(context.prefix_tokens, context.num_tokens)
     new = projected.value[0, :, : running.slots.shape[0]]
@@ -100,9 +104,9 @@ def _measured(running: Running, context: RecomputeContext) -> tuple[Tensor, Tens
 
 
 class _Repair:
-    """Runs an answer's token, and with it the stale chunk tokens that weigh most for it; see `FusedCache.step`.
+    """Runs an answer's token together with the stale chunk tokens of most impact on it; see `FusedCache.step`.
 
-    wrong: float32 [chunk tokens]; stale: slots of those that have not run, int64, ascending
+    wrong: float32 [chunk tokens]; stale: slots of the tokens that have not run, int64, ascending
     """
 
     def __init__(self, context: RecomputeContext, wrong: Tensor, stale: Tensor, count: int) -> None:
@@ -132,7 +136,7 @@ class _Repair:
         return self._lm.run(ids, positions, cache, slots=slots, before_layer=in_rows(choose, slots, stale.shape[0]))
 
     def _impact(self, running: Running, cache: FusedCache) -> Tensor:
-        """float32 [stale tokens]"""
+        """Return each stale token's impact: float32 [stale tokens]."""
         asking = running.probe()
         (keys, _), (_, _, positions) = running.placed(), cache.layer_state(running.layer)
         received = attention_received(asking, torch.cat([keys[:, :, :-1], asking.key], dim=2), positions)

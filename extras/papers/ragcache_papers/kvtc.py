@@ -28,7 +28,7 @@ _EXACT_BYTES = 2  # of a number of an exact token, at most
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a block of this dtype holds its exact tokens in."""
+    """Return the dtype in which a block of this dtype holds its exact tokens."""
     return dtype if dtype.itemsize <= _EXACT_BYTES else torch.bfloat16
 
 
@@ -36,22 +36,22 @@ class KvtcCodec(LayerCodec):
     """KVTC's three steps: a transform that decorrelates, quantisation with bits by component, entropy coding.
 
     1. A token's keys before RoPE in the layers of a group are one vector, and its values another. Principal components
-       of the store's own passages (see `kvtc_basis`) take the vectors' correlations out.
-    2. Each component has a step of its own, and codes of 8, 4 or 2 bits; most have none.
-    3. The codes of one width are packed and entropy-coded by zstandard (KVTC: DEFLATE).
+       of the store's own passages (see `kvtc_basis`) remove the vectors' correlations.
+    2. Each component has its own step, and codes of 8, 4 or 2 bits; most have none.
+    3. The codes of each width are packed and entropy-coded by zstandard (KVTC: DEFLATE).
 
     The first token of a passage, which is an attention sink, is kept exact, and so is every token that would be
-    restored with an error beyond its group's limit. KVTC keeps the first 4, which of what KVzip leaves would be more
+    restored with an error beyond its group's limit. KVTC keeps the first 4, which after KVzip would be more
     bytes than all others, and the last 128: the window in which an answer is generated; a passage has no such place,
-    so there are none by default. Exact is what 16 bits hold, as in the paper, whose models are of 16 bits: a float32
+    so there are none by default. Exact means 16 bits, as in the paper, whose models have 16 bits: a float32
     block's exact tokens are rounded to bfloat16.
 
     Tensors, for keys and for values: `basis`, uint8 [32], the basis's name; `exact`, int64, the exact tokens in order;
     `numbers`, [num_layers, num_kv_heads, len(exact), head_dim], theirs, in 16 bits;
     `stream` and `ends`, three frames a group: the codes of the other tokens, by component, of 8, 4 and 2 bits.
 
-    Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype; or that of
-    rounding the exact tokens, if it is larger.
+    Bound: that of a group, see `Group.largest_error`, and the rounding of the result to the block's dtype; or the
+    rounding error of the exact tokens, if it is larger.
     """
 
     name: ClassVar[str] = "kvtc"
@@ -68,14 +68,14 @@ class KvtcCodec(LayerCodec):
         self._is_sparse = False
 
     def of_part(self, number: int) -> Codec:
-        """Each part has groups of its own in the basis."""
+        """Return the codec of a part: each part has its own groups in the basis."""
         found = copy(self)
         found._number = number
         return found
 
     @property
     def now(self) -> Codec:
-        """Blocks are kept raw until there is a basis."""
+        """Return this codec, or the raw codec until there is a basis."""
         return self if self.bases.name is not None else RawCodec()
 
     def for_trial(self, example: KVBlock) -> Codec:
@@ -152,7 +152,7 @@ class KvtcCodec(LayerCodec):
         return super(KvtcCodec, found).expected_bytes(layers, num_tokens, itemsize, kept)
 
     def expected_part_bytes(self, part: Part, shape: PartShape) -> float:
-        """What a basis is fitted to; tokens beyond their group's limit are not foreseen."""
+        """Return the bytes that a basis is fitted to; tokens beyond their group's limit are not foreseen."""
         tokens = min(shape.num_tokens, self.first_tokens + self.last_tokens)
         exact = shape._replace(num_tokens=tokens, itemsize=min(shape.itemsize, _EXACT_BYTES))
         groups = sum(1 for _ in layer_groups(shape.num_layers, shape.num_kv_heads * shape.dim, FEATURES))

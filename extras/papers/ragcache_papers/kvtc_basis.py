@@ -26,9 +26,9 @@ RECENT_BYTES = 64 << 20
 
 
 class Basis:
-    """A basis by its groups. Raises DamagedBlockError for a block that is none.
+    """A basis by its groups. Raises DamagedBlockError for a block that is not a basis.
 
-    recent: codes of the last blocks that were decoded
+    recent: codes of the blocks decoded last
     """
 
     def __init__(self, block: KVBlock) -> None:
@@ -40,15 +40,18 @@ class Basis:
                 self._groups[number, kind, layers, heads, width] = groups_of(rows)
 
     def groups(self, number: int, part: str, shape: tuple[int, ...]) -> tuple[Group, ...] | None:
-        """The groups of keys or values of this shape, [num_layers, num_kv_heads, num_tokens, head_dim]; None where the
-        basis was made from other layers. number: of the part, in blocks whose layers differ"""
+        """Return the groups of keys or values of this shape; None if the basis was made from other layers.
+
+        number: of the part, in blocks whose layers differ; shape: [num_layers, num_kv_heads, num_tokens, head_dim]
+        """
         layers, heads, _, width = shape
         return self._groups.get((number, part, layers, heads, width))
 
 
 class Recent:
-    """Codes that were unpacked last, `budget_bytes` of them at most: the layers of a group are restored one after
-    another from the same ones."""
+    """The codes unpacked last, `budget_bytes` at most: the layers of a group are restored one after another from the
+    same codes.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -57,7 +60,7 @@ class Recent:
         self._lock = threading.Lock()
 
     def get(self, stream: Tensor, group: int, unpack: Callable[[], Tensor]) -> Tensor:
-        """The codes of a group of the block that has this stream."""
+        """Return the codes of a group of the block that has this stream."""
         key = id(stream), group
         with self._lock:
             found = self._held.get(key)

@@ -1,16 +1,15 @@
 """Makes a basis from a sample of passages: principal components, and bits for each by dynamic programming.
 
-KVTC (2511.01815) joins all layers and heads in one transform. Here all heads of a layer share one, and as many
-neighbouring layers as have at most 256 features together: restoring a number costs a product with every component
-of its group, and the basis needs no more tokens than a first ingestion has. On the bundled model, whose layers have
-256, one transform of all four gains 1 % of the bytes; in SmolLM2-135M's shape five layers together decode 2.4 times
-as slowly. Keys and values have transforms of their own.
-1. Features are centred, and scaled by the deviation of their layer and head: no layer is drowned by one with larger
-numbers. Their principal components come from three quarters of the sample. 2. A component of deviation s may have 0
-to 7 bits: with b of them its codes are s * 8 / 2^b apart. On the last quarter, which the components have not
+KVTC (2511.01815) joins all layers and heads in a single transform. Here all heads of a layer share a transform, with as
+many neighbouring layers as have at most 256 features together: restoring a number costs a product with every component
+256, a single transform of all four gains 1 % of the bytes; in SmolLM2-135M's shape five layers together decode 2.4
+times as slowly. Keys and values have separate transforms.
+1. Features are centred, and scaled by the deviation of their layer and head, so that layers with larger numbers do not
+dominate. Their principal components come from three quarters of the sample. 2. A component of deviation s may have 0
+to 7 bits: with b bits its codes are s * 8 / 2^b apart. On the last quarter, which the components have not
 seen, each choice has a mean squared error and a rate, the entropy of its codes. 3. Dynamic programming finds the
 choices with the least error within a budget of bits (`allot`). 4. The last quarter is encoded; the budget is
-corrected until the bytes are those asked for.
+corrected until the bytes meet the target.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ FEATURES = 256
 LEAST_TOKENS = 2
 CHOICES = range(8)  # bits
 _WIDTH_OF = (0, 2, 4, 4, 8, 8, 8, 8)  # bits that a code is packed in
-# A token whose squared error is so many times the mean one is kept exact.
+# A token whose squared error is this many times the mean is kept exact.
 OUTLIER = 16.0
 STATES = 4096
 BANDS = 256
@@ -61,12 +60,12 @@ _PASSAGE_TOKENS = 256
 
 
 def fit_basis(blocks: Sequence[KVBlock], ratio: float | None = None, features: int = FEATURES) -> KVBlock:
-    """The basis of these passages' blocks, which are of one model.
+    """Return the basis of these passages' blocks, which come from the same model.
 
-    ratio:    bytes in bfloat16 over those of the tokens that are not kept exact; None: `usual_ratio`
-    features: of a group at most, unless one layer has more
+    ratio:    bytes in bfloat16 over the bytes of the tokens not kept exact; None: `usual_ratio`
+    features: of a group at most, unless a single layer has more
 
-    Raises BasisError when there are too few tokens, ConfigError.
+    Raises BasisError if there are too few tokens, ConfigError.
     """
     first = next(iter(blocks), None)
     if isinstance(first, MixedBlock):
@@ -81,14 +80,16 @@ def fit_basis(blocks: Sequence[KVBlock], ratio: float | None = None, features: i
 
 
 def usual_ratio(is_sparse: bool) -> float:
-    """is_sparse: the heads of a block hold tokens of their own (KVzip)"""
+    """Return the default ratio. is_sparse: each head of a block holds its own tokens (KVzip)"""
     return SPARSE_RATIO if is_sparse else RATIO
 
 
 def stand_in(example: KVBlock) -> KVBlock:
-    """A basis of nothing but the example's means and deviations, for blocks like it: its components are cosines, three
-    bits for every other one, or for all where heads hold tokens of their own. It takes the bytes and the time of a real
-    one, and finds no structure."""
+    """Return a basis of only the example's means and deviations, for blocks like it.
+
+    Its components are cosines, three bits for every second, or for all if each head holds its own tokens. It takes the
+    bytes and the time of a real basis, and finds no structure.
+    """
     if isinstance(example, MixedBlock):
         return MixedBlock(_same_rows([stand_in(part) for part in example.parts]), example.part_of)
     every = 1 if isinstance(example, SparseBlock) else 2
@@ -96,7 +97,7 @@ def stand_in(example: KVBlock) -> KVBlock:
 
 
 def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
-    """The choice for each component with the least sum of errors whose rates add up to `budget` at most.
+    """Return the choice for each component with the least sum of errors whose rates add up to `budget` at most.
 
     rates, errors: [components, choices]; the first choice has rate 0. Rates are rounded up to parts of the budget, and
     of many components neighbours share a choice.
@@ -120,7 +121,8 @@ def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
 
 
 def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool) -> Tensor:
-    """Rows, float32 [num_layers, heads, rows, channels], of tensors [num_layers, heads, num_tokens, channels]."""
+    """Return rows, float32 [num_layers, heads, rows, channels], of tensors [num_layers, heads, num_tokens,
+    channels]."""
     layers, heads, _, width = numbers[0].shape if numbers else (1, 1, 0, 1)
     groups = list(layer_groups(layers, heads * width, features))
     tokens, needed = sum(one.shape[2] for one in numbers), LEAST_TOKENS * heads * width * max(map(len, groups))
@@ -135,7 +137,7 @@ def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool
 
 
 def _fit_group(sample: Tensor, heads: int, width: int, ratio: float) -> Tensor:
-    """Rows, float32 [rows, features], of a sample, float64 [num_tokens, features]."""
+    """Return rows, float32 [rows, features], of a sample, float64 [num_tokens, features]."""
     seen, unseen = sample[: len(sample) * 3 // 4], sample[len(sample) * 3 // 4 :]
     mean = seen.mean(0)
     scale = _scale(seen - mean, heads, width)
@@ -173,7 +175,7 @@ def _cosines(numbers: Tensor, every: int) -> Tensor:
 
 
 def _choices(coefficients: Tensor, deviations: Tensor) -> tuple[Floats, Floats]:
-    """Rates in bits and mean squared errors of each number of bits, [components, choices]."""
+    """Return rates in bits and mean squared errors of each number of bits, [components, choices]."""
     rates, errors = (np.zeros((coefficients.shape[1], len(CHOICES))) for _ in range(2))
     for bits in CHOICES:
         steps = deviations * 8 / 2**bits
@@ -185,7 +187,7 @@ def _choices(coefficients: Tensor, deviations: Tensor) -> tuple[Floats, Floats]:
 
 
 def _entropies(codes: Tensor) -> Tensor:
-    """Bits a code, float64 [components], of [num_tokens, components]."""
+    """Return the bits per code, float64 [components], of [num_tokens, components]."""
     values = 2 * largest_code(WIDTHS[0]) + 1
     numbered = codes + values // 2 + values * torch.arange(codes.shape[1])
     counts = torch.bincount(numbered.flatten(), minlength=values * codes.shape[1]).view(-1, values)
@@ -199,7 +201,7 @@ def _bits_a_token(group: Group, codes: Tensor) -> float:
 
 
 def _rows(mean: Tensor, scale: Tensor, directions: Tensor, steps: Tensor, widths: Tensor) -> Tensor:
-    """The rows of a group, float32 [rows, features]; its limit is still to be set.
+    """Return the rows of a group, float32 [rows, features]; its limit is set later.
 
     directions: float64 [components, features], orthonormal; steps: [components], in scales; widths: 0 for none
     """
@@ -225,7 +227,7 @@ def _scale(centred: Tensor, heads: int, width: int) -> Tensor:
 
 
 def layer_groups(layers: int, features: int, most: int) -> Iterator[range]:
-    """Groups of like size. features: of a layer"""
+    """Yield groups of like size. features: of a layer"""
     count = -(-layers // max(1, most // features))
     for number in range(count):
         yield range(number * layers // count, (number + 1) * layers // count)
@@ -236,7 +238,8 @@ def _flat(numbers: Tensor, layers: range) -> Tensor:
 
 
 def _joined(groups: Sequence[Tensor], heads: int, width: int) -> Tensor:
-    """Rows of all layers, [num_layers, heads, rows, channels], of those of their groups, [rows, features]."""
+    """Return the rows of all layers, [num_layers, heads, rows, channels], from those of their groups, [rows,
+    features]."""
     shaped = []
     for number, rows in enumerate(groups):
         rows[GROUP] = number
@@ -245,7 +248,7 @@ def _joined(groups: Sequence[Tensor], heads: int, width: int) -> Tensor:
 
 
 def _padded(shaped: Sequence[Tensor]) -> list[Tensor]:
-    """The same, filled up with zeros to the rows of the longest."""
+    """Return the rows, filled up with zeros to the longest."""
     most = max(rows.shape[2] for rows in shaped)
     return [torch.nn.functional.pad(rows, (0, 0, 0, most - rows.shape[2])) for rows in shaped]
 

@@ -1,6 +1,6 @@
 """A linear transform of tokens with quantised components, as rows of a block.
 
-In the place of tokens there are rows, for keys and for values, each with a number for every layer, head and channel:
+Rows replace tokens, for keys and for values, each with a number for every layer, head and channel:
 
     0       the number of the layer's group; the layers of a group follow one another and share a transform
     1       the mean
@@ -9,8 +9,8 @@ In the place of tokens there are rows, for keys and for values, each with a numb
     4 ...   components of 8 bits, a row of zeros, those of 4 bits, a row of zeros, those of 2 bits, rows of zeros
 
 A component is a direction times its step: a token is restored as mean + codes @ components. The numbers of a group's
-mean and components are multiples of one power of two, and no sum of them exceeds 2^24 of it: float32 adds them up
-without rounding, in whatever order, and every process, number of threads and device restores the same bits.
+mean and components are multiples of a power of two, and no sum of them exceeds 2^24 times that power: float32 adds them
+up without rounding, in any order, and every process, number of threads and device restores the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Group:
     """
 
     def __init__(self, layers: range, rows: Tensor) -> None:
-        """rows: float32 [layers, heads, rows, channels], of these layers. Raises DamagedBlockError."""
+        """Read a group. rows: float32 [layers, heads, rows, channels], of these layers. Raises DamagedBlockError."""
         flat = rows.permute(2, 0, 1, 3).flatten(1).contiguous()
         ends = (flat[FIRST_COMPONENT:] == 0).all(1).nonzero().flatten().tolist()[: len(WIDTHS)]
         if len(ends) < len(WIDTHS):
@@ -75,12 +75,13 @@ class Group:
         }
 
     def features(self, numbers: Tensor) -> Tensor:
-        """float64 [num_tokens, features] of the numbers of all layers, [num_layers, heads, num_tokens, channels]."""
+        """Return, as float64 [num_tokens, features], the numbers of all layers, [num_layers, heads, num_tokens,
+        channels]."""
         own = numbers[self.layers.start : self.layers.stop]
         return own.permute(2, 0, 1, 3).flatten(1).double()
 
     def encode(self, features: Tensor) -> Tensor:
-        """Codes, int8 [num_tokens, components]: the nearest, by least squares in scales."""
+        """Return the codes, int8 [num_tokens, components]: the nearest, by least squares in scales."""
         mean, components = self._held[torch.device("cpu")]
         directions = components.transpose(0, 1).flatten(1).double() / self._scale
         steps = directions.norm(dim=1, keepdim=True)
@@ -91,36 +92,38 @@ class Group:
         return found.round_().clamp_(-self._levels, self._levels).to(torch.int8)
 
     def restore(self, codes: Tensor, layer: int) -> Tensor:
-        """Numbers of a layer, float32 [num_tokens, heads * channels], on the codes' device. Nothing is rounded."""
+        """Return a layer's numbers, float32 [num_tokens, heads * channels], on the codes' device. Nothing is
+        rounded."""
         mean, components = (held[layer - self.layers.start] for held in self._on(codes.device))
         # Products of float32 that may be rounded to less would not be exact.
         exact = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
         return torch.addmm(mean.to(exact), codes.to(exact), components.to(exact)).float()
 
     def errors(self, features: Tensor, codes: Tensor) -> Tensor:
-        """Sums of squared errors in scales, float64 [num_tokens]; see `limit`."""
+        """Return sums of squared errors in scales, float64 [num_tokens]; see `limit`."""
         restored = torch.cat([self.restore(codes, layer) for layer in self.layers], dim=1)
         return ((restored - features) / self._scale).square().sum(1)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and components by layer, [layers, features of one] and [layers, components, features of one], there."""
+        """Return mean and components by layer on the device, [layers, layer features] and [layers, components, layer
+        features]."""
         if device not in self._held:
             mean, components = self._held[torch.device("cpu")]
             self._held[device] = mean.to(device), components.to(device)
         return self._held[device]
 
     def pack(self, codes: Tensor) -> Iterator[bytes]:
-        """The codes in a part for each width, by component."""
+        """Yield the codes in a part for each width, by component."""
         for bits, own in zip(WIDTHS, torch.split(codes, self.counts, dim=1), strict=True):
             above = (own.to(torch.int16) + largest_code(bits)).to(torch.uint8)
             yield pack(above, bits).T.contiguous().numpy().tobytes()
 
     def packed_sizes(self, num_tokens: int) -> list[int]:
-        """Bytes of each part."""
+        """Return the bytes of each part."""
         return [count * -(-num_tokens * bits // 8) for bits, count in zip(WIDTHS, self.counts, strict=True)]
 
     def unpack(self, tensors: Mapping[str, Tensor], first_frame: int, num_tokens: int) -> Tensor:
-        """The codes, from three frames. Raises DamagedBlockError."""
+        """Return the codes from three frames. Raises DamagedBlockError."""
         found, start = torch.empty(sum(self.counts), num_tokens, 1, dtype=torch.uint8), 0
         for rank, size in enumerate(self.packed_sizes(num_tokens)):
             if size:
@@ -134,7 +137,7 @@ class Group:
 
 
 def levels_of(widths: Tensor) -> Tensor:
-    """The largest code of each width, float64; 0 of width 0."""
+    """Return the largest code of each width, float64; 0 for width 0."""
     return (2.0 ** (widths.double() - 1) - 1).clamp(min=0)
 
 
@@ -144,12 +147,12 @@ def reach(mean: Tensor, components: Tensor, levels: Tensor) -> float:
 
 
 def grid_of(reach: float) -> float:
-    """A power of two, of which no number within `reach` has more than 2^24."""
+    """Return a power of two of which every number within `reach` is at most 2^24 times."""
     return 2.0 ** (math.ceil(math.log2(max(reach, 2.0**-100))) - 24)
 
 
 def groups_of(rows: Tensor) -> tuple[Group, ...]:
-    """The groups of keys or values, float32 [num_layers, heads, rows, channels]. Raises DamagedBlockError."""
+    """Return the groups of keys or values, float32 [num_layers, heads, rows, channels]. Raises DamagedBlockError."""
     if rows.dtype != torch.float32 or rows.ndim != 4 or rows.shape[2] <= FIRST_COMPONENT:
         raise DamagedBlockError(f"{rows.dtype} {tuple(rows.shape)} is no basis")
     groups, start = [], 0

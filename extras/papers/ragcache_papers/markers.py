@@ -17,8 +17,8 @@ class Markers(FusionMethod):
     """doc_start and doc_end are read with the chunk, so its block holds them; only the suffix runs (TurboRAG 3.2).
 
     doc_start_id, doc_end_id: the markers' ids, for a model that was not trained with any; None: the checkpoint's own
-    positions: "reordered" (every token at its global position) or "composite" (every chunk starts behind the prefix,
-               the suffix behind the longest chunk); None: as the checkpoint was trained, "reordered" where it was not
+    positions: "reordered" (every token at its global position) or "composite" (every chunk starts after the prefix,
+               the suffix after the longest chunk); None: as the checkpoint was trained, or "reordered" if it was not
     """
 
     doc_start_id: int | None = None

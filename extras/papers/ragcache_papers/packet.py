@@ -14,13 +14,13 @@ from ragcache.models.card import ModelCard
 
 @dataclass(frozen=True)
 class Packet(FusionMethod):
-    """Vectors in front of the chunk and behind it are read with it, so its block holds them; only the suffix runs.
+    """Vectors before and after each chunk are read with it, so its block holds them; only the suffix runs.
 
-    They are embeddings of ids of their own, trained by the divergence from the same model's full prefill while its
+    They are the embeddings of reserved ids, trained by the divergence from the same model's full prefill while its
     weights stay frozen (`ragcache train --reuse packet`). Every method that reads blocks of such a model reads them
     with their packets.
 
-    header_ids, trailer_ids: ids in front of each chunk and behind it, for a model that was not trained with any; empty
+    header_ids, trailer_ids: ids before and after each chunk, for a model that was not trained with any; empty
                              for none, which is `reposition`; None: the checkpoint's own
     """
 

@@ -1,4 +1,4 @@
-"""ProphetKV: the question looks at the reused KV in all layers first; what it attends to runs again."""
+"""ProphetKV: the question first attends to the reused KV in all layers; the tokens with most attention run again."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 class Prophet(FusionMethod):
     """Dual-stage recomputation driven by the question (ProphetKV).
 
-    1. The suffix runs over the reused KV, through all layers. In each one, every chunk token is scored by the attention
-       that it gets from the suffix, softmax(q K' / sqrt(d)) over the keys K' of the context alone.
-    2. The scores of all layers are fused with equal weights, and the best tokens run again in all layers, with the
-       suffix behind them, over the same cache.
+    1. The suffix runs over the reused KV, through all layers. In each layer, every chunk token is scored by the
+       attention that it gets from the suffix, softmax(q K' / sqrt(d)) over the keys K' of the context alone.
+    2. The scores of all layers are fused with equal weights, and the best tokens run again in all layers, followed by
+       the suffix, over the same cache.
 
     The paper's score of a layer is the sum of that softmax over the question's tokens, and its fusion is the uniform
     mean over layers; both were read in public re-implementations that quote its algorithm 1 and equation 8, not in the
     paper itself. Heads are summed, too. Sums and means rank alike, so this is the sum over layers, heads and tokens.
 
-    Chosen here: the whole suffix asks, the template's tail included. The context is the prefix, which only takes its
+    Chosen here: the whole suffix scores, the template's tail included. The context is the prefix, which only takes its
     share of the softmax, and the chunks. A layer's own scaling, soft cap and attention sink hold, and its sliding
-    window: tokens of the suffix from which it shows no chunk say nothing there.
+    window: suffix tokens whose window in a layer covers no chunk do not count there.
 
     layers is the critical-layer half of QCFuse (arXiv 2606.05875): only profiled layers score, and the first stage ends
-    behind the last of them, so that blocks of the layers above need not have arrived by then. Its other half, a
+    after the last of them, so that blocks of the layers above need not have arrived by then. Its other half, a
     question that sees compact anchors of each chunk instead of all tokens, is left out.
 
     ratio:           share of the chunks' tokens; 0 is `reposition`, 1 is full prefill
-    layers:          those that score, from 0; None: all
-    boundary_tokens: first tokens of each chunk that run whatever their scores; they count in `ratio`, and run all the
-                     same where they are more. A first chunk whose KV is exact has none (`Layout.exact`)
+    layers:          the layers that score, from 0; None: all
+    boundary_tokens: first tokens of each chunk, which run whatever their scores; they count in `ratio`, but all run
+                     even if they exceed it. A first chunk whose KV is exact has none (`Layout.exact`)
     tail_tokens:     last tokens of each chunk, likewise
-    pool_tokens:     scores are averaged over so many neighbouring tokens, an odd number, so that what is chosen hangs
-                     together (not in the paper); 1: each by itself
+    pool_tokens:     scores are averaged over this many neighbouring tokens, an odd number, so that chosen tokens are
+                     adjacent (not in the paper); 1: no averaging
     """
 
     ratio: float = 0.2
@@ -112,7 +112,8 @@ class _AllAsked(Exception):  # noqa: N818 - it ends the first stage early; it is
 
 
 def _attention(running: Running, context: RecomputeContext) -> Tensor:
-    """float32 [chunk tokens]: attention from the suffix in this layer, of all that it gives to the context."""
+    """Return each chunk token's share of the attention from the suffix to the context in this layer: float32 [chunk
+    tokens]."""
     asking, (keys, _) = running.probe(), running.placed()
     positions = context.positions[: context.num_tokens]
     if asking.window is not None:
@@ -122,7 +123,7 @@ def _attention(running: Running, context: RecomputeContext) -> Tensor:
 
 
 def _layer_numbers(given: object) -> tuple[int, ...]:
-    """Raises ConfigError for what is no list of layers."""
+    """Return the layers' numbers. Raises ConfigError unless `given` is a list of layers."""
     if isinstance(given, Sequence) and given and all(is_whole(layer) and layer >= 0 for layer in given):
         return tuple(given)
     raise ConfigError(f"layers is {given!r}; give the numbers of those that score, such as [4, 9], or None for all")

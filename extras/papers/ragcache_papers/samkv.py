@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RECOMPUTE = ("none", "outliers", "all")
 UPDATES = ("overwrite", "fusion")
-NEVER_SEEN = 2**63 - 1  # int64's largest: a position behind every query
+NEVER_SEEN = 2**63 - 1  # int64's largest: a position after every query
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,26 @@ class SamKV(FusionMethod):
        not keep but a higher layer needs is padded there with its old KV, which is removed afterwards.
     4. The suffix runs over the result.
 
-    Where the paper leaves room, or needs what a KV block does not hold:
+    Where the paper leaves a choice, or needs something that a KV block does not hold:
 
-    - Blocks of a store with `codec="samkv"` have sidecars (`samkv_sidecar`): mean keys, local queries, and what their
-      own attention says (appendix A). All other blocks hold no queries and no attention. Local queries are then
+    - Blocks of a store with `codec="samkv"` have sidecars (`samkv_sidecar`): mean keys, local queries, and statistics
+      of their own attention (appendix A). All other blocks hold no queries and no attention. Local queries are then
       computed in the generic pass, from the same composite cache; every key is read for its score; the greatest and the
       least middle block (eq. 2) are those with the greatest and the least score, and outliers are tokens by score, 3
       sigma above their chunk's middle (PauTa).
     - Inner products are made comparable across documents by giving query vectors length 1.
     - "The total block count divided by the number of contexts" counts the blocks that Top-P retrieved.
-    - theta of eq. 4 is one cosine a document and layer, over the tokens that run again, for keys and values apart. By
-      token it falls to -.3 for some on a real model, where the paper reports about .9 (docs/methods.md).
+    - theta of eq. 4 is a single cosine per document and layer, over the tokens that run again, for keys and values
+      apart. By token it falls to -.3 for some on a real model, where the paper reports about .9 (docs/methods.md).
     - A lone chunk is kept whole: there are no other contexts.
 
-    block_size:     tokens a block. The paper's 64 suits documents of 2,000 tokens: with passages of 500, the 3 blocks
-                    that are always kept would be 38 % of them
+    block_size:     tokens per block. The paper's 64 suits documents of 2,000 tokens: with passages of 500, the 3 blocks
+                    always kept would be 38 % of them
     initial_blocks: kept at each chunk's beginning, at least 1
     local_blocks:   kept at each chunk's end, at least 1
-    stable_layers:  N*, so many of the last layers, or, with sidecars, of the most stable ones of the upper half (A.2);
-                    None: an eighth of them, as the paper found for Llama 3.1
-    top_p:          share of each document's middle blocks, in place of eq. 2 and 3; 0 keeps no middle, 1 all of it
+    stable_layers:  N*, this many of the last layers, or, with sidecars, of the most stable layers of the upper half
+                    (A.2); None: an eighth of them, as the paper found for Llama 3.1
+    top_p:          share of each document's middle blocks, instead of eq. 2 and 3; 0 keeps no middle, 1 all of it
     personalized_bias: add the bias of eq. 1
     cross_filter:   compare across documents and keep 1/D
     recompute:      "none", "outliers" (with the initial and local tokens) or "all" that is kept
@@ -157,7 +157,7 @@ class SamKV(FusionMethod):
         return survey, Held(cache, composite), ran
 
     def _kept(self, context: RecomputeContext, pieces: BlockPartition, survey: Survey, stable: Sequence[int]) -> Tensor:
-        """bool [num_layers, context_tokens]: what each layer keeps."""
+        """Return the tokens that each layer keeps: bool [num_layers, context_tokens]."""
         shares = survey.shares(stable)
         if self.top_p is not None:
             shares = [self.top_p] * len(shares)
@@ -173,7 +173,7 @@ class SamKV(FusionMethod):
     def _again(
         self, context: RecomputeContext, pieces: BlockPartition, survey: Survey, kept: Tensor, stable: Sequence[int]
     ) -> Tensor:
-        """bool [context_tokens]: tokens that run again in the layers that keep them (section 3.3)."""
+        """Return the tokens that run again in the layers that keep them (section 3.3): bool [context_tokens]."""
         again = kept.any(0)
         again[: context.prefix_tokens] = False
         if self.recompute == "none":
@@ -185,7 +185,7 @@ class SamKV(FusionMethod):
 
 
 def sidecars_of(blocks: Sequence[KVBlock], sizes: Sizes) -> list[Sidecar] | None:
-    """What stands beside the blocks; None where one has none, or was cut in another way."""
+    """Return the blocks' sidecars; None if any block has no sidecar, or was cut in another way."""
     found = [block.sidecar for block in blocks if isinstance(block, SurveyedBlock)]
     wanted = [sizes.block_size, sizes.initial_blocks, sizes.local_blocks]
     fits = len(found) == len(blocks) and all(one.sizes.tolist() == wanted for one in found)
@@ -256,7 +256,7 @@ def blend(old: Tensor, new: Tensor, documents: Tensor) -> Tensor:
 
 
 def _reserve_spare(cache: FusedCache, layer: int) -> None:
-    """One entry that nothing ever sees, for keys and values that are not wanted. Not even masked may it hold NaN."""
+    """Reserve an entry that nothing ever sees, for unwanted keys and values. Even masked, it must not hold NaN."""
     keys, values = cache.reserve(layer, torch.tensor([NEVER_SEEN]))
     keys.zero_()
     values.zero_()

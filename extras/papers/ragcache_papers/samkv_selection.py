@@ -25,11 +25,11 @@ class BlockPartition:
     A chunk shorter than its initial and local part has no middle. All tensors are int64; slots are ascending.
 
     anchors:      slots of initial and local tokens
-    anchor_chunk: chunk of each of them
+    anchor_chunk: chunk of each anchor token
     local:        slots of local tokens alone
-    local_chunk:  chunk of each of them
+    local_chunk:  chunk of each local token
     middle:       slots of all other chunk tokens
-    middle_block: block of each of them; blocks are numbered through the prompt
+    middle_block: block of each middle token; blocks are numbered through the prompt
     block_chunk:  chunk of each block
     """
 
@@ -64,7 +64,7 @@ class BlockPartition:
 
 
 def personalized(generic: Tensor, local: Tensor) -> Tensor:
-    """Equation 1: a query vector for each document, biased by what the other documents' local queries have in common.
+    """Return a query vector per document, biased by the common part of the other documents' local queries (equation 1).
 
     generic: Q_que, [num_heads, head_dim]; local: Q_doc-loc, [num_docs, num_heads, head_dim]; at least two documents
     Returns [num_docs, num_heads, head_dim]. A vector is all heads of a layer side by side.
@@ -107,7 +107,7 @@ class Survey:
         self._score(attended.layer, self._query_vectors(attended.layer, attended.query[0].float()))
 
     def _score(self, layer: int, vectors: Tensor) -> None:
-        """vectors: of each document, as `_query_vectors` gives them"""
+        """Score a layer's tokens and blocks. vectors: of each document, as `_query_vectors` returns them"""
         scores = self._token_scores(layer, vectors)
         pieces, first = self._pieces, self._context.prefix_tokens
         middle = scores[pieces.middle - first]
@@ -135,13 +135,14 @@ class Survey:
         return _means(query[:, :rows].transpose(0, 1), self._pieces.local_chunk, len(self._context.chunk_tokens))
 
     def _token_scores(self, layer: int, vectors: Tensor) -> Tensor:
-        """Every chunk token's key times its document's vector, float32 [num_chunk_tokens]."""
+        """Return every chunk token's key times its document's vector, float32 [num_chunk_tokens]."""
         keys = self._gather.keys(layer, self._chunk_slots).float()
         parts = torch.split(keys, list(self._context.chunk_tokens), dim=1)
         return torch.cat([_products(part, own) for part, own in zip(parts, vectors, strict=True)])
 
     def stable(self, count: int) -> Sequence[int]:
-        """N*: so many layers whose attention is stable; nothing is known of it here, and they are the last ones."""
+        """Return N*, this many layers with stable attention; nothing is known of it here, so they are the last
+        layers."""
         layers = self._context.lm.shape.num_layers
         return range(layers - count, layers)
 
@@ -155,11 +156,12 @@ class Survey:
         return found
 
     def _share(self, layer: int, chunk: int, scores: Tensor) -> float:
-        """scores: of the document's blocks; here those of greatest and least score are taken for A.1's"""
+        """Return a document's share. scores: of its blocks; the greatest and least score replace A.1's blocks here"""
         return top_share(float(scores.min()), float(scores.max()), float(self.anchors[layer][chunk]))
 
     def select(self, layer: int, shares: Sequence[float], cross_filter: bool) -> Tensor:
-        """Blocks kept in this layer: each document's best, and of them, with `cross_filter`, the best 1/D."""
+        """Return the blocks kept in this layer: each document's best, and with `cross_filter` the best 1/D among
+        these."""
         scores, owners = self.blocks[layer], self._pieces.block_chunk
         found = []
         for chunk, share in enumerate(shares):
@@ -171,7 +173,8 @@ class Survey:
         return candidates[highest(scores[candidates], ceil(candidates.shape[0] / len(shares)))]
 
     def outliers(self, stable: Sequence[int]) -> Tensor:
-        """Slots of middle tokens whose score, over the stable layers, stands out in its chunk (PauTa criterion)."""
+        """Return the slots of middle tokens whose score, over the stable layers, is an outlier in its chunk (PauTa
+        criterion)."""
         pieces, num_chunks = self._pieces, len(self._context.chunk_tokens)
         scores = torch.stack([self.middle[n] for n in stable]).mean(0)
         owners = pieces.block_chunk[pieces.middle_block]
@@ -181,10 +184,10 @@ class Survey:
 
 
 class SidecarSurvey(Survey):
-    """Scores blocks by what stands beside them: no key of a middle token is read, and local queries, the greatest and
+    """Scores blocks by their sidecars: no key of a middle token is read, and local queries, the greatest and
     the least block, outliers and stable layers are those of each document's own encoding (appendix A).
 
-    Scores are those of `Survey`: a mean that is rotated is the mean of what is rotated.
+    Scores are those of `Survey`: a rotated mean is the mean of the rotated vectors.
     """
 
     def __init__(
@@ -221,7 +224,8 @@ class SidecarSurvey(Survey):
         return self._context.lm.rope.rotate(vectors, layer, positions)
 
     def stable(self, count: int) -> Sequence[int]:
-        """Layers of the upper half in which most documents' best block stands out (A.2); of equals the last ones."""
+        """Return the layers of the upper half in which most documents' best block is an outlier (A.2); among equals the
+        last."""
         votes = torch.stack([one.stable.cpu() for one in self._sidecars]).sum(0).tolist()
         upper = range(min(len(votes) // 2, len(votes) - count), len(votes))
         return sorted(sorted(upper, key=lambda layer: (votes[layer], layer))[-count:])
@@ -232,7 +236,7 @@ class SidecarSurvey(Survey):
         return top_share(low, high, float(self.anchors[layer][chunk]))
 
     def outliers(self, stable: Sequence[int]) -> Tensor:
-        """Slots of the tokens that stand out in one of the stable layers of their own document (A.1)."""
+        """Return the slots of the tokens that are outliers in any stable layer of their own document (A.1)."""
         marked = [one.outliers.cpu()[list(stable)].any(0) for one in self._sidecars]
         found = [start + mark.nonzero()[:, 0] for mark, start in zip(marked, self._context.chunk_starts, strict=True)]
         return torch.cat(found).to(self._context.lm.device)

@@ -1,4 +1,4 @@
-"""SamKV's sidecar: what a passage's own encoding says of its blocks, kept beside its KV (appendix A)."""
+"""SamKV's sidecar: statistics of a passage's own encoding about its blocks, kept beside its KV (appendix A)."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ class Sizes:
     local_blocks: int = 2
 
     def cut(self, num_tokens: int) -> tuple[int, int]:
-        """Where the middle of a passage begins and ends; a short one has none."""
+        """Return where the middle of a passage begins and ends; a short passage has none."""
         begins = min(num_tokens, self.initial_blocks * self.block_size)
         return begins, max(begins, num_tokens - self.local_blocks * self.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of the middle; the last may be shorter."""
+        """Return the number of blocks of the middle; the last may be shorter."""
         begins, ends = self.cut(num_tokens)
         return -(-(ends - begins) // self.block_size)
 
 
 @dataclass(frozen=True, eq=False)
 class Sidecar:
-    """What SamKV asks of a passage before it has read a question, by layer; B: blocks of its middle.
+    """SamKV's statistics of a passage before it has read a question, by layer; B: blocks of its middle.
 
-    Vectors are rotated within the passage, its first token at 0, and unscaled. Rotation is linear, so that of a mean is
-    the mean of those that are rotated: turned to the passage's place they are what the tokens' own would come to.
+    Vectors are rotated within the passage, its first token at 0, and unscaled. Rotation is linear, so a rotated mean is
+    the mean of the rotated vectors: turned to the passage's place, it equals the mean of the tokens' vectors there.
 
     sizes:       int64 [3]: `Sizes`
     mean_keys:   [num_layers, num_kv_heads, B + 1, head_dim]: of each middle block, and of the initial and local tokens
     local_query: [num_layers, num_heads, head_dim]: mean query of the local tokens
     most, least: int64 [num_layers]: the block of greatest importance and of greatest unimportance (A.1); -1: none
-    outliers:    bool [num_layers, num_tokens]: tokens whose own attention stands out (A.1)
+    outliers:    bool [num_layers, num_tokens]: tokens whose own attention is an outlier (A.1)
     stable:      bool [num_layers]: layers whose attention agrees with all others' on the best block (A.2)
     """
 
@@ -68,7 +68,7 @@ class Sidecar:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], block: KVBlock) -> Sidecar:
-        """The sidecar that stood beside the block. Raises DamagedBlockError where it is another's."""
+        """Return the sidecar of the block. Raises DamagedBlockError if it belongs to another block."""
         if tensors.keys() != {one.name for one in fields(cls)}:
             raise DamagedBlockError(f"the tensors {sorted(tensors)} are no sidecar of SamKV")
         found, layers, count = cls(**tensors), block.num_layers, block.num_tokens
@@ -121,10 +121,10 @@ class SurveyedBlock(MixedBlock):
 
 
 class SamKVCodec(RawCodec):
-    """Blocks as they are, with their sidecars in the same file: both are written, moved, checked and deleted together.
+    """Unchanged blocks, with their sidecars in the same file: both are written, moved, checked and deleted together.
 
-    Blocks that a cluster makes have no sidecar, nor have those behind a lone BOS and those of models that keep latents,
-    have recurrent layers, or layers of several shapes.
+    Blocks that a cluster makes have no sidecar, nor have blocks after a lone BOS and blocks of models that keep
+    latents, have recurrent layers, or layers of several shapes.
     """
 
     name: ClassVar[str] = "samkv"
@@ -135,7 +135,7 @@ class SamKVCodec(RawCodec):
 
         if not isinstance(lm, LanguageModel) or lm.shape.latent or lm.shape.states or isinstance(block, MixedBlock):
             return block
-        if block.recipe is None or block.recipe.bos:  # the BOS in front of it is not among the ids
+        if block.recipe is None or block.recipe.bos:  # the BOS before it is not among the ids
             return block
         return survey(lm, ids, block, prefix, self.sizes)
 
@@ -157,10 +157,10 @@ class SamKVCodec(RawCodec):
 def survey(
     lm: LanguageModel, row: Sequence[int], block: KVBlock, prefix: Exact | None = None, sizes: Sizes | None = None
 ) -> KVBlock:
-    """The block with its sidecar, out of one more pass over the passage: its attention and its queries.
+    """Return the block with its sidecar, from an additional pass over the passage: its attention and its queries.
 
-    row:    the ids that the block was encoded from, with those before them that it leaves out
-    prefix: what stood before them
+    row:    the ids that the block was encoded from, with the ids before them that it leaves out
+    prefix: the KV before the row
     """
     from ragcache.kv.exact import place_exact
     from ragcache.models.attention import observing
@@ -223,7 +223,7 @@ class _Watch:
         return torch.stack([*means, ends], 1).to(keys.dtype)
 
     def _turned_back(self, rotated: Tensor, layer: int, by: int) -> Tensor:
-        """float32: as it would stand `by` positions before, and unscaled."""
+        """Return the vectors as they would be `by` positions earlier, and unscaled: float32."""
         places = torch.full(rotated.shape[1:2], by, device=rotated.device)
         exact = rotated.float()
         return self._rope.unrotate(exact, layer, places, torch.empty_like(exact))
@@ -231,11 +231,11 @@ class _Watch:
 
 @dataclass(frozen=True, eq=False)
 class Importance:
-    """What one layer's attention says of a passage's middle blocks (A.1).
+    """Importance of a passage's middle blocks, from the attention of a layer (A.1).
 
-    alphas:   float32 [B]: how fast the attention falls that a block's best token gets from those behind it; the
+    alphas:   float32 [B]: how fast the attention falls that a block's best token gets from the tokens after it; the
               smaller, the more important the block
-    most, least: the block of the smallest alpha, and the one whose best token gets the least attention; -1: no blocks
+    most, least: the block of the smallest alpha, and the block whose best token gets the least attention; -1: no blocks
     outliers: bool [num_tokens]: best tokens whose alpha is an outlier among the blocks', at the important end
     """
 
@@ -246,13 +246,16 @@ class Importance:
 
 
 def importance(weights: Tensor, begins: int, ends: int, block_size: int) -> Importance:
-    """weights: float32 [num_tokens, num_tokens], by query and key, mean over the heads; begins, ends: of the middle"""
+    """Return the importance.
+
+    weights: float32 [num_tokens, num_tokens], by query and key, mean over the heads; begins, ends: of the middle
+    """
     count = weights.shape[0]
     outliers = torch.zeros(count, dtype=torch.bool, device=weights.device)
     if begins == ends:
         return Importance(weights.new_empty(0), -1, -1, outliers)
     tokens = torch.arange(begins, ends, device=weights.device)
-    behind = count - 1 - tokens  # tokens that come behind each one
+    behind = count - 1 - tokens  # number of tokens after each token
     steps = torch.arange(1, count, device=weights.device)
     rows = (tokens[:, None] + steps).clamp_max(count - 1)
     curves = torch.where(steps <= behind[:, None], weights[rows, tokens[:, None]], 0.0)
@@ -266,12 +269,15 @@ def importance(weights: Tensor, begins: int, ends: int, block_size: int) -> Impo
 
 
 def stand_out(alphas: Tensor) -> Tensor:
-    """bool [B]: which are outliers by the PauTa criterion, at the end of the important ones."""
+    """Return which alphas are outliers by the PauTa criterion, at the important end: bool [B]."""
     return alphas < alphas.mean() - PAUTA * alphas.std(correction=0)
 
 
 def stable_layers(alphas: Sequence[Tensor]) -> Tensor:
-    """bool [num_layers]: those in which the block that ranks best over all layers stands out (A.2). alphas: by layer"""
+    """Return the layers in which the block that ranks best over all layers is an outlier (A.2): bool [num_layers].
+
+    alphas: by layer
+    """
     if not alphas[0].numel():
         return torch.zeros(len(alphas), dtype=torch.bool)
     ranks = torch.stack([one.argsort().argsort() for one in alphas]).double().mean(0)
@@ -280,9 +286,9 @@ def stable_layers(alphas: Sequence[Tensor]) -> Tensor:
 
 
 def decay(curves: Tensor, counts: Tensor) -> Tensor:
-    """Exponents alpha of y = c x^-alpha, by least squares over the logarithms: [tokens].
+    """Return exponents alpha of y = c x^-alpha, by least squares over the logarithms: [tokens].
 
-    curves: [tokens, most]: attention that a token gets from the x-th token behind it; counts: int64, how many there are
+    curves: [tokens, most]: attention that a token gets from the x-th token after it; counts: int64, the number of these
     """
     x = torch.arange(1, curves.shape[1] + 1, device=curves.device).log().expand_as(curves)
     y = curves.clamp_min(TINY).log()

@@ -1,4 +1,4 @@
-"""Admission by frequency (TinyLFU): whether a newcomer is worth what would have to go for it."""
+"""Admission by frequency (TinyLFU): whether a new entry is worth the entries that it would evict."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HIGHEST = 15
 
 
 class CountMinSketch:
-    """How often keys were seen, never too low but for ageing (Cormode and Muthukrishnan 2005).
+    """Counts how often keys were seen, never too low but for ageing (Cormode and Muthukrishnan 2005).
 
     width:  counters in each of the four rows, rounded up to a power of two. A counter stops at 15, as in TinyLFU
-    sample: after so many keys all counters are halved, so that what was seen long ago counts less (TinyLFU, "reset")
+    sample: after this many keys all counters are halved, so that older uses count less (TinyLFU, "reset")
 
     Conservative: only the lowest of a key's counters grow.
     """
@@ -58,9 +58,9 @@ class CountMinSketch:
 class TinyLFU(EvictionPolicy):
     """An admission filter before another policy (Einziger, Friedman and Manes 2017).
 
-    Every request is counted in a sketch, also for keys that are not held. A newcomer takes the place of entries only
-    when it was asked for more often than they; where several would have to go, more often than all of them together,
-    as entries differ in size (Einziger et al. 2021, "aggregated victims"). While there is room, all come in.
+    Every request is counted in a sketch, also for keys that are not held. A new entry replaces others only if it was
+    requested more often; if several would be evicted, more often than all of them together, as entries differ in size
+    (Einziger et al. 2021, "aggregated victims"). While there is room, all are admitted.
     """
 
     name: ClassVar[str] = "tinylfu"

@@ -87,8 +87,7 @@ def pages_cases(settings: PagesSettings, limit: int | None = None) -> list[Case]
     """Return questions over contexts of long passages, grouped by context; names and all wordings are held out.
 
     `limit` overrides `settings.questions`. An answer is right if it contains the requested value; the whole sentence
-    that
-    the bundled models learned follows it in `Case.answers`.
+    that the bundled models learned follows it in `Case.answers`.
     """
     count = limit or settings.questions
     return [case for passages in settings.passages for case in _pages(settings, passages, count)]

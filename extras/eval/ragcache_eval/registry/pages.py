@@ -7,7 +7,7 @@ A page is a passage of several articles, 150 to 300 tokens of the bundled models
                  remarks or at its end after only remarks, are about the name in that heading
     a correction of a statement that an article on another page makes
 
-All leaning sentences of a context state the same relation of entities of one kind, so that only their place shows
+All leaning sentences of a context state the same relation of entities of the same kind, so that only their place shows
 whose it is: a guess is right once in `PageQuestion.candidates` times.
 """
 
@@ -178,7 +178,7 @@ class _Draft:
         return trained if self.wordings is DataSplit.TRAIN else held_out
 
     def _correct(self) -> dict[tuple[str, str], tuple[str, _Page]]:
-        """Correct about one fact in four pages: return (name, relation) -> the value that holds, and its page.
+        """Correct about a fact in four pages: return (name, relation) -> the value that holds, and its page.
 
         Pages that lean on another get no correction: their "she" would then refer to the name in the correction.
         """
@@ -251,7 +251,7 @@ def _pronoun(entity: Entity) -> str:
 
 
 def _world(rng: random.Random, split: DataSplit, num_entities: int, leaning: int) -> World:
-    """Draw a world that has at least `leaning` entities of one kind."""
+    """Draw a world that has at least `leaning` entities of the same kind."""
     while True:
         world = draw_world(rng, split, num_entities)
         kinds = [entity.kind for entity in world.entities.values()]

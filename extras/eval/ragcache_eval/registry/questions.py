@@ -1,4 +1,4 @@
-"""Questions over one document or two, with the answers that count as right."""
+"""Questions over a document or two, with the answers that count as right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Question(NamedTuple):
 def answerable_questions(
     rng: random.Random, world: World, documents: Iterable[Article], wordings: DataSplit = DataSplit.TRAIN
 ) -> list[Question]:
-    """Ask each fact that the given documents of `world` state once, in wordings of one split."""
+    """Ask each fact that the given documents of `world` state once, in wordings of the given split."""
     by_id = {document.id: document for document in documents}
     questions = []
     for document in by_id.values():
@@ -57,7 +57,7 @@ def leaning_questions(
 
 
 def single_hop(rng: random.Random, name: str, relation: str, value: str, wordings: DataSplit) -> Question:
-    """Ask for a fact that one document states."""
+    """Ask for a fact that a single document states."""
     templates = wording.QUESTIONS if wordings is DataSplit.TRAIN else wording.HELD_OUT_QUESTIONS
     answer = capitalised(f"{name} {_stated(relation, value)}.")
     return Question(rng.choice(templates[relation]).format(n=name), answer, 1, (name,), relation, value)

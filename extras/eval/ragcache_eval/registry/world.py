@@ -1,4 +1,4 @@
-"""Entities of the registry that refer to one another."""
+"""Entities of the registry that refer to each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_PEOPLE = frozenset(("the", *names.TOWN_QUALIFIERS))
 
 @dataclass(frozen=True)
 class Entity:
-    """One entry: `facts` maps a relation to its value, `mentions` are entities that its document names in passing."""
+    """An entry: `facts` maps a relation to its value, `mentions` are entities that its document names in passing."""
 
     kind: str
     name: str
@@ -30,7 +30,7 @@ class Entity:
 
 
 class World:
-    """Entities of one split; no two share a name.
+    """Entities of a split; no two share a name.
 
     split: every name in the world belongs to it, whether named in passing or with a document.
     namesakes: whether two people may share a first name or a surname.
@@ -115,7 +115,8 @@ class World:
                 return name
 
     def _echo(self, name: str) -> str:
-        """Give a person the surname or first name of another: names that differ in one part are hard to tell apart."""
+        """Give a person the surname or first name of another: names that differ in a single part are hard to tell
+        apart."""
         people = [other for other in self.entities.values() if other.kind == "person"]
         if not people or name.split(" ")[0] not in (*names.FEMALE_NAMES, *names.MALE_NAMES):
             return name
@@ -126,7 +127,7 @@ class World:
 def draw_world(
     rng: random.Random, split: DataSplit, num_entities: int, rare_share: float = names.RARE_NAME_SHARE
 ) -> World:
-    """Draw about `num_entities` entities in neighbourhoods: a river, one or two towns, their people and clubs."""
+    """Draw about `num_entities` entities in neighbourhoods: a river, a town or two, their people and clubs."""
     world = World(rng, split, rare_share=rare_share)
     while len(world.entities) < num_entities:
         river = world.add_river()

@@ -1,4 +1,4 @@
-"""Suites by name: the tables of the papers, one command each."""
+"""Suites by name: the tables of the papers, a command each."""
 
 from __future__ import annotations
 

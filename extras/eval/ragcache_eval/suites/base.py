@@ -51,7 +51,7 @@ class QuestionSet(Column):
     download:   None: there is no public copy in this form
     by_hand:    where a person can download the file, for messages
     questions:  the number of rows from the start, if the paper limits it
-    filled:     passages of other questions are added up to the length asked for (RULER)
+    filled:     passages of other questions are added up to the requested length (RULER)
     """
 
     metric: str
