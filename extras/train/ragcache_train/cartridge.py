@@ -1,4 +1,4 @@
-"""A cartridge: a trained KV cache of few tokens that stands in a prompt for one corpus."""
+"""A cartridge: a trained KV cache of few tokens that replaces a corpus in the prompt."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SUFFIX, SECTION, VERSION = ".safetensors", "cartridge", 1
 
 @dataclass(frozen=True, eq=False)
 class CartridgeKV:
-    """What a cartridge's file holds: KV of the prompt's first tokens, an `Exact` as the caches take it.
+    """The content of a cartridge's file: KV of the prompt's first tokens, an `Exact` as the caches take it.
 
-    model, fingerprint: name of the model that it was trained with, and what block keys know it by
+    model, fingerprint: name of the model that it was trained with, and the model's fingerprint in block keys
     corpus, digest: absolute path of the corpus's text when it was trained, and the text's SHA-256
-    ids:     the tokens whose KV it began as: `prefix_tokens` of the prompt's beginning, then the corpus's first
+    ids:     the tokens whose KV initialised it: `prefix_tokens` of the prompt's beginning, then the corpus's first
     layers:  keys and values of each layer, [num_kv_heads, num_tokens, head_dim], keys rotated to 0, 1, ...
     """
 
@@ -60,7 +60,7 @@ class CartridgeKV:
         values.copy_(own_values)
 
     def write(self, path: Path) -> None:
-        """Write one safetensors file: keys.0, values.0, ..., and all else as JSON in its metadata."""
+        """Write a safetensors file: keys.0, values.0, ..., and all other fields as JSON in its metadata."""
         tensors = {f"keys.{n}": keys for n, (keys, _) in enumerate(self.layers)}
         tensors |= {f"values.{n}": values for n, (_, values) in enumerate(self.layers)}
         stated: dict[str, Any] = {name: getattr(self, name) for name in ("model", "fingerprint", "corpus", "digest")}
@@ -69,8 +69,11 @@ class CartridgeKV:
 
     @classmethod
     def read(cls, path: Path) -> CartridgeKV:
-        """Raises AdapterError for a file that is missing, damaged, no cartridge or of a newer version, or whose corpus
-        has changed since."""
+        """Read a cartridge's file.
+
+        Raises AdapterError for a file that is missing, damaged, not a cartridge or of a newer version, or whose corpus
+        has changed since.
+        """
         try:
             held = read_container(path)
             stated = json.loads(held.metadata[SECTION])
@@ -95,14 +98,16 @@ def corpus_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Cartridge(FusionMethod):
-    """Cartridges (Eyuboglu et al., 2025; section 3): p trained keys and values of every layer stand at the prompt's
-    beginning, where the corpus would; only what is behind them runs.
+    """Cartridges (Eyuboglu et al., 2025; section 3).
 
-    The cartridge takes the place of the prefix that it was trained with, whose KV its first ones began as.
+    A number p of trained keys and values of every layer replace the corpus at the prompt's beginning; only the tokens
+    after them run.
+
+    The cartridge replaces the prefix that it was trained with, whose KV initialised its first keys and values.
     `ragcache train --reuse cartridge` makes one.
 
     file:     name without .safetensors in the directory of RAGCACHE_CARTRIDGES
-    passages: whether passages are searched for and read behind it, as text; False: it stands in their place
+    passages: whether passages are searched for and read after it, as text; False: it replaces them
     """
 
     file: str = "cartridge"
@@ -130,7 +135,8 @@ class Cartridge(FusionMethod):
 
     @cached_property
     def kv(self) -> CartridgeKV:
-        """Raises ConfigError where no directory is named, AdapterError as `CartridgeKV.read`."""
+        """Return the cartridge's KV. Raises ConfigError if no directory is named, AdapterError as `CartridgeKV.read`
+        does."""
         directory = os.environ.get(DIRECTORY)
         if not directory:
             raise ConfigError(
@@ -163,7 +169,8 @@ class Cartridge(FusionMethod):
         return list(self._standing_in(lm, tuple(prompt.prefix_ids) or self.kv.ids))
 
     def _standing_in(self, lm: ModelCard, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Text with the cartridge's tokens in place of its beginning. Raises ConfigError for another beginning."""
+        """Return text whose beginning is replaced by the cartridge's tokens. Raises ConfigError for another
+        beginning."""
         self.additions(lm)
         for begun in (self.kv.ids, self.kv.ids[: self.kv.prefix_tokens]):  # a conversation may hold it already
             if ids[: len(begun)] == begun:

@@ -1,7 +1,7 @@
-"""Distillation: a student that reads passages apart learns from a frozen teacher that reads them as one text.
+"""Distillation: a student that reads passages apart learns from a frozen teacher that reads them as a single text.
 
 The loss is KL(teacher || student) over every token after the passages, questions and answers alike, plus the relative
-error of the hidden states of these tokens, averaged over layers (block distillation, arXiv 2605.15913). With one
+error of the hidden states of these tokens, averaged over layers (block distillation, arXiv 2605.15913). With a single
 passage, no added tokens and the recipe "prefix" both read alike, and the loss of an untrained student is 0.
 """
 
@@ -58,11 +58,11 @@ def check_teacher(teacher: LanguageModel, student: LanguageModel, hidden_weight:
 
 
 class Distillation:
-    """The loss of a batch that `collate_pairs` made. It counts what it measures until `take`.
+    """The loss of a batch that `collate_pairs` made. It sums its measurements until `take`.
 
     Args:
         teacher: the frozen model.
-        rope: the student's, for passages that are read behind a prefix.
+        rope: the student's, for passages that are read after a prefix.
         hidden_weight: weight of the hidden states' error.
         mixed: whether passes run in bfloat16.
     """
@@ -104,9 +104,9 @@ class Distillation:
 
 
 def train_layers(model: PreTrainedModel, spec: TrainedTokens | None) -> list[nn.Parameter]:
-    """Let all weights be trained but the words' embeddings and the head, which student and teacher share.
+    """Make all weights trainable except the words' embeddings and the head, which student and teacher share.
 
-    Of the embedding the added tokens' rows are trained: it is returned then, since it has a rate of its own.
+    Of the embedding only the added tokens' rows are trained: it is then returned, since it has its own learning rate.
     """
     model.requires_grad_(True)
     embedding = model.get_input_embeddings().weight
@@ -122,10 +122,10 @@ def train_layers(model: PreTrainedModel, spec: TrainedTokens | None) -> list[nn.
 
 
 class Evaluation(TrainerCallback):  # type: ignore[misc]
-    """Reads held-out rows every so many steps, at the start and at the end, and writes `evaluation.jsonl`.
+    """Reads held-out rows every few steps, at the start and at the end, and writes `evaluation.jsonl`.
 
     A line has step, tokens, the mean and median over rows of the KL along answers to the teacher's full prefill
-    (`kl`, `kl_median`), along questions (`kl_questions`), along answers when the student reads all as one text
+    (`kl`, `kl_median`), along questions (`kl_questions`), along answers when the student reads all as a single text
     (`kl_together`), and seconds.
     """
 

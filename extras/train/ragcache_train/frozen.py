@@ -1,8 +1,8 @@
 """Training on frozen weights: embedding rows of added ids, by the divergence from the model's own full prefill.
 
-The student reads passages apart, with the added tokens; the teacher is the same model over the same passages as one
-text, without them. Nothing says what the right answer is: rows learn to make up for what reading apart lost (KV Packet,
-arXiv 2604.13226, trains the vectors that it stores with blocks in this way; link tokens learn alike).
+The student reads passages apart, with the added tokens; the teacher is the same model over the same passages as a
+single text, without them. The right answer is not needed: rows learn to make up for the loss of reading apart (KV
+Packet, arXiv 2604.13226, trains the vectors that it stores with blocks in this way; link tokens learn alike).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOISE = 0.1
 
 
 class FrozenBase(nn.Module):
-    """A model that stays as it is, and what is trained beside it: the parameters, and all that checkpoints hold."""
+    """A frozen model, and the parameters trained beside it, which are all that checkpoints hold."""
 
     accepts_loss_kwargs = True  # or the Trainer would not count the labels of a step
 
@@ -55,12 +55,12 @@ class FrozenBase(nn.Module):
 
 
 class FrozenModel(FrozenBase):
-    """A model that stays as it is, and rows that stand in for its embeddings of the added ids.
+    """A frozen model, and trained rows that replace its embeddings of the added ids.
 
     row_of: number of each added id's row; start: float32 [num_rows, hidden_size]
 
-    The rows are its only parameter. They enter behind the embedding: a head that shares the embedding's weights stays
-    as it is.
+    The rows are its only parameter. They enter after the embedding: a head that shares the embedding's weights is
+    unchanged.
     """
 
     index: Tensor
@@ -99,10 +99,10 @@ class FrozenModel(FrozenBase):
 def freeze(
     lm: LanguageModel, spec: TrainedTokens, prefix_ids: Sequence[int], seed: int, earlier: Adapter | None = None
 ) -> FrozenModel:
-    """The model with rows that start as words: a header's as the prefix, all others as a line's end.
+    """Return the model with rows that start as words: a header's as the prefix, all others as a line's end.
 
-    earlier: an adapter whose rows go on where `spec` has them too; more of a kind repeat them. Raises ConfigError
-             where it has none of them.
+    earlier: an adapter whose rows are trained further where `spec` has them too; additional tokens of a kind repeat its
+             rows. Raises ConfigError if it has none of the rows.
     """
     row_of = number_rows(spec)
     newline = (encode_text(lm.tokenizer, "\n") or list(prefix_ids) or [0])[-1]
@@ -120,7 +120,7 @@ def freeze(
 
 
 def _earlier_rows(earlier: Adapter, spec: TrainedTokens, row_of: Mapping[int, int]) -> dict[int, tuple[Tensor, bool]]:
-    """By number: an earlier row of the same kind, and whether another one started as it too."""
+    """Return, by number, an earlier row of the same kind, and whether another row also started from it."""
     rows, known = earlier.rows(), {} if earlier.spec is None else earlier.spec.groups
     found = {
         row_of[id]: (rows[known[name][place % len(known[name])]], place >= len(known[name]))
@@ -137,7 +137,8 @@ def _earlier_rows(earlier: Adapter, spec: TrainedTokens, row_of: Mapping[int, in
 
 
 def number_rows(spec: TrainedTokens) -> dict[int, int]:
-    """The row of each added id. The j-th link tokens of all slots share one: what one slot learns serves all."""
+    """Return the row of each added id. The j-th link tokens of all slots share a row: one slot's training serves
+    all."""
     found = {id: place for slot in range(spec.link_slots) for place, id in enumerate(spec.link_ids(slot))}
     alone = sorted(spec.added_ids - found.keys())
     return found | {id: spec.link_tokens + number for number, id in enumerate(alone)}
@@ -163,7 +164,10 @@ def divergence_loss(
 
 
 def keep_passages(rows: Sequence[EncodedRow]) -> tuple[list[EncodedRow], list[BadLine]]:
-    """Rows that are read apart, and the others, which student and teacher read alike. Raises ConfigError for no row."""
+    """Return the rows that are read apart, and the others, which student and teacher read alike.
+
+    Raises ConfigError if no row is read apart.
+    """
     kept = [row for row in rows if row.chunks and row.apart is not False]
     reason = "it has no passages to read apart, from which alone a model learns to do so"
     idle = [BadLine(row.where, reason) for row in rows if not row.chunks or row.apart is False]
@@ -173,7 +177,7 @@ def keep_passages(rows: Sequence[EncodedRow]) -> tuple[list[EncodedRow], list[Ba
 
 
 def save_frozen(model: FrozenModel, lm: LanguageModel, base: Base, spec: TrainedTokens, out: Path) -> None:
-    """Write the rows, the tokenizer and what they belong to: an adapter, which `load_lm` takes for a model."""
+    """Write the rows, the tokenizer and the base's identity: an adapter, which `load_lm` accepts as a model."""
     lm.tokenizer.save_pretrained(out)
     rows = model.rows.detach()
     write_adapter(out, base, spec, {id: rows[row] for id, row in number_rows(spec).items()}, lm.tokenizer)

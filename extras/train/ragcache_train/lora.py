@@ -35,15 +35,15 @@ def add_lora(
     earlier: Adapter | None = None,
     mixed: bool = False,
 ) -> nn.Module:
-    """Matrices and rows are float32, whatever the model's weights are.
+    """Return the model with LoRA's matrices. Matrices and rows are float32, whatever the model's weights are.
 
-    alpha: scale of the matrices' product, over the rank; None: twice the rank, or the earlier one's
+    alpha: scale of the matrices' product, over the rank; None: twice the rank, or the earlier adapter's alpha
 
-    earlier: the adapter whose matrices go on; the embedding has its rows already
-    mixed:   passes are of mixed precision, which casts what it multiplies
+    earlier: the adapter whose matrices are trained further; the embedding has its rows already
+    mixed:   whether passes use mixed precision, which casts the operands of products
 
-    Raises ConfigError when peft is not installed, or the earlier adapter has another rank or alpha, AdapterError for
-    one that is damaged.
+    Raises ConfigError if peft is not installed, or the earlier adapter has another rank or alpha, AdapterError if the
+    earlier adapter is damaged.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -77,13 +77,13 @@ def add_lora(
 
 
 def _rows_in_place(layer: Any, ids: Tensor, adapters: Sequence[str]) -> Tensor:
-    """The embedding's weight with the trained rows at `ids`."""
+    """Return the embedding's weight with the trained rows at `ids`."""
     weight: Tensor = layer.base_layer.weight
     return weight.index_copy(0, ids, layer.trainable_tokens_delta["default"].to(weight.dtype))
 
 
 def _same_scale(earlier: Adapter, rank: int, alpha: int | None) -> int:
-    """The earlier adapter's alpha. Raises ConfigError where the options say otherwise than it."""
+    """Return the earlier adapter's alpha. Raises ConfigError if the options contradict the adapter."""
     path = earlier.directory / Lora.FILE
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def _same_scale(earlier: Adapter, rank: int, alpha: int | None) -> int:
 
 
 def _load_matrices(adapted: nn.Module, earlier: Adapter) -> None:
-    """The rows are in the embedding already: their ids may have changed."""
+    """Load the matrices only: the embedding has the rows already, and their ids may have changed."""
     path = earlier.directory / LORA_FILE
     try:
         held = {name: tensor for name, tensor in load_file(path).items() if ".lora_" in name}
@@ -135,13 +135,14 @@ def save_lora(
 
 
 def merge_lora(model: Any) -> Any:
-    """The model with its adapter added to its weights; a model without one stays as it is."""
+    """Return the model with its adapter merged into its weights; a model without an adapter is unchanged."""
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
 @contextmanager
 def known_warnings_ignored() -> Iterator[None]:
-    """peft says with every checkpoint that it saves the embeddings of a vocabulary that grew, which is as it should."""
+    """Ignore peft's warning, with every checkpoint, that it saves the embeddings of a grown vocabulary, as it
+    should."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
         yield

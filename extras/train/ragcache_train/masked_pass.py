@@ -1,8 +1,8 @@
 """A batch's forward pass: the mask of training, the attention function that follows it, and the loss on answers.
 
-The mask is one rule over one number a token. KVLink (arXiv 2502.16002), figure 2: a chunk's tokens see their own chunk
-only; everything else of the context (prefix, link tokens, KV-START, KV-END) sees all that stands before it; so does a
-question. Several questions may follow one context: each sees the context and itself. Order is that of the sequence, not
+The mask is a rule over a number per token. KVLink (arXiv 2502.16002), figure 2: a chunk's tokens see only their own
+chunk; everything else of the context (prefix, link tokens, KV-START, KV-END) sees all tokens before it; so does a
+question. Several questions may follow a context: each sees the context and itself. Order is that of the sequence, not
 of the positions, which start again at every question (and at every chunk where TurboRAG's composite positions are
 trained).
 
@@ -14,15 +14,15 @@ The number is the token's segment:
     > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchor_tokens.py`)
     0              the open part of the context: prefix, link tokens, KV-START and KV-END
     < 0            its question
-    SHARED         the prefix, where passages are read behind it; DROPPED: the primer behind it
+    SHARED         the prefix, where passages are read after it; DROPPED: the primer after the prefix
 
-A passage that is encoded after a prefix or a primer has two sets of positions, as a block does that is encoded and then
-placed: one for its own queries, one for queries outside it. The model rotates its keys for the first;
+A passage encoded after a prefix or a primer has two sets of positions, as a block does that is encoded and then
+placed: its own queries use the first set, queries outside it the second. The model rotates its keys for the first;
 `training_attention` rotates them on for the second.
 
 `sees` is the whole rule. The dense masks of a CPU and FlexAttention's block mask of a GPU are both made from it. Rows
-of a batch stand one behind another in one sequence and do not see each other: a CPU attends to each alone, a GPU
-compares the rows' numbers. What fills the sequence up is a row that nobody else sees.
+of a batch follow each other in a single sequence and do not see each other: a CPU attends to each alone, a GPU
+compares the rows' numbers. The sequence is padded with a row that no other row sees.
 
 The attention function is inference's own, registered under "ragcache_training" through transformers' public
 AttentionInterface. Layers take their masks from the batch's `Visibility`, which reaches them as a keyword argument of
@@ -62,7 +62,7 @@ def sees(
     distance: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Whether a query sees a key; all tensors broadcast.
+    """Return whether a query sees a key; all tensors broadcast.
 
     index: place in the sequence; distance: the query's position less the key's; window: of a sliding layer
     """
@@ -74,17 +74,17 @@ def sees(
 
 
 def is_shared(segment: Tensor) -> Tensor:
-    """Return whether tokens are of a prefix or primer that passages are read behind."""
+    """Return whether tokens belong to a prefix or primer that passages are read after."""
     return (segment > OPEN) & (segment & PASSAGE == SHARED)
 
 
 @dataclass(eq=False)
 class Visibility:
-    """Masks of one batch, made once for each sliding window and kept, without a look at what the tensors hold.
+    """Masks of a batch, made once for each sliding window and kept, without reading the tensors' contents.
 
     segments, positions, rows: int64 [length]; rows: the number of each token's row, ascending
-    lengths: of the rows, what fills up included
-    memory:  keys and values of each layer that stand in front of every row, at positions 0, 1, ...; (): none
+    lengths: of the rows, padding included
+    memory:  keys and values of each layer that precede every row, at positions 0, 1, ...; (): none
     shifts:  int64 [length]: how far each token is moved for queries outside passages; None: no token is
     rope:    turns the keys of moved tokens
     """
@@ -108,12 +108,14 @@ class Visibility:
 
     @property
     def placed(self) -> Tensor:
-        """Positions at which queries outside passages see the tokens."""
+        """Return the positions at which queries outside passages see the tokens."""
         return self.positions if self.shifts is None else self.positions + self.shifts
 
     def masks(self, window: int | None = None) -> list[Tensor]:
-        """bool [tokens, memory + tokens] of each row: the rule for every pair. Memory is seen but for what a window
-        hides."""
+        """Return each row's mask, bool [tokens, memory + tokens]: the rule for every pair.
+
+        Memory is seen, except where a window hides it.
+        """
         found = []
         held = torch.arange(self.memory[0][0].shape[2] if self.memory else 0, device=self.segments.device)
         split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions, self.placed))
@@ -125,16 +127,17 @@ class Visibility:
         return found
 
     def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-        """The rows' masks as numbers to add to the scores: what `scaled_dot_product_attention` takes fastest."""
+        """Return the rows' masks as numbers to add to the scores, the fastest form for
+        `scaled_dot_product_attention`."""
         if window not in self._dense:
             self._dense[window] = [additive(mask, dtype) for mask in self.masks(window)]
         return self._dense[window]
 
     def blocks(self, window: int | None) -> BlockMask:
-        """The mask as FlexAttention takes it; blocks that nobody sees are never computed.
+        """Return the mask as FlexAttention takes it; blocks that no query sees are never computed.
 
-        Which those are follows from the least and greatest numbers in a block, not from all pairs of tokens, of which a
-        batch of 16,384 has 268 million. Some blocks are kept in vain: the rule holds within each that is not `full`.
+        These blocks follow from the least and greatest numbers in a block, not from all pairs of tokens, of which a
+        batch of 16,384 has 268 million. Some unseen blocks are kept: the rule holds within each that is not `full`.
         """
         if window not in self._blocks:
             some, full = self._block_pairs(window)
@@ -143,9 +146,10 @@ class Visibility:
         return self._blocks[window]
 
     def _block_pairs(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Blocks of queries over blocks of keys: whether some pair of tokens may see each other, and whether all do.
+        """Return, for blocks of queries over blocks of keys, whether some pair of tokens may see each other, and
+        whether all do.
 
-        Runs of a passage's tokens and rows ascend, so blocks one behind another share one at most: the last of the
+        Runs of a passage's tokens and rows ascend, so successive blocks share at most one run: the last of the
         earlier is the first of the later.
         """
         segments, rows, positions = (one.view(-1, BLOCK) for one in (self.segments, self.rows, self.positions))
@@ -170,7 +174,7 @@ class Visibility:
         return some, full & earlier
 
     def for_attention(self, window: int | None, dtype: torch.dtype) -> list[Tensor] | BlockMask:
-        """The masks in the form that the device's attention takes."""
+        """Return the masks in the form that the device's attention takes."""
         return self.blocks(window) if self.segments.is_cuda and not self.memory else self.dense(window, dtype)
 
     def rule(self, window: int | None) -> Any:
@@ -203,7 +207,8 @@ class Visibility:
 
 
 def _in_order(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of keys of each block of queries, as FlexAttention takes them: their number, and those there are first."""
+    """Return each query block's key blocks as FlexAttention takes them: their number, and all blocks, the visible
+    first."""
     order = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -230,12 +235,12 @@ def training_attention(
     visibility: Visibility | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Row by row under dense masks on a CPU, or behind a memory; FlexAttention on a GPU.
+    """Attend row by row under dense masks on a CPU, or after a memory; by FlexAttention on a GPU.
 
     query: [1, num_heads, length, head_dim]; key, value: [1, num_kv_heads, length, head_dim]. Returns [1, length,
     num_heads, head_dim], as transformers' own attention functions do.
 
-    Raises UnsupportedModelError when the model does not hand the batch's rule on to its layers.
+    Raises UnsupportedModelError if the model does not pass the batch's rule on to its layers.
     """
     if visibility is None:
         family = type(module).__name__
@@ -281,10 +286,10 @@ def answer_loss(
     num_labels: Tensor | int | None = None,
     rope: Rope | None = None,
 ) -> Tensor:
-    """Cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
+    """Return the cross-entropy of the labelled tokens, divided by `num_labels` (None: by their number).
 
-    inner: `model` without what accelerate wraps around it
-    batch: see collate; rope: the model's, for passages that are read behind a prefix
+    inner: `model` without accelerate's wrapper
+    batch: see collate; rope: the model's, for passages that are read after a prefix
     """
     labels = batch["labels"]
     total = F.cross_entropy(answer_logits(model, inner, batch, rope), labels, reduction="sum")
@@ -299,14 +304,15 @@ def divergence(truth: Tensor, logits: Tensor) -> Tensor:
 
 
 def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None) -> Tensor:
-    """Logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as of `answer_loss`."""
+    """Return the logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as for
+    `answer_loss`."""
     return answer_states(model, inner, batch, rope, hidden=False)[0]
 
 
 def answer_states(
     model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None, *, hidden: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the logits as `answer_logits` does, and the same tokens' hidden states behind each layer.
+    """Return the logits as `answer_logits` does, and the same tokens' hidden states after each layer.
 
     hidden: whether there are hidden states: float32 [num_labels, hidden_size] each
     """
@@ -324,7 +330,7 @@ def answer_states(
 
 @contextmanager
 def narrowed_head(model: Any, chosen: Tensor) -> Iterator[None]:
-    """The output head reads `chosen` tokens of the sequence only: logits are [1, num_chosen, vocab_size].
+    """Make the output head read only the `chosen` tokens of the sequence: logits are [1, num_chosen, vocab_size].
 
     Scales and soft caps that a family applies to its logits follow the head and act on each logit alone.
     """

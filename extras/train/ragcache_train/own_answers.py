@@ -1,7 +1,7 @@
 """Questions and answers that the model makes itself, for rows that have none.
 
-A question is made from one passage, an answer is the greedy one of full prefill over all of them. What was made is
-kept in `own_answers.jsonl`, one line a row, so that a run that is resumed trains on the same rows.
+A question is made from a single passage, an answer is the greedy answer of full prefill over all passages. They are
+kept in `own_answers.jsonl`, a line for each row, so that a resumed run trains on the same rows.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ WAIT_S = 1.0
 
 
 class OwnAnswers:
-    """Fills rows with what the model says.
+    """Fills rows with the model's own questions and answers.
 
-    path: the file that keeps it; options: how prompts are laid out; seed: of the questions
-    instructions: each asks for one question about a passage
+    path: the file that keeps them; options: how prompts are laid out; seed: of the questions
+    instructions: each requests a question about a passage
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class OwnAnswers:
         self._eos = eos_token_ids(lm)
 
     def fill(self, rows: Sequence[DataRow]) -> list[DataRow | BadLine]:
-        """The rows, each with an answer to each of its questions, and those that cannot have one.
+        """Return the rows, each with an answer to each of its questions, and the rows that cannot have an answer.
 
-        Of several processes (torchrun) the first one makes what is missing; the others wait for it.
+        Of several processes (torchrun) the first makes the missing answers; the others wait for it.
         """
         known = self._read()
         missing = {self._key(row): row for row in rows if _lacks(row) and self._key(row) not in known}
@@ -83,7 +83,7 @@ class OwnAnswers:
                 yield key, asked
 
     def _read(self) -> dict[str, list[Asked]]:
-        """What was made before, by row. A line that a killed run left unfinished is left out."""
+        """Return the entries made before, by row. A line that a killed run left unfinished is ignored."""
         if not self.path.exists():
             return {}
         found = {}
@@ -96,7 +96,7 @@ class OwnAnswers:
         return found
 
     def _key(self, row: DataRow) -> str:
-        """Names all that a row's answers depend on."""
+        """Return a digest of everything that a row's answers depend on."""
         options = [self.options.system, self.options.question_format, self.seed, *self.instructions, QUESTIONS]
         return digest([self.lm.fingerprint, options, asdict(replace(row, where=""))])
 
@@ -107,7 +107,7 @@ class OwnAnswers:
         return BadLine(row.where, reason)
 
     def _ask_about(self, row: DataRow) -> list[Asked]:
-        """Questions with answers; none where the row does not fit the model."""
+        """Return questions with answers; none if the row does not fit the model."""
         form = self._form(row, self.options.question_format)
         chunks = self._chunks.encode([passage_text(text) for text in row.passages])
         try:
@@ -125,7 +125,7 @@ class OwnAnswers:
         return found
 
     def _questions(self, row: DataRow, chunks: Sequence[Sequence[int]]) -> Iterator[str]:
-        """One question to each instruction about each of a few passages, sampled with the seed."""
+        """Yield a question to each instruction about each of a few passages, sampled with the seed."""
         form = self._form(row, "{question}")
         rng = random.Random(f"{self.seed}/{self._key(row)}")
         ranks = rng.sample(range(len(chunks)), min(QUESTIONS, len(chunks)))
@@ -144,7 +144,7 @@ class OwnAnswers:
     def _answer(
         self, prompt: Prompt, sampling: Sampling, context: SharedContext | None = None
     ) -> tuple[str, SharedContext]:
-        """What the model says by full prefill, and its context for other questions over the same passages."""
+        """Return the model's answer by full prefill, and its context for other questions over the same passages."""
         fused = fuse(self.lm, prompt, "full", base=context, reserve_tokens=sampling.max_tokens or 0)
         shared = fused.share() if context is None else context
         steps = decode(self.lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=self._eos)

@@ -1,8 +1,8 @@
 """Rows of training data as token ids: the ids that the engine would build.
 
 Prefix and suffix come from `ragcache.prompt.prompt_format`; a passage is tokenised alone, as a chunk is, and ends with
-one newline. The answer is what the chat template puts after the start of the assistant's turn: its text and the token
-that ends the turn.
+a newline. The answer is the text that the chat template puts after the start of the assistant's turn: its text and
+the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ragcache_train.train_rows import BadLine, ChatMessage, DataRow
 class EncodingOptions:
     """How rows become ids.
 
-    system:          text before everything where a row has none of its own; None: the template's own
+    system:          text before everything if a row has no system text; None: the template's own
     question_format: as of `prompt_format`
     segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
     max_tokens:      longest sequence; link tokens, markers and anchors are not counted
-    halves:          whether a "text" is cut in two halves, the first of which is a chunk (KVLink, A.6)
+    halves:          whether a "text" is cut into two halves, the first of which is a chunk (KVLink, A.6)
     blocks:          chunks at most that a "text" is cut into, of about `segment_tokens` each; 0: it is not cut
     """
 
@@ -60,9 +60,9 @@ class RowEncoder:
         }
 
     def encode(self, row: DataRow) -> EncodedRow | BadLine:
-        """The row's ids, or why it cannot be used: it does not fit.
+        """Return the row's ids, or the reason if it does not fit.
 
-        Raises ConfigError when an answer alone is longer than the context.
+        Raises ConfigError if an answer alone is longer than the context.
         """
         encoded = self._encoders[row.kind](row)
         limit = self.options.max_tokens
@@ -97,7 +97,7 @@ class RowEncoder:
         return EncodedRow(row.kind, row.where, form.prefix_ids, chunks, asks, None, row.shuffle)
 
     def _summary(self, row: DataRow) -> EncodedRow:
-        """The text in segments of equal length, each read alone; cut at the end where it does not fit."""
+        """Return the text in segments of equal length, each read alone; cut at the end if it does not fit."""
         form = self._format(row.system, self.options.question_format)
         (asked,) = row.asked
         ask = self._ask(self._suffix(form, asked.question), asked.answer)
@@ -130,8 +130,10 @@ class RowEncoder:
         return EncodedRow(row.kind, row.where, form.prefix_ids, [], [ask], False, False)
 
     def _text(self, row: DataRow) -> EncodedRow:
-        """Plain language modelling: every token but the first is to be learned; of halves, every one but the second's
-        first."""
+        """Return a row of plain language modelling: every token but the first is learned.
+
+        With halves, every token of the second half but its first is learned.
+        """
         bos = [] if self.tokenizer.bos_token_id is None else [int(self.tokenizer.bos_token_id)]
         ids = [*bos, *self._chunks.encode([row.text])[0]][: self.options.max_tokens]
         if self.options.halves and len(text := ids[len(bos) :]) > 2:
@@ -147,8 +149,10 @@ class RowEncoder:
 
 
 def _cut(ids: Sequence[int], size: int, most: int) -> list[Sequence[int]]:
-    """Cut a text into pieces of half to one and a half times `size` tokens; the last one is the text behind `most` of
-    them, or of at least two tokens. The cuts depend on the ids alone."""
+    """Cut a text into pieces of half to one and a half times `size` tokens.
+
+    The last piece is the text after `most` pieces, or has at least two tokens. The cuts depend on the ids alone.
+    """
     rng, start, pieces = random.Random(sum(ids)), 0, list[Sequence[int]]()
     while len(pieces) < most and len(ids) - start > size:
         stop = min(start + max(1, round(size * rng.uniform(0.5, 1.5))), len(ids) - 2)
@@ -158,7 +162,7 @@ def _cut(ids: Sequence[int], size: int, most: int) -> list[Sequence[int]]:
 
 
 def passage_text(text: str) -> str:
-    """Clean a text as the chunker does: no blank lines around it, and one newline at its end."""
+    """Return the text cleaned as the chunker does: no blank lines around it, and a newline at its end."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip().split("\n")
     while lines and not lines[0].strip():
         lines.pop(0)
@@ -182,7 +186,7 @@ class AnswerForm(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """A conversation in pieces for `encode_rendered`. bos: an id before the head, where no template writes one."""
+    """A conversation in pieces for `encode_rendered`. bos: an id before the head, if no template writes it."""
 
     bos: int | None
     head: str
@@ -191,7 +195,7 @@ class Turns(NamedTuple):
 
 
 def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
-    """Raises ConfigError when neither template nor tokenizer says how an answer ends."""
+    """Return the form of an answer. Raises ConfigError if neither template nor tokenizer defines how an answer ends."""
     before, after = _around_answer(tokenizer)
     found = encode_rendered(tokenizer, after)[:1] if after else []
     end_id = found[0] if found and found[0] in tokenizer.all_special_ids else tokenizer.eos_token_id
@@ -202,7 +206,7 @@ def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
 
 
 def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Text that the template writes before and after an answer, behind its own start of the assistant's turn."""
+    """Return the text that the template writes before and after an answer, after the start of the assistant's turn."""
     tail = prompt_format(tokenizer).tail
     fallback = ("" if tail[-1:].isspace() else " ", "")
     if tokenizer.chat_template is None:
@@ -219,9 +223,10 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, system: str | None, earlier: Sequence[ChatMessage], question: str
 ) -> Turns:
-    """A conversation parted before the first user turn, after each answer, and before the last answer.
+    """Return a conversation split before the first user turn, after each answer, and before the last answer.
 
-    A template whose finished turns depend on what follows cannot be cut; the turns are then written as without one.
+    A template whose finished turns depend on later turns cannot be cut; the turns are then written as without a
+    template.
     """
     form = prompt_format(tokenizer, system=system, question_format="{question}")
     question = as_text(tokenizer, question)

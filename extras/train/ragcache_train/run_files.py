@@ -1,5 +1,6 @@
-"""Files of a run beside the model: its options, its checkpoints, its log (one JSON object a line), and a plot of the
-loss where matplotlib is installed."""
+"""Files of a run beside the model: its options, its checkpoints, its log (a JSON object per line), and a plot of the
+loss if matplotlib is installed.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def find_checkpoint(options: TrainOptions, out: Path) -> str | None:
 
 
 def _damage(path: Path) -> str | None:
-    """Return what a checkpoint lacks, None for a whole one. A run that is killed may leave files missing or short."""
+    """Return what a checkpoint lacks, or None if it is whole. A killed run may leave files missing or short."""
     try:
         json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))  # the last file that is written
         for file in path.glob("*.safetensors"):
@@ -106,7 +107,7 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, out: Path, show: Show | None = None, limit_s: float | None = None) -> None:
         self.out, self.show, self.limit_s = out, show, limit_s
-        self.elapsed_s = 0.0  # when the last step ended; the next one's rate is of then
+        self.elapsed_s = 0.0  # when the last step ended; the next rate counts from then
         self.last_loss: float | None = None
         self._started = time.monotonic()
 
@@ -127,14 +128,14 @@ class ProgressLog(TrainerCallback):  # type: ignore[misc]
         if self.limit_s is None:
             return
         self.elapsed_s = time.monotonic() - self._started
-        if args.world_size > 1:  # the first process's: all end at one step, at one learning rate
+        if args.world_size > 1:  # the first process's: all end at the same step, at the same learning rate
             own = torch.tensor([self.elapsed_s], dtype=torch.float64, device=args.device)
             self.elapsed_s = float(broadcast(own))
         if self.elapsed_s >= self.limit_s:
             control.should_training_stop = control.should_log = control.should_save = True
 
     def time_share(self) -> float:
-        """How much of the time is over, 0..1; 0 where there is no limit."""
+        """Return how much of the time is over, 0..1; 0 if there is no limit."""
         return 0.0 if self.limit_s is None else min(1.0, self.elapsed_s / self.limit_s)
 
     def on_log(
@@ -169,7 +170,7 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(lines: list[dict[str, Any]], path: Path) -> None:
-    """Loss over steps as a PNG; nothing where matplotlib is not installed or nothing was logged."""
+    """Plot loss over steps as a PNG; do nothing if matplotlib is not installed or nothing was logged."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,7 +1,7 @@
 """Self-study: a cartridge is trained on conversations that the model has with itself about chunks of the corpus.
 
 Cartridges (arXiv 2506.06266), section 4: the model asks about a chunk, prompted by a seed of one of five kinds, and
-answers over that chunk in full prefill. The student reads the conversation behind the cartridge, the teacher behind the
+answers over that chunk in full prefill. The student reads the conversation after the cartridge, the teacher after the
 chunk, and the loss is the divergence of the two over all its tokens (context distillation).
 """
 
@@ -43,7 +43,8 @@ FILE = f"cartridge{SUFFIX}"
 
 
 def read_corpus(path: str | Path) -> str:
-    """Raises ConfigError for a file that cannot be read, is too large, no text in UTF-8, or empty."""
+    """Return the corpus's text. Raises ConfigError for a file that is unreadable, too large, not UTF-8 text, or
+    empty."""
     try:
         if Path(path).stat().st_size > MAX_LINE_BYTES:
             raise ConfigError(f"{path} is longer than {MAX_LINE_BYTES >> 20} MiB; a cartridge stands for less text")
@@ -84,7 +85,7 @@ class CartridgeModel(FrozenBase):
         self.rest = nn.ParameterList([nn.Parameter(one[:, :, 1:].contiguous()) for one in flat])
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer as they are now, [1, num_kv_heads, p, head_dim]."""
+        """Return the current keys and values of each layer, [1, num_kv_heads, p, head_dim]."""
         flat = [torch.cat(pair, dim=2) for pair in zip(self._first, self.rest, strict=True)]
         return list(zip(flat[::2], flat[1::2], strict=True))
 
@@ -94,12 +95,12 @@ class CartridgeModel(FrozenBase):
 
 
 def begin_cartridge(lm: LanguageModel, row: EncodedRow, corpus: str | Path, num_tokens: int) -> CartridgeKV:
-    """The KV that training begins with: the model's own of the prompt's beginning and the corpus's first tokens.
+    """Return the KV that training begins with: the model's KV of the prompt's beginning and the corpus's first tokens.
 
-    row: any of the corpus's, for the prompt's beginning
+    row: any row of the corpus, for the prompt's beginning
 
-    Raises ConfigError for a corpus of fewer tokens, or a beginning of as many, UnsupportedModelError for layers that
-    hold no keys and values of their own.
+    Raises ConfigError for a corpus of fewer tokens, or a beginning of at least as many, UnsupportedModelError for
+    layers without their own keys and values.
     """
     if lm.shape.states or lm.shape.num_layers != lm.config.get_text_config(decoder=True).num_hidden_layers:
         raise UnsupportedModelError(

@@ -1,7 +1,7 @@
-"""Ids for link tokens, markers, packets and anchors: reserved ones of the tokenizer where there are enough, else new.
+"""Ids for link tokens, markers, packets and anchors: reserved ids of the tokenizer if there are enough, else new ids.
 
 A Llama 3 vocabulary gets the ids of KVLink's own code (128011 + K * slot + place, 128254, 128255), so that its
-checkpoints and ours are laid out alike.
+checkpoints and this package's have the same layout.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def choose_spec(
     anchor_tokens: int = 0,
     anchor_segment: int = 0,
 ) -> TrainedTokens | None:
-    """Ids for a way of reuse; adds tokens to the tokenizer where it has too few reserved ones.
+    """Return ids for a way of reuse; adds tokens to the tokenizer if it has too few reserved ids.
 
-    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids of its own), "markers", "packet", or "none"
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", "packet", or "none"
            or "cartridge" (None then)
     header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
-    anchor_tokens, anchor_segment: behind so many tokens of every passage ("link")
+    anchor_tokens, anchor_segment: anchors after each so many tokens of every passage ("link")
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
@@ -104,7 +104,7 @@ def _llama3_spec(link_tokens: int, link_slots: int) -> TrainedTokens:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str], used: Collection[int] = ()) -> list[int]:
-    """Consecutive ids, one for each name. used: reserved ones that have another use by now"""
+    """Return consecutive ids, one for each name. used: reserved ids that are already in use"""
     known = tokenizer.get_vocab()
     taken = [known[name] for name in names if name in known]
     if len(taken) == len(names) and _in_a_row(taken):
@@ -173,7 +173,7 @@ def take_rows(model: PreTrainedModel, spec: TrainedTokens, earlier: Adapter) -> 
 
 @torch.no_grad()
 def _start_rows(model: PreTrainedModel, ids: list[int], seed: int) -> None:
-    """Embeddings drawn about the mean of all others. Rows of a head of its own stand at their mean: nothing likely."""
+    """Draw embeddings about the mean of all others. Rows of an untied head are set to its mean: no id is likely."""
     embeddings: Tensor = model.get_input_embeddings().weight
     others = torch.ones(embeddings.shape[0], dtype=torch.bool, device=embeddings.device)
     others[ids] = False

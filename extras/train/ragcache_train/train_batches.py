@@ -1,17 +1,17 @@
-"""Batches of training: rows as the sequences that the engine would build for them, and which of these run together.
+"""Batches of training: rows as the sequences that the engine would build for them, and the rows that run together.
 
     link         prefix, KV-START, chunk 0, links of slot 0, chunk 1, links of slot 1, ..., KV-END, then the question;
                  with anchors, each chunk as text and anchors by turns
     markers      prefix, [doc_start, chunk, doc_end] for each chunk, then the question
     reposition   prefix, chunks, then the question (Block-Attention)
-    standard     the same ids as reposition, read as one text: every token sees all before it
+    standard     the same ids as reposition, read as a single text: every token sees all before it
 
-Passages that are read behind the prefix, or a primer behind it, stand at the positions of their encoding, right behind
-these; `shifts` says how far they are moved for the rest of the prompt. A primer is read once a row.
+Passages that are read after the prefix, or after a primer that follows it, have the positions of their encoding, right
+after these; `shifts` says how far they are moved for the rest of the prompt. A primer is read once per row.
 
-Several questions stand one after another; each starts at the position behind the context.
+Several questions follow one another; each starts at the position after the context.
 
-As many rows run together as fit, shuffled anew each epoch; all of it depends on the seed alone.
+As many rows run together as fit, shuffled anew each epoch; the plan depends only on the seed.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Ask(NamedTuple):
 
     @property
     def learned(self) -> Ask:
-        """Question and answer as one answer, of which every token but the first is to be learned."""
+        """Return question and answer as a single answer, of which every token but the first is learned."""
         whole = [*self.suffix, *self.answer]
         return Ask(whole[:1], whole[1:])
 
 
 class EncodedRow(NamedTuple):
-    """One line of the data as ids.
+    """A line of the data as ids.
 
     kind:    the line's type ("qa", "chat", ...)
     where:   file and line, for messages
     apart:   whether its chunks are always, sometimes (None) or never encoded separately
     shuffle: whether its chunks may change places
-    linked:  whether link tokens and the like stand beside its chunks; False: only what blocks hold
-    primer:  ids that each chunk is read behind, after the prefix, where the recipe is "primer"
+    linked:  whether link tokens and the like accompany its chunks; False: only the contents of blocks
+    primer:  ids that each chunk is read after, following the prefix, if the recipe is "primer"
     """
 
     kind: str
@@ -72,7 +72,7 @@ class EncodedRow(NamedTuple):
 
 @dataclass
 class Sample:
-    """One sequence; all lists have its length. A label is the id that follows, or -100 where nothing is learned.
+    """A sequence; all lists have its length. A label is the id that follows, or -100 if nothing is learned.
 
     shifts: how far each token is moved for tokens outside passages
     """
@@ -100,13 +100,13 @@ class Sample:
 
 
 def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Sequence[int] | None = None) -> Sample:
-    """The row as one sequence.
+    """Return the row as a sequence.
 
     spec:  how passages are encoded separately; None: never
-    apart: whether they are in this sequence
-    order: of the passages; None: as they come
+    apart: whether passages are encoded separately in this sequence
+    order: of the passages; None: unchanged
 
-    Raises ConfigError when there are more passages than link slots.
+    Raises ConfigError if there are more passages than link slots.
     """
     context = _context(row, spec if apart else None, order)
     sample = Sample()
@@ -125,7 +125,7 @@ def lay_out(row: EncodedRow, spec: TrainedTokens | None, apart: bool, order: Seq
 
 
 def _add_head(sample: Sample, pieces: list[Segment], primer: Sequence[int]) -> int:
-    """Move the text before all passages into the sample, a primer behind it. Return the passages' first position."""
+    """Move the text before all passages into the sample, and a primer after it. Return the passages' first position."""
     head = pieces.pop(0).ids if pieces[0].passage is None else ()
     sample.add(head, 0, [SHARED] * len(head))
     sample.add(primer, len(head), [DROPPED] * len(primer))
@@ -133,7 +133,7 @@ def _add_head(sample: Sample, pieces: list[Segment], primer: Sequence[int]) -> i
 
 
 def _segments(piece: Segment, spec: TrainedTokens | None) -> list[int]:
-    """The number of each token for the mask. spec: None where passages are read as one text"""
+    """Return each token's number for the mask. spec: None if passages are read as a single text"""
     if piece.passage is None or spec is None:
         return [OPEN] * len(piece.ids)
     if spec.anchors is not None:
@@ -168,7 +168,7 @@ def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> i
 
 
 def context_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
-    """Tokens before the questions, a primer's among them."""
+    """Return the number of tokens before the questions, a primer's among them."""
     chunks = [len(chunk) for chunk in row.chunks]
     added = len(row.primer) + _added(row, spec).num_tokens(chunks) if apart and chunks and spec is not None else 0
     return len(row.prefix) + sum(chunks) + added
@@ -203,7 +203,7 @@ POOL_BATCHES = 50  # batches' worth of shuffled rows, which are packed together
 
 
 class Draw(NamedTuple):
-    """One row in one epoch. apart: its chunks are encoded separately; seed: of the order of its passages."""
+    """A row in an epoch. apart: its chunks are encoded separately; seed: of the order of its passages."""
 
     row: int
     apart: bool
@@ -212,12 +212,13 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """
-    tokens:         of a batch at most (one long row may exceed it alone)
+    """Sizes and mixture of the batches.
+
+    tokens:         of a batch at most (a single long row may exceed it)
     rows:           of a batch at most; None: as many as fit
-    separate_share: of the rows that may be encoded either way, those encoded separately
+    separate_share: share of the rows encoded separately, of the rows that may be encoded either way
     mixture:        share of each kind of row in an epoch; None: as the data has them
-    most:           passages of a row at most, where rows vary from epoch to epoch (`vary`); None: they do not
+    most:           passages of a row at most, if rows vary from epoch to epoch (`vary`); None: they do not vary
 
     Raises ConfigError for numbers out of range.
     """
@@ -275,7 +276,7 @@ class BatchPlan:
         return max(count, 1)
 
     def epoch(self, number: int) -> list[list[Draw]]:
-        """The batches of one epoch, in order."""
+        """Return the batches of an epoch, in order."""
         rng = random.Random(f"{self.seed}/{number}")
         draws = [self._draw(row, rng) for row in self._members(rng)]
         rng.shuffle(draws)
@@ -326,7 +327,7 @@ class BatchPlan:
 
 
 def _by_kind(rows: Sequence[EncodedRow], mixture: Mapping[str, float] | None) -> dict[str, list[int]]:
-    """Rows of each kind that the mixture names. Raises ConfigError for a kind that has none."""
+    """Return the rows of each kind that the mixture names. Raises ConfigError for a kind that has no rows."""
     found: dict[str, list[int]] = {kind: [] for kind, share in (mixture or {}).items() if share > 0}
     for index, row in enumerate(rows):
         if row.kind in found:
@@ -356,12 +357,12 @@ class DrawnRows:
         row = self.rows[draw.row]
         if not (self.shuffle and row.shuffle):
             return None
-        # The paper's A.5: or the model learns where answers stand.
+        # The paper's A.5: otherwise the model learns where answers are.
         return random.Random(draw.seed).sample(range(len(row.chunks)), len(row.chunks))
 
 
 class Pair(NamedTuple):
-    """One row as the student reads it, passages apart, and as its teacher does: as one text."""
+    """A row as the student reads it, passages apart, and as its teacher does: as a single text."""
 
     student: Sample
     teacher: Sample
@@ -381,7 +382,7 @@ class DrawnPairs:
 
 
 def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
-    """Rows packed one behind another, as int64 tensors.
+    """Return rows packed one after another, as int64 tensors.
 
     input_ids, position_ids: [1, length]
     segments, rows: [length]; see `Visibility`
@@ -390,7 +391,7 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
     shifts:         [length], absent where no token is moved
 
     `shift_labels` is `labels` again: by that name transformers' Trainer knows that they are shifted already.
-    multiple: the length is a multiple of it; a row of its own fills it up
+    multiple: the length is a multiple of it; an additional row pads it
     """
     lengths = [len(sample.ids) for sample in samples]
     if more := -sum(lengths) % multiple:
@@ -417,6 +418,6 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
 
 
 def collate_pairs(pairs: Sequence[Pair], multiple: int = 1) -> dict[str, Any]:
-    """The students' batch, with the teachers' under "teacher"."""
+    """Return the students' batch, with the teachers' under "teacher"."""
     teachers = collate([pair.teacher for pair in pairs], multiple)
     return {**collate([pair.student for pair in pairs], multiple), "teacher": teachers}

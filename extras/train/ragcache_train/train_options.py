@@ -22,51 +22,52 @@ DISTILL_RATE = 1e-4  # all weights; the teacher's distribution says more of a to
 FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
 DISTILL_BETA2 = 0.98
 FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
-PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens in front of a passage and behind it, on frozen weights
+PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens before a passage and after it, on frozen weights
 CARTRIDGE = "cartridge"
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """
-    model:           bundled name, directory or hub id of the model to start from, or an adapter: on frozen weights
-                     and with LoRA it goes on
-    data:            files of JSON lines (ragcache_train.train_rows); may be empty where a store is given
+    """Options of a training run.
+
+    model:           bundled name, directory or hub id of the model to start from, or an adapter, which frozen weights
+                     and LoRA train further
+    data:            files of JSON lines (ragcache_train.train_rows); may be empty if a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
                      frozen weights always), "cartridge" (Cartridges, likewise) or "none" (ordinary fine-tuning in
                      standard encoding)
-    corpus:          file of text that a cartridge stands for: the model asks itself about `rows` chunks of it, of
+    corpus:          file of text that a cartridge replaces: the model asks itself about `rows` chunks of it, of
                      `study_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
-    objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as one text,
-                     along every token behind them, and the relative error of hidden states there
+    objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as a single
+                     text, along every token after them, and the relative error of hidden states there
     recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
-    teacher:         of "distill": a model of the same family and vocabulary; None: the model to start from, as it is
+    teacher:         of "distill": a model of the same family and vocabulary; None: the model to start from, unchanged
     hidden_weight:   of "distill": weight of the hidden states' error
     link_rate:       of "distill": learning rate of the added tokens' embeddings; None: ten times that of the weights
     evaluate:        of "distill": file of held-out rows with answers, read every `evaluate_every` steps
-    freeze:          leave the weights as they are and train the embeddings of the added ids alone, by the divergence
+    freeze:          leave the weights unchanged and train only the embeddings of the added ids, by the divergence
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
-    header_tokens, trailer_tokens: in front of each passage and behind it, part of its block, on frozen weights; None:
-                     as PACKETS has it
-    anchor_tokens:   of KVLink's compressed caches ("link"): behind every `anchor_segment` tokens of a passage, whose
-                     block holds the KV of these alone; 0: none. Of "text" rows the first half is compressed
-    store:           draw `rows` rows of `passages` neighbouring passages from this store, without labels. By
-                     "distill" other rows, too, have a random number of passages, so many at most
+    header_tokens, trailer_tokens: before and after each passage, part of its block, on frozen weights; None:
+                     as in PACKETS
+    anchor_tokens:   of KVLink's compressed caches ("link"): after every `anchor_segment` tokens of a passage, whose
+                     block holds only their KV; 0: none. Of "text" rows the first half is compressed
+    store:           draw `rows` rows of `passages` neighbouring passages from this store, without labels. With
+                     "distill" other rows, too, have a random number of passages, at most this many
     database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
                      password
-    link_tokens:     K, after each passage; link_slots: passages that have link tokens of their own
+    link_tokens:     K, after each passage; link_slots: passages that have their own link tokens
     positions:       of markers: "reordered" or "composite"
-    separate_share:  of "qa" rows, those whose passages are encoded separately; the others in standard encoding
+    separate_share:  share of "qa" rows whose passages are encoded separately; the others in standard encoding
     mixture:         share of each kind of row; None: as the data has them
     shuffle_passages: put the passages of "qa" rows in another order each epoch
     system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
-                     None: 4,096 or what the model takes
+                     None: 4,096 or the model's limit
     steps:           of the optimizer; None: `epochs` of the data
-    minutes:         the run ends after so many, if its steps have not by then; the learning rate falls with the time
-                     then. Those before a run was resumed count
-    batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches of one step
+    minutes:         the run ends after this time, unless its steps end earlier; the learning rate then falls with the
+                     time. The minutes before a run was resumed count
+    batch_tokens, batch_size: tokens and rows of a batch at most; accumulate: batches per step
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; it falls to 0 linearly after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
@@ -74,7 +75,7 @@ class TrainOptions:
     resume:          go on from the last checkpoint in `out`
     device:          "auto" (see `load_lm`), "cuda", "cpu", ...
     dtype:           of the weights while training; save_dtype: of the saved ones; None: as the model was saved
-    precision:       of the passes: "float32" or "bfloat16" (mixed precision; what is not trained is bfloat16 itself);
+    precision:       of the passes: "float32" or "bfloat16" (mixed precision; frozen weights are bfloat16 themselves);
                      None: bfloat16 on a GPU
     compile:         the model's layers, on the first batch; None: on a GPU
     """
@@ -136,7 +137,7 @@ class TrainOptions:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the option that is out of range."""
+        """Raise ConfigError naming the option that is out of range."""
         self.batches()
         self._check_anchors()
         self._check_cartridge()
@@ -238,7 +239,7 @@ class TrainOptions:
 
     @property
     def packet(self) -> tuple[int, int]:
-        """Tokens of a passage's header and trailer."""
+        """Return the tokens of a passage's header and trailer."""
         header, trailer = PACKETS.get(self.reuse, (0, 0)) if self.is_frozen and not self.anchor_tokens else (0, 0)
         return (
             header if self.header_tokens is None else self.header_tokens,
@@ -251,7 +252,7 @@ class TrainOptions:
 
     @property
     def most(self) -> int | None:
-        """Passages of a row at most, where their number is drawn anew in each epoch."""
+        """Return the most passages of a row, if their number is drawn anew in each epoch."""
         return self._passages if self.distills and self.shuffle_passages else None
 
     @property
@@ -259,7 +260,7 @@ class TrainOptions:
         return min(self.passages, self.link_slots) if self.link_tokens else self.passages
 
     def encoding(self, max_positions: int) -> EncodingOptions:
-        """max_positions: tokens that the model takes."""
+        """Return the encoding's options. max_positions: the model's limit on tokens."""
         wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if self.max_tokens is not None and wanted > max_positions:
             raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
@@ -268,19 +269,19 @@ class TrainOptions:
         return EncodingOptions(*form, min(wanted, max_positions), self.anchor_tokens > 0, blocks)
 
     def runs_bfloat16(self, device: str) -> bool:
-        """Whether the passes are in bfloat16."""
+        """Return whether the passes are in bfloat16."""
         return device.startswith("cuda") if self.precision is None else self.precision == "bfloat16"
 
     def weights_dtype(self, device: str) -> str:
-        """The dtype of the weights while training: those that stay as they are need no more than the passes.
+        """Return the dtype of the weights while training: frozen weights need only the precision of the passes.
 
-        Where LoRA's matrices are merged into them, they are saved, and stay as precise as they came.
+        If LoRA's matrices are merged into the weights, the weights are saved, and keep their precision.
         """
         stay = self.is_frozen or self.makes_lora_adapter
         return "bfloat16" if stay and self.runs_bfloat16(device) else self.dtype
 
     def compiles(self, device: str) -> bool:
-        """Whether the model's layers are compiled."""
+        """Return whether the model's layers are compiled."""
         return device.startswith("cuda") if self.compile is None else self.compile
 
     @property
@@ -291,7 +292,7 @@ class TrainOptions:
 
     @property
     def rate_of_links(self) -> float:
-        """Learning rate of the added tokens' embeddings, where it is their own."""
+        """Return the learning rate of the added tokens' embeddings, if it is separate."""
         return 10 * self.rate if self.link_rate is None else self.link_rate
 
     def rate_share(self, done: float) -> float:
@@ -306,7 +307,7 @@ class TrainOptions:
         return FROZEN_BETA2 if self.is_frozen else DISTILL_BETA2 if self.distills else 0.999
 
     def to_json(self) -> dict[str, Any]:
-        """Options as JSON, for the file beside the checkpoints."""
+        """Return the options as JSON, for the file beside the checkpoints."""
         own = json.loads(json.dumps(asdict(replace(self, database=None)), default=str))
         if self.corpus is not None and Path(self.corpus).is_file():  # another text is another run
             own["corpus"] = f"{self.corpus}, SHA-256 {corpus_digest(Path(self.corpus))[:12]}"

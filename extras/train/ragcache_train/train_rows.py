@@ -1,4 +1,4 @@
-"""Training data: JSON lines, one object a line, with a "type"; packed with xz or gzip where the file's name says so.
+"""Training data: JSON lines, an object per line, with a "type"; packed with xz or gzip if the file's name says so.
 
     {"type": "qa", "passages": [TEXT or {"title": T, "text": TEXT}, ...], "question": Q, "answer": A}
     {"type": "qa", "passages": [...], "questions": [{"question": Q, "answer": A}, ...]}
@@ -9,7 +9,7 @@
     {"type": "text", "text": TEXT}
 
 All but "text" may have a "system" text, "qa" may say `"shuffle": false` (its passages keep their order), "summary" may
-have an "instruction" of its own, and "id" and other fields are left alone. A line that cannot be used is named and left
+have its own "instruction", and "id" and other fields are ignored. A line that cannot be used is named and left
 out; a file without a usable line is an error.
 
 For training on frozen weights rows may also come from a store (`store_rows`).
@@ -37,7 +37,7 @@ KINDS = ("qa", "chat", "summary", "instruction", "text")
 SUMMARY_INSTRUCTION = "Summarize the text above."
 MAX_LINE_BYTES = 16 << 20
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
-NAMED = 5  # bad lines that one error message names
+NAMED = 5  # bad lines that an error message names
 
 
 class Asked(NamedTuple):
@@ -54,12 +54,12 @@ class ChatMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class DataRow:
-    """One usable line.
+    """A usable line.
 
     kind:     one of KINDS; where: file and line
     system:   text before everything, or None for the template's own
     passages: read separately or together: passages of "qa", the text of "summary"
-    asked:    questions and answers: one for "summary" and "instruction"; none where the model is to ask
+    asked:    questions and answers: a single pair for "summary" and "instruction"; none if the model is to ask
     messages: of "chat": user and assistant in turn, the assistant last
     text:     of "text"
     shuffle:  whether the passages may change places
@@ -88,7 +88,7 @@ class BadLine(NamedTuple):
 def read_rows(
     paths: Sequence[str | os.PathLike[str]], *, unlabelled: bool = False
 ) -> tuple[list[DataRow], list[BadLine]]:
-    """All usable lines of the files, in order, and the lines that are not.
+    """Return all usable lines of the files, in order, and the unusable lines.
 
     unlabelled: "qa" lines may lack answers, or questions and answers
 
@@ -117,7 +117,7 @@ def _named(bad: Sequence[BadLine]) -> str:
 
 
 def _read_file(path: Path, unlabelled: bool) -> Iterator[DataRow | BadLine]:
-    """Line by line, unpacked on the way: no more of a file is held than a line, or MAX_LINE_BYTES of it."""
+    """Yield lines, unpacking on the way: at most a line of a file, or MAX_LINE_BYTES of it, is in memory."""
     number = 0
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
@@ -140,7 +140,7 @@ class _LineError(ValueError):
 
 
 def parse_line(line: bytes | str, where: str, unlabelled: bool = False) -> DataRow | BadLine:
-    """One line as a DataRow, or why it is none."""
+    """Return a line as a DataRow, or the reason why it cannot be."""
     try:
         text = line.decode("utf-8-sig") if isinstance(line, bytes) else line
         fields = json.loads(text)
@@ -254,11 +254,11 @@ _PARSERS: dict[Any, Callable[[dict[str, Any], str], DataRow]] = {
 
 
 def store_rows(path: str | Path, *, rows: int, passages: int, seed: int, database: str | None = None) -> list[DataRow]:
-    """So many rows of so many passages that stand side by side in the store, in their order; each begins elsewhere.
+    """Return `rows` rows of `passages` adjacent passages of the store, in their order; each row begins elsewhere.
 
     database: SQLAlchemy URL of a store whose documents are elsewhere
 
-    There are fewer where the store has fewer. Raises ConfigError for an empty store, StoreNotFoundError.
+    There are fewer if the store has fewer. Raises ConfigError for an empty store, StoreNotFoundError.
     """
     with Store.open(path, store=StoreConfig(database=database, read_only=True)) as library:
         texts = [chunk.text for document in library.documents() for chunk in library.chunks_of(document.id)]

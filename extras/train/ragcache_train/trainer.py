@@ -112,7 +112,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """A run of so many minutes falls to its last rate by the time, if that is over before the steps are."""
+        """Create the schedule: a run with a time limit lowers its rate by the time, if that ends before the steps."""
         if self._log.limit_s is None:
             return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[no-any-return]
 
@@ -137,7 +137,7 @@ class ReuseTrainer(Trainer):  # type: ignore[misc]
         return optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the tokens that ran since the run began, their number a second, and what the loss measured."""
+        """Add the tokens that ran since the run began, their number per second, and the loss's measurements."""
         if "loss" in logs:
             now, before = time.monotonic(), self._logged or 0.0
             logs["tokens"] = tokens = self.state.num_input_tokens_seen
@@ -210,8 +210,10 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
 
 
 def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | None]:
-    """The model to start from, and an adapter beside it that goes on: its rows, and LoRA's matrices where these are
-    trained."""
+    """Load the model to start from, and an adapter that is trained further.
+
+    Of the adapter its rows go on, and LoRA's matrices if these are trained.
+    """
     goes_on = (options.is_frozen and options.reuse != CARTRIDGE) or options.lora_rank
     earlier = Adapter.find(resolve(options.model)) if goes_on else None
     if earlier is not None and earlier.has_lora and options.is_frozen:
@@ -233,7 +235,7 @@ def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | 
 
 
 def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
-    """All usable rows, and the lines that are not."""
+    """Return all usable rows, and the unusable lines."""
     drawn: list[DataRow] = []
     if options.corpus is not None:
         read_corpus(options.corpus)  # its chunks are cut by the model's tokens
@@ -250,7 +252,7 @@ def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
 def _encode(
     options: TrainOptions, lm: LanguageModel, rows: Sequence[DataRow]
 ) -> tuple[list[EncodedRow], TrainedTokens | None, list[BadLine]]:
-    """Rows as ids, the way of reuse with its ids, and lines that cannot be used."""
+    """Return rows as ids, the way of reuse with its ids, and lines that cannot be used."""
     form = options.encoding(lm.max_positions)
     filled: Sequence[DataRow | BadLine] = rows
     asking = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed)
@@ -267,7 +269,7 @@ def _encode(
         encoded, idle = keep_passages(encoded)
         unfit += idle
     elif options.distills:
-        keep_passages(encoded)  # raises where there is no row to learn from; the others keep the model as it is
+        keep_passages(encoded)  # raises if there is no row to learn from; the others leave the model unchanged
         encoded = [row._replace(asks=[ask.learned for ask in row.asks]) for row in encoded]
     _check_slots([row for row in encoded if options.most is None or not row.shuffle], spec)
     encoded = _with_primer(encoded, options, lm)
@@ -282,13 +284,13 @@ def _held_out(options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
 
 
 def _with_primer(rows: Sequence[EncodedRow], options: TrainOptions, lm: LanguageModel) -> list[EncodedRow]:
-    """Return the rows with the ids of the primer that the recipe reads passages behind."""
+    """Return the rows with the ids of the primer that the recipe reads passages after."""
     primer = lm.recipe(options.recipe).primer_ids
     return [row._replace(primer=primer) for row in rows]
 
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[DataRow | BadLine]) -> tuple[list[EncodedRow], list[BadLine]]:
-    """Rows as ids, and those that do not fit or could not be used before. Raises ConfigError when none is left."""
+    """Return rows as ids, and rows that do not fit or were already unusable. Raises ConfigError if no row is left."""
     found = [row if isinstance(row, BadLine) else encoder.encode(row) for row in rows]
     encoded = [row for row in found if isinstance(row, EncodedRow)]
     bad = [line for line in found if isinstance(line, BadLine)]
@@ -361,15 +363,16 @@ def _arguments(options: TrainOptions, out: Path, device: str, steps: int) -> Tra
 
 
 class Way(NamedTuple):
-    """
-    model:   what the Trainer trains
+    """A way of training.
+
+    model:   the model that the Trainer trains
     layers:  the model that has the layers, which may be compiled
     rows:    a data set, from a Draw to what `collate` takes
     collate: a batch of them as tensors
-    loss:    of the model, the model without what accelerate wraps around it, a batch, and the number of labels
+    loss:    of the model, the model without accelerate's wrapper, a batch, and the number of labels
     save:    writes the result
-    apart:   parameters with a learning rate of their own, `TrainOptions.rate_of_links`
-    measured: figures of the steps since it was last called, for the log
+    apart:   parameters with a separate learning rate, `TrainOptions.rate_of_links`
+    measured: figures of the steps since its last call, for the log
     """
 
     model: nn.Module
@@ -424,10 +427,10 @@ def on_weights(
 
 
 def _teacher(lm: LanguageModel, options: TrainOptions, earlier: Adapter | None) -> PreTrainedModel:
-    """Load the teacher: the model that the options name, or the one to start from a second time.
+    """Load the teacher: the model that the options name, or a second copy of the model to start from.
 
-    Raises ConfigError for a teacher that cannot be learned from, and for a model to start from that was trained for
-    reuse and so is not itself any more where none is named.
+    Raises ConfigError for a teacher that cannot be learned from. If no teacher is named, the model to start from must
+    not have been trained for reuse, which has changed its answers.
     """
     if options.teacher is None and earlier is None and lm.reuse is not None:
         raise ConfigError(
@@ -450,9 +453,9 @@ def on_frozen_weights(
     out: Path,
     earlier: Adapter | None,
 ) -> Way:
-    """Train the rows of the added ids; an adapter comes out. Raises ConfigError where there are none.
+    """Train the rows of the added ids; the result is an adapter. Raises ConfigError if there are no added ids.
 
-    earlier: the adapter that they go on from; its base is `lm`
+    earlier: the adapter that is trained further; its base is `lm`
     """
     if spec is None or not spec.added_ids:
         raise ConfigError(f"reuse {options.reuse!r} adds no ids, which leaves nothing to train on frozen weights")
@@ -484,7 +487,8 @@ def _prepare(lm: LanguageModel, options: TrainOptions) -> None:
 
 
 def _base(lm: LanguageModel) -> Base:
-    """What an adapter states of the model that it is trained beside, before anything is added to it."""
+    """Return the adapter's description of the model that it is trained beside, before anything is added to the
+    model."""
     name, text = str(lm.name), lm.config.get_text_config(decoder=True)
     return Base(
         str(Path(name).resolve()) if Path(name).exists() else name,
@@ -497,7 +501,7 @@ def _base(lm: LanguageModel) -> Base:
 
 
 def _saved_dtype(options: TrainOptions) -> torch.dtype:
-    """The dtype in which the model to start from was saved, unless the options say otherwise."""
+    """Return the dtype in which the model to start from was saved, unless the options name another."""
     saved = (
         getattr(AutoConfig.from_pretrained(base_of(options.model), trust_remote_code=False), "dtype", None)
         or torch.float32
@@ -506,7 +510,7 @@ def _saved_dtype(options: TrainOptions) -> torch.dtype:
 
 
 def _save(lm: LanguageModel, model: Any, dtype: torch.dtype, out: Path) -> None:
-    """Weights, configuration and tokenizer, as any Hugging Face directory."""
+    """Save weights, configuration and tokenizer, as any Hugging Face directory."""
     lm.model.config.use_cache = True  # the Trainer turns it off
     merged = merge_lora(model).to(dtype)
     merged.set_attn_implementation("sdpa")
@@ -521,24 +525,25 @@ BOUND = 0.05
 def compile_layers(
     model: nn.Module, trained: Sequence[nn.Parameter], loss: Callable[[], Tensor], backend: str = "inductor"
 ) -> bool:
-    """Compile the model's layers, unless that fails or changes what is computed; which is logged then. Returns whether
-    they are. One's hundred and more small operations become a few kernels.
+    """Compile the model's layers, unless that fails or changes the results, which is then logged.
 
-    Attention stays as it is (FlexAttention is compiled by itself), and so does what stands around the layers, whose
+    Returns whether they are compiled. A layer's hundred and more small operations become a few kernels.
+
+    Attention is unchanged (FlexAttention is compiled by itself), and so is everything around the layers, whose
     shapes differ from batch to batch. A batch's length does not (`collate`), so that a run compiles once.
 
-    trained: parameters; loss: of one batch, which is computed and differentiated twice. The gradients are dropped
+    trained: parameters; loss: of a batch, which is computed and differentiated twice. The gradients are dropped
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     plain = _measure(loss, trained)
-    for layer in layers:  # of one code, which is compiled once
+    for layer in layers:  # all run the same code, which is compiled once
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
     try:
         compiled = _measure(loss, trained)
         if all(math.isclose(*pair, rel_tol=BOUND) for pair in zip(plain, compiled, strict=True)):
             return True
         reason = "loss {:.4g} and gradients {:.4g} become {:.4g} and {:.4g}".format(*plain, *compiled)
-    except RuntimeError as error:  # what torch.compile raises is one, whatever the compiler lacks
+    except RuntimeError as error:  # torch.compile raises it, whatever the compiler lacks
         reason = " ".join(str(error).split())[:200]
     for layer in layers:
         del layer.forward
@@ -547,7 +552,7 @@ def compile_layers(
 
 
 def _measure(loss: Callable[[], Tensor], trained: Sequence[nn.Parameter]) -> tuple[float, float]:
-    """The loss, and the norm of its gradients, which are dropped."""
+    """Return the loss, and the norm of its gradients, which are dropped."""
     found = loss()
     found.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([one.grad for one in trained if one.grad is not None])
