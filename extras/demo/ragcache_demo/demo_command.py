@@ -39,8 +39,9 @@ MOST_TITLES = 1000
 
 
 class DemoQuestion(NamedTuple):
-    """answer: "" where nobody knows it. hops: passages that have to be read together to answer. sources: ends of their
-    files' paths, where known."""
+    """A question of the demo. answer: "" if unknown. hops: passages that have to be read together to answer. sources:
+    ends of their files' paths, if known.
+    """
 
     text: str
     answer: str
@@ -50,11 +51,11 @@ class DemoQuestion(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One question over one set of passages, read by two methods.
+    """A question over a set of passages, read by two methods.
 
-    fused: by the default method, which may be full prefill too
-    fused_s, full_s: seconds to the first token, median of several askings; fused with its KV in memory
-    is_exact: an answer is right word by word, as a model says it that was trained on the corpus
+    fused: by the default method, which may also be full prefill
+    fused_s, full_s: seconds to the first token, median of several runs; fused with its KV in memory
+    is_exact: whether answers must match word by word, as a model trained on the corpus writes them
     """
 
     question: DemoQuestion
@@ -126,7 +127,7 @@ def demo(
 def _compare(
     models: ModelOptions, read: Sequence[Path], store: Path, asked: Sequence[DemoQuestion], count: int, k: int
 ) -> None:
-    """Ingest what is to be read, and ask one model the questions by its default method and by full prefill."""
+    """Ingest the files to read, and ask a model the questions by its default method and by full prefill."""
     options = StoreOptions(store=store)
     say(f"Reading {', '.join(str(_relative(path)) for path in read)} into {store} with {models.model} ...")
     with open_with_models(options, models, create=True) as kb:
@@ -145,7 +146,7 @@ def _relative(path: Path) -> Path:
 
 
 def _has_real() -> bool:
-    """Whether the real model is here or could be fetched; says why not."""
+    """Return whether the real model is here or could be fetched; print the reason if not."""
     from ragcache.models.pull import pull
 
     hide_bars_in_pipes()
@@ -158,7 +159,7 @@ def _has_real() -> bool:
 
 
 def _own_store(model: str, folder: Path | None) -> Path:
-    """A store is of one model, and the demo's of one folder."""
+    """Return the store's path: a store belongs to a model, and the demo's also to a folder."""
     name = "kb" if model == TOY else f"kb-{Path(model).name}"
     if folder is not None:
         name += f"-{zlib.crc32(str(folder.resolve()).encode('utf-8', 'surrogateescape')):08x}"
@@ -166,7 +167,7 @@ def _own_store(model: str, folder: Path | None) -> Path:
 
 
 def _about_titles(kb: RagCache, count: int) -> list[DemoQuestion]:
-    """Questions about documents from all over the store. Raises ConfigError where it has none."""
+    """Return questions about documents from all over the store. Raises ConfigError if it has none."""
     found = kb.documents(limit=MOST_TITLES)
     titles = list(dict.fromkeys(one.title.strip() or Path(one.source or one.id).stem for one in found))
     if not titles:
@@ -179,7 +180,7 @@ def _beside(corpus: Path) -> Path:
 
 
 def load_questions(path: Path) -> list[DemoQuestion]:
-    """Raises ConfigError naming the file, or the line that is no question."""
+    """Return the questions of a file. Raises ConfigError naming the file, or the line that is not a question."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -201,7 +202,7 @@ def load_questions(path: Path) -> list[DemoQuestion]:
 
 
 def choose(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]:
-    """`count` questions from all over the list, single-hop and two-hop alternating while there are both."""
+    """Return `count` questions from all over the list, single-hop and two-hop alternating while there are both."""
     single = _spread([question for question in questions if question.hops == 1], count)
     several = _spread([question for question in questions if question.hops > 1], count)
     pairs = min(len(single), len(several))
@@ -216,7 +217,7 @@ def _spread(questions: Sequence[DemoQuestion], count: int) -> list[DemoQuestion]
 
 
 def _warm_up(kb: RagCache, question: DemoQuestion, k: int) -> None:
-    """The first forward pass of a process pays for start-up. It reads no block and keeps none: the cache stays cold."""
+    """Run a first forward pass, which pays for start-up. It reads no block and keeps none: the cache stays cold."""
     _ask(kb, question, kb.retrieve(question.text, k), "full", max_tokens=1)
 
 
@@ -250,7 +251,7 @@ def _ask(
 
 
 def missing_sources(question: DemoQuestion, answer: Answer) -> list[str]:
-    """Sources that the question needs and retrieval did not find: no method can make up for these."""
+    """Return the sources that the question needs and retrieval did not find: no method can make up for these."""
     found = [hit.chunk.document_id for hit in answer.hits]
     return [
         source for source in question.sources if not any(source.endswith(id) or id.endswith(source) for id in found)
@@ -263,7 +264,7 @@ def is_right(answer: str, expected: str) -> bool:
 
 
 def holds_last_word(answer: str, expected: str) -> bool:
-    """Whether the last word of the expected answer, which is what was asked for, stands in this one."""
+    """Return whether this answer contains the last word of the expected answer, which is the requested value."""
     words = _plain(expected).split()
     return bool(words) and re.search(rf"(?<!\w){re.escape(words[-1])}(?!\w)", _plain(answer)) is not None
 

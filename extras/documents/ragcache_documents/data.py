@@ -19,7 +19,7 @@ class _Number(str):
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object, its names as often as they stand in it."""
+    """An object's names and values, with repeated names."""
 
 
 class _Outline(yaml.SafeDumper):

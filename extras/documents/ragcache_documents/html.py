@@ -15,7 +15,7 @@ from ragcache.ingest.text_blocks import MAX_TITLE, first_heading
 
 DROPPED = ["button", "head", "iframe", "nav", "noscript", "script", "select", "style", "svg", "template"]
 _DECLARED = re.compile(rb"""(?i)<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""")
-# Code stays as it is. Elsewhere the converter writes two spaces at a line break, and escapes what a line of Markdown
+# Code is unchanged. Elsewhere the converter writes two spaces at a line break, and escapes what a line of Markdown
 # would begin a list with: "1\. Opening hours".
 _WRITTEN = re.compile(r"(?ms)^[ >]*(?P<fence>`{3,}).*?^[ >]*(?P=fence)$| +$|^(?P<mark>[ >]*\d*)\\(?=[-+.)] )")
 
@@ -58,14 +58,16 @@ def markdown_of(page: str, where: Path) -> tuple[str, str]:
 
 
 def _page_title(page: str) -> str:
-    """Return the words of the page's own title, "" if it has none. What stands in comments, scripts, icons and
-    attributes is no title."""
+    """Return the words of the page's own title, "" if it has none.
+
+    Text in comments, scripts, icons and attributes is not a title.
+    """
     found = (match["title"] for match in _MARKUP.finditer(page) if match["title"] is not None)
     return " ".join(storable(unescape(next(found, "")[:MAX_TITLE])).split())
 
 
 def stated_title(title: str) -> str:
-    """Return the title that a file states of itself in one line; "" for what programs write where nobody has."""
+    """Return a file's stated title on a single line; "" for the defaults that programs write."""
     title = " ".join(storable(title).split())
     return "" if title.lower() in _NO_TITLE or _FILE_TITLE.match(title) else title
 
@@ -91,8 +93,11 @@ class _Raised:
 
 
 def decode_page(data: bytes, path: Path) -> str:
-    """UTF-8, or the encoding that the page declares. A declaration that was read as ASCII does not stand in UTF-16:
-    such a page is UTF-8, as browsers read it (WHATWG, "prescan a byte stream")."""
+    """Decode a page as UTF-8, or in the encoding that it declares.
+
+    A declaration that was read as ASCII cannot mean UTF-16: such a page is UTF-8, as browsers read it (WHATWG, "prescan
+    a byte stream").
+    """
     found = _DECLARED.search(data[:1024])
     declared = found[1].decode("ascii", "replace") if found else ""
     if declared and not re.fullmatch("utf-?8|utf-?(16|32).*|unicode", declared, re.IGNORECASE):

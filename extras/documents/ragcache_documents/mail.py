@@ -1,4 +1,4 @@
-"""Mail: who wrote what to whom and when, the text, and the names of what is attached."""
+"""Mail: sender, recipients and date, the text, and the names of the attachments."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def _document(mail: EmailMessage, path: Path, id: str) -> Document:
 
 
 class _Found(NamedTuple):
-    """Texts to be read, and names of what is not."""
+    """Texts to be read, and names of the parts that are not."""
 
     texts: list[str]
     attached: list[str]
 
 
 def _read(part: EmailMessage, path: Path) -> _Found:
-    """What is in a part: of alternatives the first that says something, and what is attached to any of them."""
+    """Return a part's texts: of alternatives the first with any text, and the attachments of all of these."""
     kind = part.get_content_type()
     if kind.startswith("multipart/"):
         inner = [_read(one, path) for one in part.iter_parts() if isinstance(one, EmailMessage)]
@@ -64,7 +64,7 @@ def _read(part: EmailMessage, path: Path) -> _Found:
 
 
 def _text(part: EmailMessage, path: Path) -> str:
-    """The plain text, or the page as its reader makes it. In UTF-8 where it is not in the encoding that it states."""
+    """Return the plain text, or the page as its reader renders it. UTF-8 is tried if the stated encoding is wrong."""
     data = part.get_payload(decode=True)
     if not isinstance(data, bytes) or not data.strip():
         return ""

@@ -37,7 +37,7 @@ def read_converted(path: Path, document_id: str) -> Iterator[Document | ReaderEr
 
 
 class _Converted(NamedTuple):
-    """title: where the file states one. places: of slides, sheets and rows"""
+    """A converted document. title: "" if the file states none. places: of slides, sheets and rows"""
 
     title: str
     text: str
@@ -45,7 +45,7 @@ class _Converted(NamedTuple):
 
 
 def _convert(data: bytes, suffix: str, path: Path) -> _Converted:
-    """Raises ReaderError."""
+    """Convert a document. Raises ReaderError."""
     try:
         from markitdown import MissingDependencyException, StreamInfo, converters
     except ImportError as error:

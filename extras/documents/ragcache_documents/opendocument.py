@@ -24,7 +24,7 @@ _TAGS = {
     "covered-table-cell": "td", "a": "a", "line-break": "br",
 }  # fmt: skip
 MOST_REPEATED = 64
-_LEFT_OUT = ("tracked-changes", "annotation")  # what was deleted, and remarks
+_LEFT_OUT = ("tracked-changes", "annotation")  # deleted text, and remarks
 
 
 def read_odt(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
@@ -42,7 +42,7 @@ def read_odt(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
 
 
 def _styled_title(content: Element) -> str:
-    """Return the first paragraph in the style Title, or in one made from it; "" for none."""
+    """Return the first paragraph in the style Title, or in a style derived from it; "" if there is none."""
     parents = {
         style.get(f"{_STYLE}name"): style.get(f"{_STYLE}parent-style-name") for style in content.iter(f"{_STYLE}style")
     }
@@ -54,7 +54,7 @@ def _styled_title(content: Element) -> str:
 
 
 def _page(content: Element) -> str:
-    """The text as HTML, so that powers, struck text and tables come out as those of pages do. Notes stand last."""
+    """Return the text as HTML, so that powers, struck text and tables read like those of pages. Notes come last."""
     marks = {}
     for style in content.iter(f"{_STYLE}style"):
         for look in style.iter(f"{_STYLE}text-properties"):
@@ -95,7 +95,7 @@ def _html(root: Element | None, marks: dict[str | None, str], notes: list[Elemen
 
 
 def _times(cell: Element) -> int:
-    """How often it stands there: empty cells side by side are written as one."""
+    """Return how often the cell is repeated: adjacent empty cells are written as a single cell."""
     times = cell.get(f"{_TABLE}number-columns-repeated")
     return 1 if times is None or len(cell) else max(1, min(MOST_REPEATED, int(times)))
 

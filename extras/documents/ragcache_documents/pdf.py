@@ -56,7 +56,7 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
 
 
 def _labels(reader: PdfReader, num_pages: int) -> list[str]:
-    """Return what the PDF calls its pages: their numbers from 1, unless it states others that can be read."""
+    """Return the PDF's labels of its pages: their numbers from 1, unless it states other readable labels."""
     try:
         stated = [storable(label).strip()[:MAX_LABEL] for label in reader.page_labels]
     except MemoryError:
@@ -67,7 +67,7 @@ def _labels(reader: PdfReader, num_pages: int) -> list[str]:
 
 
 def join_wrapped_lines(page: str) -> str:
-    """The page's text with one line a paragraph where a line was full; words cut at a line end are joined."""
+    """Return the page's text with a line per paragraph, if its lines were full; words cut at a line end are joined."""
     lines = [line.rstrip() for line in page.splitlines()]
     widest = max((len(line) for line in lines), default=0)
     joined: list[str] = []

@@ -1,7 +1,7 @@
 """Spreadsheets and lists.
 
-markitdown reads sheets as columns of one type each: an empty cell is NaN, 3 is 3.0, and "NA" nothing; and every list as
-one with commas.
+markitdown reads a sheet as columns of a single type: an empty cell is NaN, 3 is 3.0, and "NA" nothing; and every list
+as separated by commas.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ragcache.store.places import Place
 _FORMULA = re.compile(rb"<f[ />]")
 PIECE = 1 << 20
 SEPARATORS = ",;\t|"
-# Rows that a list's separator is told by.
+# Rows from which a list's separator is found.
 TOLD_BY = 50
 MAX_NAME = 100
 
 
 def workbook_tables(data: bytes) -> tuple[str, list[Place]]:
-    """Return each sheet as a table under its name. A formula is the value that was saved with it, or stands itself."""
+    """Return each sheet as a table under its name. A formula is the value saved with it, or else the formula itself."""
     from openpyxl import load_workbook
 
     load = partial(load_workbook, read_only=True)
@@ -51,7 +51,7 @@ def workbook_tables(data: bytes) -> tuple[str, list[Place]]:
 
 
 def _rows(sheet: Any) -> Iterator[Sequence[object]]:
-    sheet.reset_dimensions()  # what the file states may be any number
+    sheet.reset_dimensions()  # the file may state any number
     return ([_cell_value(cell) for cell in row] for row in sheet.iter_rows())
 
 
@@ -99,8 +99,11 @@ def _format_parts(section: str) -> tuple[tuple[str, bool], ...]:
 
 
 def _formatted(number: float, format: str | None) -> object:
-    """Return the number with the zeros, decimals, per cent, currency and unit that its format states, without grouping
-    of thousands; the number itself where the format states none of them."""
+    """Return the number with the zeros, decimals, per cent, currency and unit of its format, without grouping of
+    thousands.
+
+    Returns the number itself if the format states none of these.
+    """
     sections = (format or "General").split(";")
     own = 1 if number < 0 else 2 if number == 0 else 0
     section = sections[own] if own < len(sections) else sections[0]
@@ -149,7 +152,8 @@ class _Table(NamedTuple):
     rows: list[int]
 
     def places(self, start: int, fields: Mapping[str, str]) -> Iterator[Place]:
-        """Yield the places of its rows, one where the numbers do not rise by one. start: of the table in its text"""
+        """Yield the places of the table's rows, only where the numbers do not rise by 1. start: of the table in its
+        text"""
         before = 0
         for line, row in zip(self.text.split("\n"), self.rows, strict=False):
             if row != before + 1 or not before:
@@ -159,8 +163,7 @@ class _Table(NamedTuple):
 
 
 def _table(rows: Iterable[Sequence[object]]) -> _Table:
-    """Return rows as Markdown, the first one as its header, all as wide as the widest; those without text are left
-    out."""
+    """Return rows as Markdown, the first as header, all as wide as the widest; rows without text are left out."""
     numbered = ((number, [_cell(value) for value in cells]) for number, cells in enumerate(rows, 1))
     written = [(number, row) for number, row in numbered if any(row)]
     width = max((len(row) for _, row in written), default=0)
@@ -171,8 +174,11 @@ def _table(rows: Iterable[Sequence[object]]) -> _Table:
 
 
 def list_table(text: str, path: Path) -> tuple[str, list[Place]]:
-    """Return the list as a table. Its separator is the one that its first line states, or by which most rows are as
-    wide as the first, which has several cells: with semicolons, 3,50 is a number."""
+    """Return the list as a table.
+
+    Its separator is the stated separator of its first line, or the separator by which most rows are as wide as the
+    first, which has several cells: with semicolons, 3,50 is a number.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a cell may be as long as the text
     stated = re.match(r"sep=(.)\n", text)
     text = text[stated.end() :] if stated else text

@@ -11,10 +11,10 @@ _SLIDE = re.compile(r"^<!-- Slide number: (\d+) -->$\s*", re.MULTILINE)
 
 
 def slide_places(text: str) -> Iterator[Place]:
-    """Yield the places of the slides. Their comments belong to none: one may stand at the end of the passage before."""
+    """Yield the places of the slides. Their comments have no place: they may end the passage before."""
     number = 0
     for mark in _SLIDE.finditer(text):
-        if int(mark[1]) == number + 1:  # another one was written on a slide
+        if int(mark[1]) == number + 1:  # any other mark was written on a slide
             number += 1
             yield Place(mark.start(), {})
             if mark.end() < len(text):

@@ -15,8 +15,10 @@ _OFFICE_SUFFIXES = (".docx", ".pptx", ".xlsx")
 
 
 def document_title(data: bytes, suffix: str) -> str:
-    """Return the title of an Office document: its first paragraph in Word's style Title, or its properties' title; ""
-    where there is neither, or none that can be read."""
+    """Return the title of an Office document, or "" if none can be read.
+
+    The title is its first paragraph in Word's style Title, or its properties' title.
+    """
     if suffix not in _OFFICE_SUFFIXES:
         return ""
     try:

@@ -38,8 +38,7 @@ class QuestionOptions:
     embedder: Annotated[str | None, option("--embedder", "For --data over a store; the store's own.")] = None
 
     def stored_model(self) -> tuple[str, str | None]:
-        """Return name and dtype of the model that the store was made with, or the bundled model if there is no
-        store."""
+        """Return name and dtype of the model that the store was made with, or the bundled model without a store."""
         if self.store is None:
             return "mini", None
         from ragcache_eval.store_cases import opened

@@ -40,8 +40,8 @@ def estimate(values: Sequence[float | bool], clusters: Sequence[Hashable] | None
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927); it keeps its level near 0 and 1, where the normal interval
-    does not."""
+    """Return the 95 % interval of a share (Wilson 1927), which keeps its level near 0 and 1, unlike the normal
+    interval."""
     share = right / asked
     middle = share + Z * Z / (2 * asked)
     half = Z * (share * (1 - share) / asked + Z * Z / (4 * asked * asked)) ** 0.5

@@ -1,5 +1,4 @@
-"""Shared parts of the commands that measure a model: its options, progress on the terminal, results of a question
-set."""
+"""Shared parts of the commands that measure a model: options, progress on the terminal, a question set's results."""
 
 from __future__ import annotations
 

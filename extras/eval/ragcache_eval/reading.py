@@ -33,8 +33,7 @@ class WrittenAnswer(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Blocks, one for each chunk. prefix: the KV before them. encode_s: seconds to make the blocks, paid at
-    ingestion."""
+    """Blocks, one per chunk. prefix: the KV before them. encode_s: seconds to make the blocks, paid at ingestion."""
 
     blocks: list[KVBlock]
     prefix: Exact | None
@@ -104,8 +103,7 @@ class PromptReader:
         return fused, found.encode_s
 
     def _blocks(self, recipe: Recipe, prefix_ids: tuple[int, ...]) -> Encoded:
-        """Return the blocks of all chunks, and the prefix's with a method's additions to it; equal blocks are made
-        once."""
+        """Return the blocks of all chunks, and the prefix's with a method's additions; equal blocks are made once."""
         key = (recipe, prefix_ids)
         if key not in self._encoded:
             prefix = self.lm.read(prefix_ids) if prefix_ids else None
@@ -131,8 +129,7 @@ class PromptReader:
 
 
 def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
-    """Return the greedy answer. The cache is restored afterwards, except for passage tokens that its method ran
-    again."""
+    """Return the greedy answer. The cache is then restored, except for passage tokens that its method ran again."""
     held = list(fused.cache.lengths)
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
     pieces, text, ids = Detokenizer(lm.tokenizer, sampling.stop), "", []

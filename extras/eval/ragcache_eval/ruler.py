@@ -215,8 +215,10 @@ def _keyed(
     value: Draw = _number,
     what: str = "number",
 ) -> Draft:
-    """Draft needles. hay: overrides the maker's; key, value: replace words and numbers; what: the text's word for a
-    value."""
+    """Draft needles.
+
+    hay: overrides the maker's; key, value: replace words and numbers; what: the text's word for a value
+    """
     rng = make.rng
     names = _distinct(rng, keys, key)
     held = iter(_distinct(rng, keys * values, value))

@@ -49,7 +49,7 @@ def classification(prediction: str, answers: Sequence[str], classes: Sequence[st
 
 
 def number_share(prediction: str, answers: Sequence[str]) -> float:
-    """Return the share of the prediction's numbers that equal the answer's: passage counts and names such as "Paragraph
+    """Return the share of the prediction's numbers that equal the answer's: for counts and names such as "Paragraph
     7"."""
     found = re.findall(r"\d+", prediction)
     return max(found.count(_number(answer)) for answer in answers) / len(found) if found else 0.0
@@ -75,8 +75,10 @@ def code_similarity(prediction: str, answers: Sequence[str]) -> float:
 
 
 def any_contained(prediction: str, answers: Sequence[str]) -> bool:
-    """Return RULER's score for questions with several gold answers: whether the prediction contains any, in any
-    case."""
+    """Return RULER's score for questions with several gold answers: whether the prediction contains any.
+
+    Case is ignored.
+    """
     return share_contained(prediction, answers) > 0
 
 

@@ -60,8 +60,7 @@ def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions
 def _answers(
     suite: Suite, asked: Sequence[QuestionSet], length: int, models: EvaluatedModel, options: EvalOptions
 ) -> tuple[list[Measured], dict[str, str]]:
-    """Measure every method over every set; also return the suite's methods that the model cannot use, with the
-    reason."""
+    """Measure every method over every set; also return the suite's methods that the model cannot use, and why."""
     from ragcache_eval.methods import link_tokens, parse_methods, why_not
     from ragcache_eval.runner import Runner
     from ragcache_eval.suites.compare import Measured

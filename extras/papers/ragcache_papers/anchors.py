@@ -74,8 +74,7 @@ class AnchorPool(Generic[A]):
             return [anchor for anchor, _ in self._held.get(scope, {}).values() if anchor.passage == passage]
 
     def put(self, scope: Scope, anchor: A) -> None:
-        """Keep an anchor, or note its use; others are evicted to make room. An anchor larger than the budget is not
-        kept."""
+        """Keep an anchor, or note its use; others are evicted for it. An anchor larger than the budget is not kept."""
         if anchor.num_bytes > self.max_bytes:
             return
         with self._lock:

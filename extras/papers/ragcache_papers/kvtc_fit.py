@@ -121,8 +121,10 @@ def allot(rates: Floats, errors: Floats, budget: float) -> NDArray[np.int64]:
 
 
 def _fit(numbers: Sequence[Tensor], ratio: float, features: int, is_sparse: bool) -> Tensor:
-    """Return rows, float32 [num_layers, heads, rows, channels], of tensors [num_layers, heads, num_tokens,
-    channels]."""
+    """Return rows, float32 [num_layers, heads, rows, channels].
+
+    numbers: tensors [num_layers, heads, num_tokens, channels]
+    """
     layers, heads, _, width = numbers[0].shape if numbers else (1, 1, 0, 1)
     groups = list(layer_groups(layers, heads * width, features))
     tokens, needed = sum(one.shape[2] for one in numbers), LEAST_TOKENS * heads * width * max(map(len, groups))
@@ -238,8 +240,7 @@ def _flat(numbers: Tensor, layers: range) -> Tensor:
 
 
 def _joined(groups: Sequence[Tensor], heads: int, width: int) -> Tensor:
-    """Return the rows of all layers, [num_layers, heads, rows, channels], from those of their groups, [rows,
-    features]."""
+    """Return the rows of all layers, [num_layers, heads, rows, channels], from each group's [rows, features]."""
     shaped = []
     for number, rows in enumerate(groups):
         rows[GROUP] = number

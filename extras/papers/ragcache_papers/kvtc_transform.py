@@ -75,8 +75,10 @@ class Group:
         }
 
     def features(self, numbers: Tensor) -> Tensor:
-        """Return, as float64 [num_tokens, features], the numbers of all layers, [num_layers, heads, num_tokens,
-        channels]."""
+        """Return features, float64 [num_tokens, features], of all layers' numbers.
+
+        numbers: [num_layers, heads, num_tokens, channels]
+        """
         own = numbers[self.layers.start : self.layers.stop]
         return own.permute(2, 0, 1, 3).flatten(1).double()
 
@@ -92,8 +94,7 @@ class Group:
         return found.round_().clamp_(-self._levels, self._levels).to(torch.int8)
 
     def restore(self, codes: Tensor, layer: int) -> Tensor:
-        """Return a layer's numbers, float32 [num_tokens, heads * channels], on the codes' device. Nothing is
-        rounded."""
+        """Return a layer's numbers, float32 [num_tokens, heads * channels], on the codes' device, without rounding."""
         mean, components = (held[layer - self.layers.start] for held in self._on(codes.device))
         # Products of float32 that may be rounded to less would not be exact.
         exact = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
@@ -105,7 +106,7 @@ class Group:
         return ((restored - features) / self._scale).square().sum(1)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return mean and components by layer on the device, [layers, layer features] and [layers, components, layer
+        """Return mean and components on the device: [layers, layer features] and [layers, components, layer
         features]."""
         if device not in self._held:
             mean, components = self._held[torch.device("cpu")]

@@ -112,8 +112,10 @@ class _AllAsked(Exception):  # noqa: N818 - it ends the first stage early; it is
 
 
 def _attention(running: Running, context: RecomputeContext) -> Tensor:
-    """Return each chunk token's share of the attention from the suffix to the context in this layer: float32 [chunk
-    tokens]."""
+    """Return the attention that each chunk token gets from the suffix in this layer: float32 [chunk tokens].
+
+    It is a share of all attention to the context.
+    """
     asking, (keys, _) = running.probe(), running.placed()
     positions = context.positions[: context.num_tokens]
     if asking.window is not None:

@@ -141,8 +141,8 @@ class Survey:
         return torch.cat([_products(part, own) for part, own in zip(parts, vectors, strict=True)])
 
     def stable(self, count: int) -> Sequence[int]:
-        """Return N*, this many layers with stable attention; nothing is known of it here, so they are the last
-        layers."""
+        """Return N*, this many layers with stable attention: the last layers, since nothing is known of stability
+        here."""
         layers = self._context.lm.shape.num_layers
         return range(layers - count, layers)
 
@@ -160,8 +160,7 @@ class Survey:
         return top_share(float(scores.min()), float(scores.max()), float(self.anchors[layer][chunk]))
 
     def select(self, layer: int, shares: Sequence[float], cross_filter: bool) -> Tensor:
-        """Return the blocks kept in this layer: each document's best, and with `cross_filter` the best 1/D among
-        these."""
+        """Return the blocks kept in this layer: each document's best, and with `cross_filter` the best 1/D of these."""
         scores, owners = self.blocks[layer], self._pieces.block_chunk
         found = []
         for chunk, share in enumerate(shares):
@@ -173,8 +172,7 @@ class Survey:
         return candidates[highest(scores[candidates], ceil(candidates.shape[0] / len(shares)))]
 
     def outliers(self, stable: Sequence[int]) -> Tensor:
-        """Return the slots of middle tokens whose score, over the stable layers, is an outlier in its chunk (PauTa
-        criterion)."""
+        """Return the slots of middle tokens whose score, over the stable layers, is an outlier in its chunk (PauTa)."""
         pieces, num_chunks = self._pieces, len(self._context.chunk_tokens)
         scores = torch.stack([self.middle[n] for n in stable]).mean(0)
         owners = pieces.block_chunk[pieces.middle_block]
@@ -224,7 +222,7 @@ class SidecarSurvey(Survey):
         return self._context.lm.rope.rotate(vectors, layer, positions)
 
     def stable(self, count: int) -> Sequence[int]:
-        """Return the layers of the upper half in which most documents' best block is an outlier (A.2); among equals the
+        """Return the layers of the upper half where most documents' best block is an outlier (A.2); among equals the
         last."""
         votes = torch.stack([one.stable.cpu() for one in self._sidecars]).sum(0).tolist()
         upper = range(min(len(votes) // 2, len(votes) - count), len(votes))

@@ -14,12 +14,14 @@ from ragcache.errors import TraceError
 from ragcache.store.trace import Access
 
 Ints = NDArray[np.int64]
-LARGEST = 1 << 40  # bytes or tokens of one block: beyond it a line is no measurement, and sums would overflow
+LARGEST = 1 << 40  # bytes or tokens of a block: beyond it a line is no measurement, and sums would overflow
 
 
 @dataclass(frozen=True, eq=False)
 class Accesses:
-    """blocks:     [accesses], the number of the block that was asked for, requests after one another
+    """Accesses of requests.
+
+    blocks:     [accesses], the number of the requested block, requests after one another
     starts:     [requests + 1], where each request begins in `blocks`
     num_bytes, num_tokens: [number of blocks]
     """
@@ -31,7 +33,7 @@ class Accesses:
 
     @classmethod
     def of(cls, requests: Collection[Sequence[int]], num_bytes: Ints, num_tokens: Ints) -> Accesses:
-        """requests: the blocks of each."""
+        """Make accesses from requests, each a sequence of blocks."""
         blocks = np.array([block for request in requests for block in request], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum([len(request) for request in requests])]).astype(np.int64)
         return cls(blocks, starts, num_bytes, num_tokens)
@@ -49,7 +51,7 @@ class Accesses:
 
 
 def recorded(path: Path) -> Accesses:
-    """A file that a store wrote. Raises TraceError naming the line that is wrong, or the file when it is empty."""
+    """Read a file that a store wrote. Raises TraceError naming the line that is wrong, or the file if it is empty."""
     found = from_accesses(read_trace(path))
     if not len(found):
         raise TraceError(path, "there is no access in it")
@@ -57,7 +59,7 @@ def recorded(path: Path) -> Accesses:
 
 
 def read_trace(path: Path) -> Iterator[Access]:
-    """The accesses of a file, in its order. Raises TraceError naming the line that is none, and why."""
+    """Yield the accesses of a file, in its order. Raises TraceError naming the line that is not an access, and why."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -92,8 +94,10 @@ def _access(path: Path, number: int, line: bytes) -> Access:
 
 
 def from_accesses(accesses: Iterable[Access]) -> Accesses:
-    """Requests in the order in which they appear first; lines of requests that ran at once may be mixed. A block's size
-    is the last one that was seen."""
+    """Return accesses with the requests in the order in which they first appear.
+
+    Lines of requests that ran at once may be mixed. A block's size is the last size seen.
+    """
     numbers: dict[str, int] = {}
     sizes: list[tuple[int, int]] = []
     requests: dict[str, list[int]] = {}

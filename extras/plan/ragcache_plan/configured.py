@@ -1,6 +1,6 @@
-"""The shape of a model's KV by transformers' configuration classes, for what a config.json leaves to them.
+"""The shape of a model's KV by transformers' configuration classes, for values that a config.json leaves to them.
 
-A module of its own: transformers takes seconds to import, and most models need none of it here.
+A separate module: transformers takes seconds to import, and most models do not need it here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ragcache_plan.shape import KVShape
 
 
 def configured_shape(model: str | Path) -> KVShape:
-    """`shape_of`, of every model and in the configuration's own dtype."""
+    """Return the shape as `shape_of` does, for every model and in the configuration's own dtype."""
     where, file = split_file(base_of(model))
     if not file and Path(where).exists() and not (Path(where) / CONFIG).is_file():
         raise ModelNotFoundError(f"--model {model}: there is no config.json in it")
@@ -51,10 +51,13 @@ def configured_shape(model: str | Path) -> KVShape:
 
 
 def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
-    """Shapes of the layers, by the projections of a model without weights, and of recurrent layers' states; none where
-    all are alike.
+    """Return the shapes of the layers, and of recurrent layers' states; none if all layers are alike.
 
-    No field of a configuration says it in every family. Layers of one type are alike: most models need not be built.
+    They come from the projections of a model without weights.
+
+
+    No field of a configuration states them in every family. Layers of one type are alike: most models need not be
+    built.
     """
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     if len(kinds) < 2 and not any(map(keeps_state, kinds)):
@@ -66,7 +69,7 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...
         if hasattr(module, "layer_idx") and hasattr(module, "k_proj") and hasattr(module, "head_dim"):
             made: Any = module
             heads = made.k_proj.out_features // made.head_dim
-            values = made.v_proj or made.k_proj  # Gemma 4 may make both from one projection
+            values = made.v_proj or made.k_proj  # Gemma 4 may make both from the same projection
             shapes[made.layer_idx] = LayerShape(heads, made.head_dim, values.out_features // heads)
     layers = tuple(shape for _, shape in sorted(shapes.items()))
     states = tuple(_state(mixer, config) for mixer in hook_mixers(model))
@@ -74,7 +77,8 @@ def _layers_that_differ(config: PreTrainedConfig) -> tuple[tuple[LayerShape, ...
 
 
 def _state(mixer: Mixer, config: PreTrainedConfig) -> StateShape:
-    """What it makes of two tokens without numbers. That the gated delta rule alone has a width of keys is a guess."""
+    """Return the state that it makes of two meta tokens. That only the gated delta rule has a width of keys is a
+    guess."""
     width = int(config.get_text_config(decoder=True).hidden_size)
     with torch.no_grad():
         _, (conv, state) = mixer.step(torch.empty(1, 2, width, device="meta"), None, {})

@@ -11,8 +11,10 @@ from ragcache_plan.accesses import Accesses, Ints
 
 
 class Optimum(NamedTuple):
-    """hits:  of Belady's rule, which gives up what is used again last. For blocks of equal size that is the optimum;
-           otherwise it is what one rule that knows the future reaches, and a policy may do better
+    """Bounds on the hits of any policy.
+
+    hits:  of Belady's rule, which evicts the block whose next use is latest. For blocks of equal size that is the
+           optimum; otherwise it is the result of a rule that knows the future, and a policy may do better
     bound: no policy has more hits; equal to `hits` for equal sizes
     exact: whether the sizes are equal
     """
@@ -23,7 +25,7 @@ class Optimum(NamedTuple):
 
 
 def optimum(trace: Accesses, budget_bytes: int) -> Optimum:
-    """For one tier of so many bytes that is empty at first and may refuse newcomers."""
+    """Return the optimum of a tier of this many bytes that is empty at first and may refuse new blocks."""
     following = next_uses(trace.blocks)
     hits = _belady(trace, following, budget_bytes)
     if trace.equal_sizes:
@@ -32,7 +34,7 @@ def optimum(trace: Accesses, budget_bytes: int) -> Optimum:
 
 
 def next_uses(blocks: Ints) -> Ints:
-    """For every access, the place of the next one to the same block; the trace's length where there is none."""
+    """Return, for every access, the place of the next access to the same block; the trace's length if there is none."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), dtype=np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]

@@ -17,7 +17,7 @@ HOURS_A_MONTH = 730.0
 
 
 def check_kept(kept: float) -> None:
-    """Raises ConfigError naming --kv-kept for what is no share of a passage's KV."""
+    """Raise ConfigError naming --kv-kept unless it is a share of a passage's KV."""
     if not 0 < kept <= 1:
         raise ConfigError(f"--kv-kept is {kept:g}; give a share above 0, and at most 1 for all KV")
 
@@ -41,7 +41,8 @@ class Corpus:
         check_kept(self.kept)
 
     def encode_s(self, rates: MachineRates) -> float:
-        """Seconds in which a chunk is read; a second time behind itself where some of its KV is dropped."""
+        """Return the seconds in which a chunk is read; it is read a second time after itself if some of its KV is
+        dropped."""
         chunk_tokens = self.num_tokens / self.chunks
         return rates.prefill_s(chunk_tokens if self.kept == 1 else 2 * chunk_tokens)
 
@@ -56,13 +57,15 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Demand:
-    """requests:        a month
+    """Requests to serve, and how.
+
+    requests:        a month
     request_tokens:  of a whole prompt, the question included
-    question_tokens: of it, what is run even when all passages come from the store
-    fused_s:         seconds to the first token with stored KV, where it was measured; else from the rates
+    question_tokens: tokens of the prompt that run even if all passages come from the store
+    fused_s:         seconds to the first token with stored KV, if it was measured; else from the rates
     zipf:            exponent of the chunks' popularity
     tier:            where the KV of a request comes from: "memory", "disk" or "remote"
-    replicas:        machines that answer; each has KV of its own in memory or on disk, and all share a remote store
+    replicas:        machines that answer; each has its own KV in memory or on disk, and all share a remote store
 
     Raises ConfigError naming the option.
     """
@@ -95,13 +98,16 @@ class Demand:
 
     @property
     def copies(self) -> int:
-        """How often a stored chunk is stored."""
+        """Return how many copies of a chunk are stored."""
         return 1 if self.tier == "remote" else self.replicas
 
 
 @dataclass(frozen=True)
 class Prices:
-    """gpu_hour, gb_month and gb_transfer (10^9 bytes, stored for a month and read from a remote store) in one currency;
+    """Prices in a single currency.
+
+    gpu_hour, gb_month and gb_transfer are for an hour, and for 10^9 bytes stored for a month or read from a remote
+    store;
     months: how long a precomputed block is kept.
 
     The defaults are those of KVLink's authors: an A100 at 1.79 USD an hour, object storage at 0.023 USD. Reading from
@@ -133,15 +139,16 @@ class Prices:
 
 @dataclass(frozen=True)
 class CodecPlan:
-    """One codec. Money and GPU hours are for a month of the demand, precomputation spread over the months it is kept.
+    """A plan for a codec. Money and GPU hours are for a month of the demand, precomputation spread over the months
+    kept.
 
     corpus_bytes:         KV of all chunks, once
-    pays_above_bytes_s:   rate of a disk or network above which a chunk is loaded faster than computed; None: none is
+    pays_above_bytes_s:   rate of a disk or network above which a chunk is loaded faster than computed; None: no rate is
     transfer_cost:        reading the KV of all requests from a remote store
-    fused_s, fused_share: seconds to the first token, and that as a share of full prefill
+    fused_s, fused_share: seconds to the first token, and their share of full prefill's
     reuses_time:          uses after which precomputing a chunk has saved GPU time; None: it never does
     reuses_month:         uses a month from which on a stored chunk is cheaper than computing it each time; None: never
-    hot_chunks:           how many chunks are used so often, and what is paid when KV is kept of these alone
+    hot_chunks:           number of chunks used so often, and the cost if KV is kept only for these
     """
 
     codec: str
@@ -171,9 +178,9 @@ class CodecPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """shape, chunks, precompute_s and codecs; full_s, full_gpu_hours and full_cost are those of full prefill.
+    """A plan: shape, chunks, precompute_s and codecs; full_s, full_gpu_hours and full_cost are those of full prefill.
 
-    codec: the cheapest one's name; keep: "all" chunks, the "hot" ones, or "none"; reasons: why, in words
+    codec: the cheapest codec's name; keep: "all" chunks, the "hot" chunks, or "none"; reasons: why, in words
     """
 
     shape: KVShape
@@ -205,7 +212,7 @@ def make_plan(
     prices: Prices | None = None,
     sizes: Sequence[CodecSize] | None = None,
 ) -> Plan:
-    """Plans for every codec (`sizes`: for these) and the one that costs least."""
+    """Return plans for every codec (`sizes`: for these) and the cheapest codec."""
     rates, prices = rates or MachineRates(), prices or Prices()
     sizes = sizes if sizes is not None else codec_sizes(shape, corpus.chunk_tokens, corpus.kept)
     precompute_s = corpus.chunks * corpus.encode_s(rates)
@@ -236,7 +243,7 @@ def _codec_plan(size: CodecSize, corpus: Corpus, demand: Demand, rates: MachineR
     corpus_bytes = corpus.num_tokens * size.bytes_per_token
     full_s = rates.prefill_s(demand.request_tokens)
     fused_s = _fused_s(size, demand, rates)
-    # What one stored chunk saves whenever it is used: its share of what the request saves.
+    # Saving of a stored chunk per use: its share of the request's saving.
     uses = demand.requests * demand.context_tokens / chunk_tokens
     saved_s = (full_s - fused_s) * demand.requests / uses
     compute_s = corpus.encode_s(rates)
@@ -309,7 +316,7 @@ def _reasons(best: CodecPlan, codecs: Sequence[CodecPlan], keep: str, full_cost:
 
 
 def _rate_reasons(best: CodecPlan, demand: Demand, rates: MachineRates) -> list[str]:
-    """What the network, and the number of replicas, mean for the plan."""
+    """Return, in words, the effect of the network and of the number of replicas on the plan."""
     found = []
     if demand.tier == "remote" and best.pays_above_bytes_s is not None:
         found.append(

@@ -30,7 +30,7 @@ class ShapeOptions:
     )
 
     def shape(self) -> KVShape:
-        """Raises ConfigError naming the option, ModelNotFoundError, UnsupportedModelError."""
+        """Return the KV's shape. Raises ConfigError naming the option, ModelNotFoundError, UnsupportedModelError."""
         from ragcache_plan.shape import KVShape
         from ragcache_plan.stated import shape_of
 

@@ -31,7 +31,7 @@ class RateOptions:
     device: Annotated[str, option("--device", "Where --measure runs the model: auto, cuda, xpu, mps or cpu.")] = "auto"
 
     def rates(self, model: str | None) -> MachineRates:
-        """Raises ConfigError naming the option."""
+        """Return the machine's rates. Raises ConfigError naming the option."""
         from ragcache_plan.rates import MachineRates, measure_rates
 
         found = MachineRates()

@@ -1,4 +1,4 @@
-"""How fast a machine computes and reads, stated or measured, and what a question costs at these rates."""
+"""How fast a machine computes and reads, stated or measured, and the cost of a question at these rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragcache.store.eviction import PrefillRate
 if TYPE_CHECKING:
     from ragcache.models.language_model import LanguageModel
 
-# Lengths of the prefills that are measured, and how often after one to warm up.
+# Lengths of the measured prefills, and how often each runs after a warm-up pass.
 PROBE_TOKENS, PROBE_REPEATS = (128, 512), 3
 # Size of the file that is read, and the time spent on reading it.
 PROBE_BYTES, PROBE_S = 16 << 20, 1.0
@@ -23,11 +23,13 @@ PROBE_BYTES, PROBE_S = 16 << 20, 1.0
 
 @dataclass(frozen=True)
 class MachineRates:
-    """prefill_tokens_s: tokens that a full prefill reads in a second
-    attention_share:  of a prefill of 1,000 tokens, what grows with the square of the length
-    memory_bytes_s:   KV that is put in its place from host memory in a second
-    disk_bytes_s:     KV that is read from disk in a second
-    network_bytes_s:  KV that comes from a remote store in a second
+    """Rates of a machine.
+
+    prefill_tokens_s: tokens that a full prefill reads in a second
+    attention_share:  share of a prefill of 1,000 tokens that grows with the square of the length
+    memory_bytes_s:   KV placed from host memory in a second
+    disk_bytes_s:     KV read from disk in a second
+    network_bytes_s:  KV received from a remote store in a second
 
     The defaults are those of an 8B model on an A100: 5,646 tokens/s from KVLink's 246 GPU hours for a million requests
     of 5,000 tokens, PCIe 4.0, one NVMe disk, a network of 10 Gbit/s. Raises ConfigError naming the option.
@@ -56,19 +58,22 @@ class MachineRates:
         return PrefillRate.of(self.prefill_tokens_s, self.attention_share)
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Seconds in which a prefill of this many tokens runs."""
+        """Return the seconds in which a prefill of this many tokens runs."""
         return self.prefill.seconds(num_tokens)
 
     def load_s(self, num_bytes: float, tier: str) -> float:
-        """Seconds in which so much KV comes from "memory", "disk" or "remote" to its place."""
+        """Return the seconds in which this much KV is placed from "memory", "disk" or "remote"."""
         placed = num_bytes / self.memory_bytes_s
         if tier == "memory":
             return placed
         return placed + num_bytes / (self.disk_bytes_s if tier == "disk" else self.network_bytes_s)
 
     def pays_above(self, num_bytes: float, num_tokens: float) -> float | None:
-        """Bytes a second of a disk or network above which loading so much KV is faster than computing it; None where
-        putting it in its place alone takes longer."""
+        """Return the bytes per second of a disk or network above which loading this much KV is faster than computing
+        it.
+
+        Returns None if placing it alone takes longer.
+        """
         left_s = self.prefill_s(num_tokens) - num_bytes / self.memory_bytes_s
         return num_bytes / left_s if left_s > 0 else None
 
@@ -88,7 +93,7 @@ def measure_rates(lm: LanguageModel, directory: Path) -> MachineRates:
 
 
 def measure_prefill(lm: LanguageModel) -> PrefillRate:
-    """Two lengths fix the two coefficients; of each the fastest of three passes counts, after one to warm up."""
+    """Measure two lengths to fix the two coefficients; the fastest of three passes counts, after a warm-up pass."""
     few, many = (min(tokens, lm.max_positions // divisor) for tokens, divisor in zip(PROBE_TOKENS, (4, 1), strict=True))
     seconds = {tokens: min([_pass_s(lm, tokens) for _ in range(1 + PROBE_REPEATS)][1:]) for tokens in (few, many)}
     quadratic = (seconds[many] / many - seconds[few] / few) / (many - few) if many > few else 0.0

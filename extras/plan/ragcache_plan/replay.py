@@ -32,7 +32,7 @@ class SimulatedTier:
         return True
 
     def put(self, entry: Entry) -> None:
-        """Replace what has the same key, where there is room and the policy finds it worth what has to go."""
+        """Replace the entry with the same key, if there is room and the policy finds it worth the entries to evict."""
         self.ledger.remove(entry.key)
         claim = self.ledger.claim(entry)
         if claim is not None:
@@ -43,10 +43,10 @@ class SimulatedTier:
 
 @dataclass(frozen=True)
 class Budgets:
-    """memory_bytes, and disk_bytes: None keeps every block, as the disk tier does.
+    """Budgets of the tiers: memory_bytes, and disk_bytes: None keeps every block, as the disk tier does.
 
-    eager: every block is on disk before the first request, as far as they fit; else each is computed when it is asked
-    for first
+    eager: every block is on disk before the first request, as long as they fit; else each is computed when first
+    requested
     """
 
     memory_bytes: int
@@ -71,8 +71,11 @@ class Replayed:
 def replay(
     trace: Accesses, budgets: Budgets, policy: str, admission: str, rates: MachineRates, question_tokens: int = 30
 ) -> Replayed:
-    """Requests one after another, as a store serves them: all lookups, each promoting what it finds to the faster tier,
-    then the blocks that no tier had, which go to the durable tier first."""
+    """Replay requests one after another, as a store serves them.
+
+    A request does all its lookups, each promoting the blocks found to the faster tier, and then adds the blocks that no
+    tier had, to the durable tier first.
+    """
     entries = [
         Entry(str(number), num_bytes, num_tokens)
         for number, (num_bytes, num_tokens) in enumerate(
@@ -108,7 +111,7 @@ def _serve(
     rates: MachineRates,
     question_tokens: int,
 ) -> tuple[NDArray[np.float64], int, int]:
-    """Seconds to the first token of every request; blocks and tokens that were computed."""
+    """Return seconds to the first token of every request; blocks and tokens that were computed."""
     place_s, read_s = 1 / rates.memory_bytes_s, 1 / rates.disk_bytes_s
     floor_s = rates.prefill_s(question_tokens)
     compute_s = {tokens: rates.prefill_s(tokens) for tokens in np.unique(trace.num_tokens).tolist()}

@@ -15,9 +15,9 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class KVShape:
-    """Keys and values of one token: [num_layers, num_kv_heads, head_dim] each. Raises ConfigError naming the field.
+    """Keys and values of a token: [num_layers, num_kv_heads, head_dim] each. Raises ConfigError naming the field.
 
-    layers: of a model whose layers differ, each; heads and width are then the first one's
+    layers: each layer's shape, if the model's layers differ; heads and width are then the first layer's
     states: of its recurrent layers, which keep no keys and values and are not among `num_layers`
     """
 
@@ -41,12 +41,12 @@ class KVShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a block keeps of recurrent layers, however many tokens it has."""
+        """Return the bytes that a block keeps of recurrent layers, regardless of its number of tokens."""
         return sum(state.map_bytes(self.itemsize) for state in self.states)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Return the bytes of a number."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -71,12 +71,12 @@ class CodecSize(NamedTuple):
 
 
 def codec_sizes(shape: KVShape, chunk_tokens: int, kept: float = 1.0) -> list[CodecSize]:
-    """Every registered codec over numbers of the model's shape, raw first; see `Codec.expected_bytes`.
+    """Return every registered codec over numbers of the model's shape, raw first; see `Codec.expected_bytes`.
 
     kept: share of its tokens that each head holds; see `Recipe`
 
-    Right for codecs whose bytes do not depend on the content, and for one whose basis is fitted to so many bytes; one
-    that finds structure does better on real blocks.
+    Right for codecs whose bytes do not depend on the content, and for codecs whose basis is fitted to these bytes; a
+    codec that finds structure does better on real blocks.
     """
     found, raw = [], shape.bytes_per_token + shape.state_bytes / chunk_tokens
     for name in CODECS:

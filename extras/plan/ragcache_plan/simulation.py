@@ -1,4 +1,4 @@
-"""Budgets and eviction policies compared over one trace."""
+"""Budgets and eviction policies compared over a trace."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ QUANTILES = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One policy under one budget.
+    """A policy under a budget.
 
     hit_rate:       share of the accesses that each tier served
-    computed_rate:  share that none served
+    computed_rate:  share that no tier served
     read_bytes, written_bytes, evictions: by tier
     ttft_s:         seconds to the first token, estimated from the rates, at "p50", "p95" and "p99" of the requests
-    optimum_rate:   hits in memory of Belady's rule, which knows the future: the optimum where all blocks have one size
+    optimum_rate:   hits in memory of Belady's rule, which knows the future: the optimum if all blocks have the same
+                    size
     bound_rate:     no policy has more hits in memory
     optimum_exact:  whether the sizes are equal
     """
@@ -58,8 +59,10 @@ def simulate(
     rates: MachineRates | None = None,
     question_tokens: int = 30,
 ) -> Iterator[Outcome]:
-    """Every budget with every policy and every admission filter. Raises ConfigError, also for a memory budget that is
-    smaller than every block."""
+    """Yield the outcome of every budget with every policy and every admission filter.
+
+    Raises ConfigError, also for a memory budget that is smaller than every block.
+    """
     if not len(trace):
         raise ConfigError("there is no access to simulate")
     rates = rates or MachineRates()

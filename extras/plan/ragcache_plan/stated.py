@@ -11,20 +11,20 @@ from ragcache.kv.cache_shape import ATTENTION_LAYERS
 from ragcache.models.hub import ADAPTER, CONFIG, resolve
 from ragcache_plan.shape import ITEMSIZES, KVShape
 
-# Families whose config.json says what the model does, field by field; of all others, and of a field that is absent,
-# only transformers knows what is meant.
+# Families whose config.json states the model's behaviour, field by field; for all others, and for an absent field,
+# only transformers knows the meaning.
 PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
 WIDTH_OF_HIDDEN = PLAIN - {"qwen3"}  # without head_dim, heads share hidden_size
 PLAIN_ROPE = {"default", "linear", "llama3", "yarn"}
-# What makes such a model another one, or one that is refused; see `models/support.py`.
+# Fields that make such a model another model, or an unsupported one; see `models/support.py`.
 OBSTACLES = ("text_config", "is_encoder_decoder", "kv_lora_rank", "alibi", "position_embedding_type")
 
 
 def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
-    """The shape that a model's config.json states; the weights need not be there.
+    """Return the shape that a model's config.json states; the weights need not be there.
 
     model: bundled name, directory with a config.json, or hub id
-    dtype: "auto" is the configuration's own, float32 where it names none
+    dtype: "auto" is the configuration's own, float32 if it names none
 
     Raises ModelNotFoundError, UnsupportedModelError, ConfigError.
     """
@@ -37,8 +37,11 @@ def shape_of(model: str | Path, dtype: str = "auto") -> KVShape:
 
 
 def plain_shape(directory: Path) -> KVShape | None:
-    """The shape that the config.json there states field by field; None where that takes transformers, which takes
-    seconds: another family, an absent field, rotary scaling or layers of another kind, a damaged file, an adapter."""
+    """Return the shape that the config.json there states field by field; None if that needs transformers.
+
+    Transformers takes seconds, and is needed for another family, an absent field, rotary scaling, layers of another
+    kind, a damaged file or an adapter.
+    """
     if (directory / ADAPTER).is_file():
         return None
     try:
@@ -48,7 +51,7 @@ def plain_shape(directory: Path) -> KVShape | None:
 
 
 def _stated_shape(stated: object) -> KVShape | None:
-    """Raises TypeError where a name is a list or the like."""
+    """Return the stated shape. Raises TypeError if a name is a list or the like."""
     if not isinstance(stated, dict) or stated.get("model_type") not in PLAIN or not _is_plain(stated):
         return None
     numbers = [stated.get("num_hidden_layers"), stated.get("num_key_value_heads"), stated.get("head_dim")]
@@ -69,7 +72,7 @@ def _is_plain(stated: dict[str, Any]) -> bool:
 
 
 def _plainly_rotates(rope: object) -> bool:
-    """rope: of transformers 5, or by the field and the names of older ones"""
+    """Return whether rotation is plain. rope: of transformers 5, or by the field and the names of older versions"""
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return False
     return "llama_4_scaling_beta" not in rope and rope.get("rope_type", rope.get("type", "default")) in PLAIN_ROPE

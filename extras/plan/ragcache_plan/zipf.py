@@ -1,4 +1,4 @@
-"""Zipf's law: the chunk of rank r is asked for in proportion to r ** -exponent."""
+"""Zipf's law: requests for the chunk of rank r are proportional to r ** -exponent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def zipf_mass(exponent: float, ranks: float) -> float:
 
 
 def ranks_above(exponent: float, ranks: int, least: float, uses: float) -> int:
-    """How many of the chunks are asked for at least `least` times, when all together are `uses` times."""
+    """Return how many of the chunks are requested at least `least` times, if all together are requested `uses`
+    times."""
     if least <= 0:
         return ranks
     first = uses / zipf_mass(exponent, ranks)  # uses of the chunk of rank 1

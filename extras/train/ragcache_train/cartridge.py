@@ -135,8 +135,7 @@ class Cartridge(FusionMethod):
 
     @cached_property
     def kv(self) -> CartridgeKV:
-        """Return the cartridge's KV. Raises ConfigError if no directory is named, AdapterError as `CartridgeKV.read`
-        does."""
+        """Return the KV. Raises ConfigError if no directory is named, AdapterError as `CartridgeKV.read` does."""
         directory = os.environ.get(DIRECTORY)
         if not directory:
             raise ConfigError(
@@ -169,8 +168,7 @@ class Cartridge(FusionMethod):
         return list(self._standing_in(lm, tuple(prompt.prefix_ids) or self.kv.ids))
 
     def _standing_in(self, lm: ModelCard, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return text whose beginning is replaced by the cartridge's tokens. Raises ConfigError for another
-        beginning."""
+        """Replace the beginning of a text by the cartridge's tokens. Raises ConfigError for another beginning."""
         self.additions(lm)
         for begun in (self.kv.ids, self.kv.ids[: self.kv.prefix_tokens]):  # a conversation may hold it already
             if ids[: len(begun)] == begun:

@@ -137,8 +137,7 @@ def _earlier_rows(earlier: Adapter, spec: TrainedTokens, row_of: Mapping[int, in
 
 
 def number_rows(spec: TrainedTokens) -> dict[int, int]:
-    """Return the row of each added id. The j-th link tokens of all slots share a row: one slot's training serves
-    all."""
+    """Return the row of each added id. The j-th link tokens of all slots share a row, so all slots learn together."""
     found = {id: place for slot in range(spec.link_slots) for place, id in enumerate(spec.link_ids(slot))}
     alone = sorted(spec.added_ids - found.keys())
     return found | {id: spec.link_tokens + number for number, id in enumerate(alone)}

@@ -141,8 +141,7 @@ def merge_lora(model: Any) -> Any:
 
 @contextmanager
 def known_warnings_ignored() -> Iterator[None]:
-    """Ignore peft's warning, with every checkpoint, that it saves the embeddings of a grown vocabulary, as it
-    should."""
+    """Ignore peft's warning, at every checkpoint, that it saves a grown vocabulary's embeddings, as it should."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
         yield

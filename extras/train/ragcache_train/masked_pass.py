@@ -127,7 +127,7 @@ class Visibility:
         return found
 
     def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-        """Return the rows' masks as numbers to add to the scores, the fastest form for
+        """Return the rows' masks as numbers to add to the scores, which is fastest for
         `scaled_dot_product_attention`."""
         if window not in self._dense:
             self._dense[window] = [additive(mask, dtype) for mask in self.masks(window)]
@@ -207,8 +207,7 @@ class Visibility:
 
 
 def _in_order(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each query block's key blocks as FlexAttention takes them: their number, and all blocks, the visible
-    first."""
+    """Return each query block's key blocks as FlexAttention takes them: their number, and all, the visible first."""
     order = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -304,7 +303,7 @@ def divergence(truth: Tensor, logits: Tensor) -> Tensor:
 
 
 def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None) -> Tensor:
-    """Return the logits of the labelled tokens, in order: float32 [num_labels, vocab_size]. Arguments as for
+    """Return the labelled tokens' logits, in order: float32 [num_labels, vocab_size]. Arguments as for
     `answer_loss`."""
     return answer_states(model, inner, batch, rope, hidden=False)[0]
 

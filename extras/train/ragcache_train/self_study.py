@@ -43,8 +43,7 @@ FILE = f"cartridge{SUFFIX}"
 
 
 def read_corpus(path: str | Path) -> str:
-    """Return the corpus's text. Raises ConfigError for a file that is unreadable, too large, not UTF-8 text, or
-    empty."""
+    """Return the corpus's text. Raises ConfigError for a file that is unreadable, too large, not UTF-8, or empty."""
     try:
         if Path(path).stat().st_size > MAX_LINE_BYTES:
             raise ConfigError(f"{path} is longer than {MAX_LINE_BYTES >> 20} MiB; a cartridge stands for less text")

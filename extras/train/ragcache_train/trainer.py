@@ -487,8 +487,7 @@ def _prepare(lm: LanguageModel, options: TrainOptions) -> None:
 
 
 def _base(lm: LanguageModel) -> Base:
-    """Return the adapter's description of the model that it is trained beside, before anything is added to the
-    model."""
+    """Return the adapter's description of the model trained beside it, before anything is added to the model."""
     name, text = str(lm.name), lm.config.get_text_config(decoder=True)
     return Base(
         str(Path(name).resolve()) if Path(name).exists() else name,

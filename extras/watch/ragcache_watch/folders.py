@@ -25,11 +25,11 @@ def watch_folders(
     lost: Callable[[ReaderError], None],
     stop: threading.Event,
 ) -> None:
-    """Call `sync` with the folders, and then with what changes in them, until `stop` is set.
+    """Call `sync` with the folders, and then with every change in them, until `stop` is set.
 
-    lost: told once of a folder that has vanished; it is not synced before it is back
+    lost: called once for a folder that has vanished; it is not synced until it is back
 
-    Raises ReaderError for a folder that is not there at the beginning or cannot be watched, ConfigError without
+    Raises ReaderError for a folder that is missing at the beginning or cannot be watched, ConfigError without
     watchfiles.
     """
     roots = [Path(os.path.abspath(folder)) for folder in folders]
@@ -78,7 +78,7 @@ def _follow(there: list[Path], roots: list[Path], sync: Sync, stop: threading.Ev
 
 
 def _touched(paths: Iterable[Path], roots: list[Path]) -> list[Path]:
-    """The files that are new or have changed; the folders themselves where something went, or where a folder did."""
+    """Return new and changed files; the folders themselves if something was removed, or if a folder changed."""
     files = []
     for path in paths:
         if any(part.startswith(".") for root in roots if root in path.parents for part in path.relative_to(root).parts):

@@ -45,14 +45,14 @@ def watch(
     with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
 
         def sync(paths: Sequence[Path]) -> bool:
-            """Whether it was done, or need not be done any more."""
+            """Return whether it was done, or need not be done."""
             try:
                 report = kb.ingest(paths, kv=kv, sync=True, timeout_s=wait, cancelled=stop)
             except CancelledError:
                 return True
             except (StoreBusyError, ReaderError) as error:
                 say_error(error)
-                return isinstance(error, ReaderError)  # vanished meanwhile: that is a change of its own
+                return isinstance(error, ReaderError)  # vanished meanwhile: that is a separate change
             if report.added or report.updated or report.moved or report.removed:
                 print_report(report, named=True)
             for failure in report.failed:
@@ -64,7 +64,7 @@ def watch(
 
 @contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    """Yield an event that SIGINT and SIGTERM set, instead of their usual effect."""
     stop = threading.Event()
     before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
     try:

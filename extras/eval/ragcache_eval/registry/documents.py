@@ -78,8 +78,7 @@ def _title(entity: Entity, mentions: list[str]) -> str:
 
 
 def _fact_sentences(rng: random.Random, entity: Entity, relations: list[str], wordings: DataSplit) -> list[str]:
-    """State each fact in a sentence. The first sentence has the full name, later sentences may have only the
-    surname."""
+    """State each fact in a sentence. The first sentence has the full name, later ones may have only the surname."""
     sentences: list[str] = []
     for relation in relations:
         subject, predicate = _subject_and_predicate(rng, entity, relation, is_first=not sentences, wordings=wordings)

@@ -60,8 +60,10 @@ class PageQuestion(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Texts of the pages, in order, and all questions about them. documents: for each page, the number of the document
-    that it was cut from."""
+    """Texts of the pages, in order, and all questions about them.
+
+    documents: for each page, the number of the document that it was cut from
+    """
 
     passages: list[str]
     questions: list[PageQuestion]
@@ -99,8 +101,10 @@ def draw_pages(
     wordings: DataSplit = DataSplit.TRAIN,
     articles: tuple[int, int] = ARTICLES,
 ) -> Pages:
-    """Draw `num_passages` pages, at least 2, and the questions that they answer. articles: of a page, at least and at
-    most."""
+    """Draw `num_passages` pages, at least 2, and the questions that they answer.
+
+    articles: of a page, at least and at most
+    """
     return _Draft(rng, num_passages, entities, wordings, articles).pages()
 
 

@@ -19,8 +19,10 @@ Form = Callable[[Mapping[str, Any], str, Cut], QuestionLine | None]
 
 @dataclass(frozen=True)
 class Column:
-    """A column. name: in --data and in file names; title: the paper's name; unit: the paper's number for a score of
-    1"""
+    """A column of a table.
+
+    name: in --data and in file names; title: the paper's name; unit: the paper's number for a score of 1
+    """
 
     name: str
     title: str
@@ -105,7 +107,7 @@ class Suite:
     note: str = ""
 
     def chosen(self, names: Sequence[str]) -> tuple[Column, ...]:
-        """Return the columns of these names, or all columns if no name is given. Raises ConfigError for an unknown
+        """Return the columns of these names, or all columns if there are no names. Raises ConfigError for an unknown
         name."""
         for name in names:
             check_choice(f"--data of suite {self.name}", name, [column.name for column in self.columns])

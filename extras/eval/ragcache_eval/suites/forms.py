@@ -17,8 +17,7 @@ EXAMPLES_AT_ONCE = 2000  # characters of short examples that make a passage
 
 
 def sentences(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
-    """Read HotpotQA and 2WikiMultiHopQA: a context of titles with sentences, as a table or as pairs, or JSON of
-    either."""
+    """Read HotpotQA and 2WikiMultiHopQA: a context of titles with sentences, as a table, pairs, or JSON of either."""
     texts = _pairs(_field(row, "context", where), "title", "sentences", where)
     gold = {title for title, _ in _pairs(row.get("supporting_facts") or [], "title", "sent_id", where)}
     passages = [CasePassage(" ".join(map(str.strip, found)), title, title in gold) for title, found in texts]
@@ -35,8 +34,10 @@ def paragraphs(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | 
 
 
 def retrieved(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
-    """Read Lost in the Middle's NQ and FiD's TriviaQA: the first ten retrieved passages. A single known gold passage is
-    placed at every position."""
+    """Read Lost in the Middle's NQ and FiD's TriviaQA: the first ten retrieved passages.
+
+    A single known gold passage is placed at every position.
+    """
     found = _field(row, "ctxs", where)[:RETRIEVED]
     passages = [CasePassage(c["text"], c.get("title", ""), c.get("isgold")) for c in found]
     positions = list(range(len(passages))) if sum(p.is_gold is True for p in passages) == 1 else None
