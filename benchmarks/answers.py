@@ -94,17 +94,16 @@ class Settings:
 
 
 def every_method() -> list[MethodSpec]:
-    """Each method with its default options and each at other budgets, then all under every other recipe that they
-    take."""
+    """Return each method with its default options and at other budgets, then all under every other accepted recipe."""
     own = [*all_methods(), *(MethodSpec.parse(text) for text in BUDGETS)]
     others = [(spec, recipe) for spec in own if not spec.is_reference for recipe in spec.method().recipes[1:]]
     return [*own, *(MethodSpec.parse(f"{spec.label}:recipe={recipe}") for spec, recipe in others)]
 
 
 def choose(source: str, directory: Path | None, seed: int) -> list[Case]:
-    """All questions of a set, in the order in which they are asked; ids begin with the set's name.
+    """Return all questions of a set, in the order in which they are put; ids begin with the set's name.
 
-    Raises ConfigError naming the sets that there are, the line that is no question, or the question without an answer.
+    Raises ConfigError naming the available sets, the line that is not a question, or the question without an answer.
     """
     found: dict[str, list[Case]] = defaultdict(list)
     for case in load_cases(source, len, directory=directory):
@@ -117,14 +116,16 @@ def choose(source: str, directory: Path | None, seed: int) -> list[Case]:
 
 
 def short_answers(lm: rc.LanguageModel) -> PromptFormat:
-    """A prompt that asks for a few words."""
+    """Return a prompt format that requests a few words."""
     form = prompt_format(lm.tokenizer, system=SYSTEM)
     return replace(form, tail=form.tail + OPENING[lm.tokenizer.chat_template is not None])
 
 
 def fitted(case: Case, lm: rc.LanguageModel, form: PromptFormat, context: int) -> Case | None:
-    """The case with as many passages as prompt and answer have room for in `context` tokens; None where those that
-    hold the answer do not fit."""
+    """Return the case with as many passages as fit, with prompt and answer, into `context` tokens.
+
+    Returns None if the passages that hold the answer do not fit.
+    """
     ends = len(form.prefix_ids) + len(form.suffix_ids(lm.tokenizer, case.question)) + MAX_ANSWER_TOKENS
     room = context - ends
     lengths = [len(encode_text(lm.tokenizer, passage.rendered())) for passage in case.passages]
@@ -153,8 +154,11 @@ def questions_of(
 def with_neighbours(
     questions: dict[str, list[Case]], directory: Path, count: int, embedder: Embedder, seed: int
 ) -> dict[str, list[Case]]:
-    """The same questions, of each passage the `count` passages of its whole set with the most similar embeddings, the
-    most similar one last: what a store that holds the set would read it behind. Like texts count once."""
+    """Return the same questions with neighbours for each passage.
+
+    These are the `count` passages of the whole set with the most similar embeddings, the most similar last, as a store
+    of the set would read the passage after them. Like texts count once.
+    """
     found = {}
     for source, cases in questions.items():
         pool = {passage.rendered(): None for case in choose(source, directory, seed) for passage in case.passages}
@@ -177,7 +181,7 @@ def with_neighbours(
 
 
 def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:
-    """The first question of each set, the second of each, and so on."""
+    """Yield the first question of each set, the second of each, and so on."""
     return filter(None, chain.from_iterable(zip_longest(*questions.values())))
 
 

@@ -36,14 +36,14 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Row:
-    """One method over the questions of one set, or of all.
+    """A method over the questions of a set, or of all sets.
 
-    accuracy: a gold answer, normalised, stands in the answer; f1: of words; kl: along full prefill's own answer, nats a
+    accuracy: the normalised answer contains a gold answer; f1: of words; kl: along full prefill's own answer, nats per
               token; same_answer: as full prefill's
-    relative: accuracy over full prefill's on the same questions; None where full prefill answers none of them
+    relative: accuracy over full prefill's on the same questions; None if full prefill answers none
     computed_share, kept_share: of the prompt's tokens, means over layers and questions
     first_token_s, first_token: median of the seconds, and of their share of full prefill's at the same question
-    skipped:  questions that the method could not read, and why the first of them
+    skipped:  questions that the method could not read, with the reason of the first
     """
 
     set: str
@@ -64,12 +64,12 @@ class Row:
 
     @property
     def is_safe(self) -> bool:
-        """Whether the means keep to the limits."""
+        """Return whether the means keep to the limits."""
         return self._measured and self.kl[0] <= MOST_KL and self.relative[0] >= LEAST_RELATIVE  # type: ignore[index]
 
     @property
     def is_surely_safe(self) -> bool:
-        """Whether the far ends of the intervals keep to the limits too."""
+        """Return whether the far ends of the intervals keep to the limits too."""
         return self.is_safe and self.kl[2] <= MOST_KL and self.relative[1] >= LEAST_RELATIVE  # type: ignore[index]
 
     @property
@@ -84,7 +84,7 @@ class Row:
 
 
 def label(key: str) -> str:
-    """A method as the command line writes it, from its key in the journal (`MethodSpec.key`)."""
+    """Return a method as the command line writes it, from its key in the journal (`MethodSpec.key`)."""
     if key == NO_PASSAGES:
         return key
     before, _, recipe = key.rpartition("@")
@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 
 
 def figures_of(scores: Sequence[Score]) -> dict[str, Any]:
-    """Rows over all sets and over each, what the prompts were like, and the methods that are safe."""
+    """Return rows over all sets and over each, statistics of the prompts, and the methods that are safe."""
     by_set: dict[str, dict[str, dict[str, Score]]] = defaultdict(lambda: defaultdict(dict))
     for score in scores:
         by_set[str(score.cell["set"])][label(score.method)][score.case] = score
@@ -130,7 +130,7 @@ def _rows(name: str, sets: Sequence[Mapping[str, Mapping[str, Score]]], methods:
 
 
 def _pairs(own: Mapping[str, Score], full: Mapping[str, Score]) -> list[tuple[Score, Score]]:
-    """What a method and full prefill made of the same questions."""
+    """Return pairs of a method's and full prefill's scores of the same questions."""
     both = ((score, full[case]) for case, score in own.items() if case in full)
     return [(score, other) for score, other in both if not score.skipped and not other.skipped]
 
@@ -164,7 +164,7 @@ def _row(name: str, method: str, sets: Sequence[Sequence[tuple[Score, Score]]], 
 
 
 def interval(sets: Sequence[Sequence[float | bool]]) -> Interval:
-    """The mean of the sets' means."""
+    """Return the mean of the sets' means, with its interval."""
     columns = [np.asarray(values, dtype=np.float64)[:, None] for values in sets]
     return _interval(_means(columns)[:, 0], _drawn(columns)[:, 0])
 
@@ -197,7 +197,7 @@ def _interval(mean: Numbers, drawn: Numbers) -> Interval:
 
 
 def markdown(found: Mapping[str, Any]) -> list[str]:
-    """A page from a result's file: where and how it was measured, the table over all sets, one a set."""
+    """Return a page from a result's file: where and how it was measured, and tables over all sets and per set."""
     groups = _groups(found)
     lines = [f"# {found['name']}", "", *_about(found), "", *safe_lines(found), ""]
     for name, rows in groups.items():
@@ -206,7 +206,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 
 def overview(found: Mapping[str, Any]) -> list[str]:
-    """What docs/results.md holds of a page: the table over all sets, and KL and accuracy over each."""
+    """Return the part of a page that docs/results.md shows: the table over all sets, and KL and accuracy over each."""
     groups = _groups(found)
     whole = next(iter(groups.values()))
     lines = [*_about(found), "", *safe_lines(found), "", *table(whole, found["settings"]["questions"]), ""]
@@ -214,7 +214,7 @@ def overview(found: Mapping[str, Any]) -> list[str]:
 
 
 def _groups(found: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """Rows by set, in the order of the file."""
+    """Return rows by set, in the order of the file."""
     groups: dict[str, list[Row]] = {}
     for row in found["figures"]["rows"]:
         groups.setdefault(row["set"], []).append(Row.from_json(row))
@@ -262,7 +262,7 @@ def _about(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measured_on(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What the runs that a journal holds have in common, and what differs between them."""
+    """Describe the common and the differing properties of a journal's runs."""
     machines = dict.fromkeys(run["gpu"] or f"{run['cpu']}, {run['threads']} of {run['cores']} threads" for run in runs)
     loads = sorted(run["load_1min"] for run in runs)
     clean = "clean tree" if all(run["clean"] for run in runs) else "uncommitted changes"
@@ -291,7 +291,7 @@ HEADS = (
 
 
 def table(rows: Sequence[Row], asked: int) -> Iterator[str]:
-    """asked: questions of each set; a row that rests on fewer says so."""
+    """Yield the table's lines. asked: questions of each set; a row that rests on fewer says so."""
     yield "| " + " | ".join(HEADS) + " |"
     yield "|" + "---|" * len(HEADS)
     for row in rows:

@@ -39,7 +39,7 @@ ONE, JOINED, APART = "one at a time", "joined passes", "a pass each"
 SHARED = "KV bytes of all askers over the same passages / one asker's"
 MEMORY_BYTES = 8 << 30
 LOOK_S = 0.002
-STAGGER = 0.5  # of one answer's time, between the starts of two askers
+STAGGER = 0.5  # share of an answer's time, between the starts of two askers
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def on_goal(self) -> bool:
-        """Whether the goals are stated for this run."""
+        """Return whether the goals apply to this run."""
         where = (self.shape, self.dtype, self.device.partition(":")[0])
         stated = where in (("SmolLM2-135M", "float32", "cpu"), ("Llama-3.1-8B", "bfloat16", "cuda"))
         return stated and self.askers == 8 and self.passages * self.tokens >= 1000 and self.questions >= 24
@@ -92,7 +92,7 @@ class Served(NamedTuple):
 
 
 class Asking:
-    """One knowledge base, and the questions."""
+    """A knowledge base, and the questions."""
 
     def __init__(self, kb: RagCache, questions: Sequence[str], settings: Settings) -> None:
         self._kb = kb
@@ -102,10 +102,10 @@ class Asking:
         self._stagger_s = 0.0
 
     def warm_up(self) -> None:
-        """Bring every block to memory, and measure what one question takes.
+        """Bring every block to memory, and measure the time of a question.
 
-        Starts are spread over about the time that an answer takes among so many: askers that started together would
-        end together, and ask together again, for as long as all answers are of one length.
+        Starts are spread over about the time that an answer takes among this many askers: askers that started together
+        would end together, and ask together again, as long as all answers have the same length.
         """
         for question in self._questions:
             self._kb.ask(question, self._settings.passages, sampling=Sampling(max_tokens=1))
@@ -126,7 +126,7 @@ class Asking:
             self._kb.lm.scheduler.sharing = True
 
     def most_held_bytes(self, askers: int) -> int:
-        """Bytes of KV that so many answers over the same passages hold at once, at the most."""
+        """Return the most bytes of KV that this many answers over the same passages hold at once."""
         most = 0
         with ThreadPoolExecutor(askers) as pool:
             jobs = [pool.submit(self._ask, self._questions[0]) for _ in range(askers)]
@@ -141,7 +141,7 @@ class Asking:
         return self._kb.ask(question, self._settings.passages, sampling=self._sampling)
 
     def _serve(self, askers: int) -> Served:
-        """Every asker takes the next question that nobody has taken."""
+        """Let every asker take the next free question."""
         answers: dict[int, Answer] = {}
         left: Iterator[tuple[int, str]] = iter(enumerate(self._questions))
         lock = threading.Lock()
@@ -183,7 +183,7 @@ def passages_of(lm_tokenizer: object, settings: Settings) -> list[Document]:
 
 
 def questions_of(passages: Sequence[Document], settings: Settings) -> list[str]:
-    """Each about some words of one passage, so that different ones are found."""
+    """Return questions, each about some words of a passage, so that different passages are found."""
     random = np.random.default_rng(settings.seed)
     found = []
     for number in range(settings.questions):
@@ -220,7 +220,7 @@ def _rounds(work: Asking, rounds: int) -> dict[str, list[Served]]:
 
 
 def summarise(settings: Settings, run: Run, served: dict[str, list[Served]], held: dict[int, int]) -> Result:
-    """held: bytes of KV by number of askers over the same passages"""
+    """Return the result. held: bytes of KV by number of askers over the same passages"""
     ttfts = {name: [s for one in runs for s in one.ttfts] for name, runs in served.items()}
     totals = {name: [a.timings.total_s for one in runs for a in one.answers] for name, runs in served.items()}
     timings = {f"{name}: first token": Timing.of(taken) for name, taken in ttfts.items()}
@@ -266,7 +266,7 @@ def _paired(above: Sequence[Served], below: Sequence[Served]) -> Ratio:
 
 
 def _same(runs: Sequence[Served], expected: Served) -> float:
-    """Share of answers whose text is the one asker's."""
+    """Return the share of answers whose text equals the single asker's."""
     pairs = [(a.text, b.text) for one in runs for a, b in zip(one.answers, expected.answers, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 

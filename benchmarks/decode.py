@@ -49,9 +49,9 @@ class Settings:
 
 
 class Decoding:
-    """Two decoders over the same context. Each run returns its median step as a further sample.
+    """Two decoders over the same context. Each run returns its median step as an additional sample.
 
-    A step is the time from one token to the next; the first token of a run, which pays for setting up, is left out.
+    A step is the time from a token to the next; the first token of a run, which pays for setting up, is left out.
     """
 
     def __init__(self, built: Built, context: int, count: int, seed: int) -> None:
@@ -69,7 +69,7 @@ class Decoding:
         truncate(self._cache, len(self._ids))
 
     def ours(self) -> dict[str, float]:
-        """The first token is chosen from the prompt's logits, with no pass: one more makes `count` passes."""
+        """Decode. The first token comes from the prompt's logits without a pass, so another token is decoded."""
         started = time.perf_counter()
         steps = decode(self._lm, self._cache, self._logits, len(self._ids), Sampling(max_tokens=self._count + 1))
         tokens, stamps = [], []

@@ -56,7 +56,7 @@ def settle(most: float, patience_s: float) -> bool:
 
 
 def environment(benchmark: str, arguments: Sequence[str], device: torch.device) -> Environment:
-    """Return what a run of `python -m benchmarks BENCHMARK` is measured on; call it before measuring.
+    """Return the environment of a run of `python -m benchmarks BENCHMARK`; call it before measuring.
 
     Paths in the command are cut to their names.
     """
@@ -92,7 +92,7 @@ def _cpu_model() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says in the project's root; None where it cannot."""
+    """Return git's output in the project's root; None if git fails."""
     root = Path(__file__).parent.parent
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)

@@ -13,7 +13,7 @@ from ragcache.store.kv_store import KVStore
 
 
 def drop_page_cache(directory: Path) -> None:
-    """Have the kernel forget the contents of all files below. They must be flushed, and mapped by nobody."""
+    """Make the kernel drop the contents of all files below. They must be flushed, and not mapped by any process."""
     for path in directory.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -25,7 +25,7 @@ def drop_page_cache(directory: Path) -> None:
 
 
 def device_read_bytes() -> int | None:
-    """Bytes that this process has had fetched from storage so far; None where the kernel does not count them."""
+    """Return the bytes that this process has read from storage so far; None if the kernel does not count them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -34,7 +34,7 @@ def device_read_bytes() -> int | None:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds `path`, such as ext4. On tmpfs there is no disk to measure."""
+    """Return the type of the file system that holds `path`, such as ext4. On tmpfs there is no disk to measure."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
@@ -45,7 +45,7 @@ def file_system(path: Path) -> str:
 
 
 def read_blocks(loader: BlockLoader, keys: Sequence[str]) -> list[Loaded | None]:
-    """Reads blocks as a question does: what is in memory at once, the rest in the loader's threads."""
+    """Read blocks as a question does: blocks in memory at once, the rest in the loader's threads."""
     kv = loader.kv
     found: dict[str, Loaded | None] = {key: kv.fetch(key) for key in kv.lookup(keys, "memory")}
     slow = kv.lookup([key for key in keys if key not in found])
@@ -54,5 +54,5 @@ def read_blocks(loader: BlockLoader, keys: Sequence[str]) -> list[Loaded | None]
 
 
 def fresh_kv_store(root: Path, memory_bytes: int, codec: str = "raw", basis: str | None = None) -> KVStore:
-    """The blocks below a store's root, with nothing in memory yet."""
+    """Return the blocks below a store's root, with nothing in memory yet."""
     return KVStore(StoreLayout(root).kv, memory_bytes=memory_bytes, codec=codec, basis=basis)

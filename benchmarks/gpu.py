@@ -64,8 +64,11 @@ class Settings:
 
 @dataclass
 class Stage:
-    """command: run in the tree's root. limit_s: it is ended then, and what it wrote counts. environment: added.
-    skipped: why it is not run; empty: it is"""
+    """A stage of the run.
+
+    command: run in the tree's root. limit_s: it is ended then, and its output so far counts. environment: added.
+    skipped: why it is not run; empty: it runs
+    """
 
     name: str
     command: list[str]
@@ -128,8 +131,10 @@ def stages(given: Settings, out: Path) -> Iterator[Stage]:
 
 
 def vllm_python(named: str, device: str) -> tuple[str, str]:
-    """Return a Python with vLLM, and why it will not do. With "auto" it is this one, or that of
-    scripts/peers-environment."""
+    """Return a Python with vLLM, and the reason if it is unsuitable.
+
+    With "auto" it is this Python, or that of scripts/peers-environment.
+    """
     made = ROOT / ".peers" / "vllm" / "bin" / "python"
     python = named if named != "auto" else (sys.executable if find_spec("vllm") else str(made))
     look = f"import sys, vllm, torch; sys.exit(not torch.cuda.is_available() if {device == 'cuda'} else 0)"
@@ -143,7 +148,7 @@ def vllm_python(named: str, device: str) -> tuple[str, str]:
 
 
 def measure(settings: Settings, run: Run) -> Iterator[Result]:
-    """Yield what is known after each stage."""
+    """Yield the known results after each stage."""
     known = {} if settings.again else _read(run.out / f"{run.name}.json")
     every = list(stages(settings, run.out))
     for _ in run_stages(every, known, settings.minutes):

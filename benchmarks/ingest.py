@@ -31,7 +31,7 @@ from ragcache.ingest.store_writer import IngestConfig
 from ragcache.retrieval.embedder import Embedder
 
 WHOLE = "ingestion"
-# The strict one: no head, no padding mask, no cache.
+# The strict baseline: no head, no padding mask, no cache.
 DECODER = "transformers: decoder alone"
 CALL = "transformers: model call with head and padding mask"
 

@@ -13,7 +13,7 @@ from ragcache.errors import ConfigError, translate_os_errors
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Return the values of a file of JSON lines, without the line that a kill cut short; none where there is no file.
+    """Return the values of a file of JSON lines, without a line that a kill cut short; none if there is no file.
 
     Raises ConfigError naming the line that is not JSON.
     """
@@ -28,13 +28,13 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Write one JSON line and flush it. Raises StoreFullError, StoreReadOnlyError."""
+    """Write a JSON line and flush it. Raises StoreFullError, StoreReadOnlyError."""
     with translate_os_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
 
 class Runs:
-    """The environments in which the figures of a journal were measured, one a run, in a file beside the journal."""
+    """The environments in which a journal's figures were measured, a line per run, in a file beside the journal."""
 
     def __init__(self, journal: Path) -> None:
         self.path = journal.with_suffix(".runs.jsonl")
@@ -47,7 +47,7 @@ class Runs:
 
 
 class Journal:
-    """Figures by key, one JSON line each; the first line holds the settings that all of them depend on.
+    """Figures by key, each a JSON line; the first line holds the settings that all figures depend on.
 
     Raises ConfigError for a journal of other settings.
     """
@@ -85,6 +85,6 @@ class Journal:
 
 
 def worst_of(environment: Environment, runs: Sequence[Mapping[str, Any]]) -> Environment:
-    """Return `environment` with the highest load of `runs`, and clean only if all of them were."""
+    """Return `environment` with the highest load of `runs`, and clean only if all runs were."""
     load = max([environment.load_1min, *(run["load_1min"] for run in runs)])
     return replace(environment, load_1min=load, clean=all([environment.clean, *(run["clean"] for run in runs)]))

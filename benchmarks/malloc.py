@@ -17,8 +17,11 @@ class _MallInfo2(ctypes.Structure):
 
 
 def allocated_bytes() -> int | None:
-    """Bytes that this process has from malloc and has not freed; None where the C library does not say (it is not
-    glibc 2.33 or newer). Python's own small objects are in arenas of Python's, and are not in it."""
+    """Return the bytes that this process has from malloc and has not freed.
+
+    Returns None if the C library does not report them (it is not glibc 2.33 or newer). Python's own small objects are
+    in Python's arenas and are not counted.
+    """
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):

@@ -54,18 +54,18 @@ class Settings:
 
 
 def link_ids(settings: Settings, vocab_size: int) -> list[list[int]]:
-    """Link tokens behind each passage: any ids will do, the work is the same."""
+    """Return link tokens after each passage: any ids will do, the work is the same."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
     drawn: list[list[int]] = torch.randint(vocab_size, (settings.passages, LINK_TOKENS), generator=generator).tolist()
     return drawn
 
 
 def chosen_methods(links: Sequence[Sequence[int]]) -> dict[str, FusionMethod]:
-    """Every method by the row it gets, with the options that the goals are stated for; else with its own."""
+    """Return every method by its row, with the options that the goals apply to; else with its default options."""
     options: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "link": [(f"link, {LINK_TOKENS} tokens", {"link_ids": links})],
         "markers": [("markers", {"doc_start_id": 1, "doc_end_id": 2})],
-        "cartridge": [],  # it needs one that was trained with this model
+        "cartridge": [],  # it needs a cartridge trained with this model
         "packet": [("packet, 8 + 8", {"header_ids": range(1, 9), "trailer_ids": range(9, 17)})],
         "cacheblend": [
             ("cacheblend, 0.15", {"ratio": 0.15}),
@@ -79,7 +79,7 @@ def chosen_methods(links: Sequence[Sequence[int]]) -> dict[str, FusionMethod]:
 
 
 class Bench:
-    """One prompt, its blocks under every recipe that a method asks for, and the two floors."""
+    """A prompt, its blocks under every recipe that the methods need, and the two floors."""
 
     def __init__(self, built: Built, settings: Settings) -> None:
         self.lm, self.plain = built
@@ -102,7 +102,7 @@ class Bench:
         return first_token(self.fuse(method))
 
     def floor(self) -> int:
-        """The suffix alone: no method can be faster."""
+        """Run the suffix alone: no method can be faster."""
         truncate(self._context, self.prompt.context_tokens)
         return int(self.lm.run(self.prompt.suffix_ids, self.prompt.context_tokens, self._context).argmax())
 
@@ -126,8 +126,11 @@ class Bench:
 
 
 def agreement(bench: Bench) -> dict[str, float]:
-    """Return the distance from plain transformers of each method that must equal full prefill, and of the link floor
-    from `link`. Raises RagCacheError where one is too large."""
+    """Return each method's distance from plain transformers, if it must equal full prefill, and the link floor's from
+    `link`.
+
+    Raises RagCacheError if a distance is too large.
+    """
     read = plain.full_prefill(bench.plain, bench.prompt.ids)
     every = [("full", get_method("full")), *((name, get_method(name, ratio=1)) for name in ("cacheblend", "a3"))]
     found = {f"{name}_error": distance(bench.fuse(method).next_logits, read) for name, method in every}
@@ -137,7 +140,7 @@ def agreement(bench: Bench) -> dict[str, float]:
 
 
 def token_counts(bench: Bench) -> dict[str, dict[str, float]]:
-    """By row: tokens computed and kept, and their shares of what the model read; means over the layers."""
+    """Return by row: tokens computed and kept, and their shares of the tokens read; means over the layers."""
     found = {}
     for row, method in bench.methods.items():
         fused = bench.fuse(method)

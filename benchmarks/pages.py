@@ -25,7 +25,7 @@ FULL = "transformers: full prefill"
 
 
 def write_section(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Put `lines` in place of what the section holds. Raises ConfigError where the page has no such section."""
+    """Replace a section's content with `lines`. Raises ConfigError if the page has no such section."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = page.read_text(encoding="utf-8")
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
@@ -35,7 +35,7 @@ def write_section(page: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def methods_table() -> list[str]:
-    """Every method that the code knows."""
+    """Return a table of every method that the code knows."""
     lines = ["| method | what it does | paper | training | recipes | options |", "|---|---|---|---|---|---|"]
     for one in rc.methods():
         options = ", ".join(f"`{name}`" for name in one.options) or "-"
@@ -69,7 +69,7 @@ def _cost_table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def public_lines(results: Path) -> list[str]:
-    """A table for each model that `ragcache eval` read the public sets with."""
+    """Return a table for each model that `ragcache eval` read the public sets with."""
     found = [_public_table(directory) for directory in sorted((results / "eval").glob("*")) if directory.is_dir()]
     lines = [line for table in found for line in (*table, "")]
     return lines[:-1] if lines else ["Not measured: run `ragcache eval`."]
@@ -93,7 +93,7 @@ def _public_table(directory: Path) -> Iterator[str]:
 
 
 def timed_lines(results: Path) -> list[str]:
-    """Every goal on time that the results speak of, at the sizes that it is stated for, with what it is worth."""
+    """Return every goal on time in the results, at the sizes that it applies to, with its verdict."""
     lines = list(GOALS_HEAD)
     for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def peers_lines(results: Path) -> list[str]:
 
 
 def answers_lines(results: Path) -> list[str]:
-    """A part for each real model."""
+    """Return a part for each real model."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("answers-*.json"))]
     parts = [[f"### {one['name'].removeprefix('answers-')}", "", *answers_report.overview(one)] for one in found]
     return [line for part in parts for line in part][:-1] or ["Not measured: run `python -m benchmarks answers`."]

@@ -75,15 +75,15 @@ class Settings:
 
 
 def ask_everything(table: Table, settings: Settings, streams: Streams, *, whole: bool) -> None:
-    """whole: all streams; else those that need the fewest questions.
+    """Put all questions. whole: all streams; else the streams that need the fewest questions.
 
-    Where a row has nothing to keep from one question to the next, one stream says it all: transformers, and `full` over
-    passages that were not asked for in this order, are asked `new` alone.
+    For a row with nothing to keep between questions a single stream is enough: transformers, and `full` over passages
+    that were not requested in this order, only get `new`.
     """
     table.warm_up()
     table.read_pool()
     for number in range(settings.rounds):
-        # Over passages that nobody read, `link` would find the blocks that `reposition` has just made.
+        # Over unread passages, `link` would find the blocks that `reposition` has just made.
         table.ask("new", number, streams.new(number), leave_out=["ragcache link"])
         table.ask("again", number, streams.again(number), leave_out=[REFERENCE])
     for number, question in enumerate(streams.random(settings.questions)):
@@ -133,7 +133,7 @@ def run_dtype(settings: Settings, dtype: str, whole: bool, workdir: Path, stream
 
 
 def longest(settings: Settings) -> int:
-    """Tokens of the longest prompt with its answer, rounded up to what caches are made in."""
+    """Return the tokens of the longest prompt with its answer, rounded up to the granularity of caches."""
     turns = settings.turns * (settings.suffix + SCRIPTED_ANSWER_TOKENS)
     tokens = settings.passages * settings.tokens + turns + settings.answer
     return -(-tokens // 256) * 256
@@ -167,16 +167,19 @@ def sizes_of(settings: Settings) -> Sizes:
 
 
 def timings_of(run: Run) -> Iterator[tuple[str, str, Timing]]:
-    """Times to first token."""
+    """Yield times to first token."""
     for cell, rows in run.answers.items():
         for row, answers in rows.items():
             yield cell, row, Timing.of([answer.first_s for answer in answers.values()])
 
 
 def ratios_of(run: Run) -> Iterator[tuple[str, Ratio]]:
-    """Ours over theirs, question by question: time to first token, and answers/s of one asker and of bursts; and first
-    tokens over passages that we have read against theirs over new ones, and over random ones against theirs over a
-    prompt's own prefix. Rows that do not compute what transformers does are left out."""
+    """Yield our time over theirs, question by question.
+
+    These are time to first token, and answers/s of a single asker and of bursts; and first tokens over passages that we
+    have read against theirs over new passages, and over random passages against theirs over a prompt's own prefix. Rows
+    that do not compute the same as transformers are left out.
+    """
     firsts = {cell: {row: first_tokens(answers) for row, answers in rows.items()} for cell, rows in run.answers.items()}
     rates = {
         cell: {row: {n: 1 / one.total_s for n, one in answers.items()} for row, answers in rows.items()}
@@ -206,7 +209,7 @@ def _paired(run: Run, where: str, above: str, samples: Samples) -> Iterator[tupl
 
 
 def rate_of(answers: Sequence[Answer]) -> float:
-    """Answers/s of a burst, until the last one's end."""
+    """Return the answers/s of a burst, until the last answer's end."""
     return len(answers) / max(answer.total_s for answer in answers)
 
 
@@ -215,7 +218,7 @@ def first_tokens(answers: Mapping[int, Answer]) -> dict[int, float]:
 
 
 def figures_of(run: Run) -> dict[str, Any]:
-    """cells: by stream and row, medians; together: by stream and row, askers at the same moment."""
+    """Return cells: by stream and row, medians; together: by stream and row, askers at the same moment."""
     return {
         "peers": run.about,
         "not_run": run.missing,

@@ -19,11 +19,11 @@ OUTSIDE = 10**6  # number of the first passage that no stream holds
 
 @dataclass
 class Run:
-    """Everything that was seen under one dtype.
+    """All measurements under a dtype.
 
     answers: by cell and row, by number of the question; together: by cell and row, by number of the burst of askers
     missing: why a peer was not run, or not to the end
-    same:    by row: first tokens and all tokens of the check prompts that are transformers', and how many there were
+    same:    by row: first tokens and all tokens of the check prompts that equal transformers', and how many there were
     """
 
     dtype: str
@@ -35,8 +35,10 @@ class Run:
     same: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def agrees(self, row: str) -> bool:
-        """Whether a row computes what transformers does, as far as the check prompts tell. Rounding may tip some first
-        tokens in half precision; by chance none would be the same."""
+        """Return whether a row computes the same as transformers, judged by the check prompts.
+
+        Rounding may change some first tokens in half precision; by chance none would be the same.
+        """
         if row not in self.same:
             return True
         found = self.same[row]
@@ -57,7 +59,7 @@ class Asked(Protocol):
 
 
 class Table:
-    """The peers of one dtype, alive, and what they answered."""
+    """The running peers of a dtype, and their answers."""
 
     def __init__(self, run: Run, sizes: Asked, streams: Streams) -> None:
         self.run = run
@@ -76,7 +78,7 @@ class Table:
             self.run.about[name] = self._peers[name].about
 
     def rows(self, number: int = 0, *, leave_out: Sequence[str] = ()) -> list[tuple[str, str, str]]:
-        """(row, peer, variant) of who is there and takes part in the round of this number."""
+        """Return (row, peer, variant) of the peers that run and take part in the round of this number."""
         due = [name for name in self._peers if number < self._asked.slow_rounds or not PEERS[name].slow]
         every = [(row, name, variant) for name in due for variant, row in PEERS[name].labels().items()]
         return [one for one in every if one[0] not in leave_out]
@@ -90,7 +92,7 @@ class Table:
                 self._give_up(name, error)
 
     def warm_up(self) -> None:
-        """Every row once over one passage outside everything, then the check prompts."""
+        """Run every row once over a passage outside the streams, then the check prompts."""
         outside = Question((OUTSIDE,), tuple(self._streams.passage(OUTSIDE + 1)[: self._asked.suffix]))
         checks = [Question((OUTSIDE + n,), outside.suffix) for n in range(2, 5)]
         for row, name, variant in self.rows():
@@ -144,7 +146,7 @@ class Table:
 
 
 def _same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Up to the first difference tokens are comparable; behind it the prompts differ."""
+    """Compare tokens up to the first difference; after it the prompts differ."""
     pairs = list(zip(ours, theirs, strict=True))
     common = [next((n for n, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in pairs]
     first = sum(count > 0 for count in common)

@@ -25,15 +25,17 @@ LOG_LINES = 40
 
 
 class PeerError(RagCacheError):
-    """A peer did not start, died, or said what was wrong."""
+    """A peer did not start, died, or reported an error."""
 
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """module: under benchmarks.peer_workers; environment: its directory's name, None for the Python that runs this
-    variants: what it is asked for, the one that others are held against first
-    title: in the tables; the name when empty
-    slow: asked a few times only
+    """A peer.
+
+    module: under benchmarks.peer_workers; environment: its directory's name, None for the Python that runs this
+    variants: the variants to run, first the variant that others are compared with
+    title: in the tables; the name if empty
+    slow: asked only a few times
     """
 
     name: str
@@ -61,7 +63,7 @@ PEERS = {
 
 
 def python_of(spec: PeerSpec, environments: Path) -> Path:
-    """Raises PeerError where the environment is not there."""
+    """Return the environment's Python. Raises PeerError if the environment is missing."""
     if spec.environment is None:
         return Path(sys.executable)
     python = environments / spec.environment / "bin" / "python"
@@ -74,11 +76,11 @@ def python_of(spec: PeerSpec, environments: Path) -> Path:
 
 
 class PeerProcess:
-    """Requests are answered in turn. What the peer prints goes to `log`. Raises PeerError whenever it fails.
+    """A peer's process, which answers requests in turn. Its output goes to `log`. Raises PeerError whenever it fails.
 
-    Between requests the peer is stopped, with the processes that it started: one that waits by spinning would take time
-    from the next. It has a process group of its own within this session, so that the kernel ends it, stopped or not,
-    where this process is killed.
+    Between requests the peer is stopped, with the processes that it started: a peer that waits by spinning would take
+    time from the next. It has its own process group within this session, so that the kernel ends it, stopped or not,
+    if this process is killed.
     """
 
     def __init__(self, spec: PeerSpec, environments: Path, config: dict[str, Any], log: Path) -> None:
@@ -100,7 +102,7 @@ class PeerProcess:
         self.about = self._request(config, START_TIMEOUT_S)
 
     def read(self, passages: Sequence[Sequence[int]]) -> float:
-        """Seconds that it took the peer to prepare passages."""
+        """Return the seconds that the peer took to prepare passages."""
         return float(self._request({"do": "read", "passages": passages}, ASK_TIMEOUT_S)["seconds"])
 
     def ask(self, variant: str, prompts: Sequence[dict[str, Any]], tokens: int) -> list[Answer]:
@@ -162,7 +164,7 @@ class PeerProcess:
         return line
 
     def _failure(self, why: str) -> PeerError:
-        """Ends the process; what it printed last goes to stderr."""
+        """End the process; its last output goes to stderr."""
         self.close()
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
@@ -170,7 +172,7 @@ class PeerProcess:
 
 
 def _variables(threads: int, environments: Path) -> dict[str, str]:
-    """Threads for every library's own pool; nothing is looked up outside; what vLLM compiles is kept for later runs."""
+    """Return the environment: threads for each library's own pool, no outside look-ups, vLLM's compiled code kept."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

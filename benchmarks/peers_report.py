@@ -33,7 +33,7 @@ CELLS = {
 
 
 def markdown(found: Mapping[str, Any]) -> list[str]:
-    """found: what the benchmark wrote."""
+    """Return the page's lines. found: the benchmark's result"""
     dtypes = found["figures"]["dtypes"]
     lines = [*_sizes(found["settings"]), ""]
     for dtype, figures in dtypes.items():
@@ -45,7 +45,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 
 def _sizes(settings: Mapping[str, Any]) -> Iterator[str]:
-    """An older file knows of no bursts."""
+    """Yield the sizes. An older file has no bursts."""
     more = ""
     if "bursts" in settings:
         more = (
@@ -71,7 +71,7 @@ def _header(first: str, columns: list[str]) -> Iterator[str]:
 
 
 def _table(cells: Mapping[str, Mapping[str, Any]], show: Callable[[Mapping[str, Any]], str]) -> Iterator[str]:
-    """A row for every row that some cell has; a dash where a cell lacks it."""
+    """Yield a row for every row that some cell has; a dash if a cell lacks it."""
     columns = [cell for cell in CELLS if cell in cells]
     yield from _header("", [CELLS[cell] for cell in columns])
     for row in _rows(cells):
@@ -90,7 +90,7 @@ def _first_token(value: Mapping[str, Any]) -> str:
 
 
 def _compared(dtype: str, ratios: Mapping[str, Any]) -> Iterator[str]:
-    """Ours over theirs by stream; the last column is the comparison that the goal is stated on."""
+    """Yield our times over theirs by stream; the last column is the comparison that the goal is about."""
     columns = [cell for cell in CELLS if any(name.startswith(f"{dtype}, {cell}: {OURS} / ") for name in ratios)]
     found = [name.partition(f": {OURS} / ") for name in ratios if name.startswith(f"{dtype}, ")]
     rows = list(
@@ -131,7 +131,7 @@ def _together(dtype: str, figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _verdicts(dtypes: Mapping[str, Any], ratios: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader has to know first, each line out of the figures."""
+    """Yield the main findings, each line from the figures."""
     lost = [*_lost_first_tokens(ratios), *_lost_together(dtypes)]
     yield "Where `reposition` is the slower one:"
     yield ""
@@ -147,7 +147,7 @@ def _lost_first_tokens(ratios: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lost_together(dtypes: Mapping[str, Any]) -> Iterator[str]:
-    """One asker and several; the answer's decoding counts here."""
+    """Yield rows for a single asker and for several; the answer's decoding counts here."""
     for dtype, figures in dtypes.items():
         for kind, cells in (("one asker", figures["cells"]), ("several askers", figures["together"])):
             for cell, rows in cells.items():
@@ -194,7 +194,7 @@ def _not_run(dtypes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _about(dtypes: Mapping[str, Any]) -> Iterator[str]:
-    """Versions and settings, which differ between dtypes in the type of the KV at most."""
+    """Yield versions and settings, which differ between dtypes at most in the type of the KV."""
     yield from _header("peer", ["versions", "settings"])
     peers = {name: about for figures in reversed(list(dtypes.values())) for name, about in figures["peers"].items()}
     for name, about in peers.items():

@@ -20,7 +20,7 @@ SCRIPTED_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True)
 class Question:
-    """passages: numbers of passages, in order; suffix: token ids of everything behind them"""
+    """passages: numbers of passages, in order; suffix: token ids of everything after them"""
 
     passages: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -40,7 +40,7 @@ class Sizes:
 
 
 class Streams:
-    """Every draw depends on the seed and on what is drawn, never on what was drawn before."""
+    """Streams of questions. Every draw depends on the seed and its own name, never on earlier draws."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
@@ -49,11 +49,11 @@ class Streams:
         return self._ids("passage", number, self._sizes.tokens)
 
     def prompt(self, question: Question) -> dict[str, list[int] | list[list[int]]]:
-        """The prompt in a worker's form."""
+        """Return the prompt in a worker's form."""
         return {"passages": [self.passage(number) for number in question.passages], "suffix": list(question.suffix)}
 
     def new(self, number: int) -> Question:
-        """Over passages of its own, outside the pool."""
+        """Return a question over its own passages, outside the pool."""
         first = self._sizes.pool + number * self._sizes.passages
         return Question(tuple(range(first, first + self._sizes.passages)), self._suffix("new", number))
 
@@ -65,12 +65,12 @@ class Streams:
         return [self._drawn(label, number, None) for number in range(count)]
 
     def zipf(self, count: int) -> list[Question]:
-        """The n-th passage of the pool is drawn in proportion to n ** -zipf."""
+        """Return questions that draw the n-th passage of the pool in proportion to n ** -zipf."""
         weights = np.arange(1, self._sizes.pool + 1, dtype=np.float64) ** -self._sizes.zipf
         return [self._drawn("zipf", number, weights / weights.sum()) for number in range(count)]
 
     def conversations(self, count: int, turns: int) -> list[list[Question]]:
-        """By turn: one question a conversation."""
+        """Return by turn a question per conversation."""
         starts = self.random(count, "conversation")
         return [[self._turn(start, number, turn) for number, start in enumerate(starts)] for turn in range(turns)]
 

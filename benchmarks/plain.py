@@ -15,7 +15,7 @@ KV = list[tuple[Tensor, Tensor]]
 
 @torch.inference_mode()
 def full_prefill(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
-    """The whole prompt in one pass, with the cache that decoding needs. Last logits, float32 [vocab_size]."""
+    """Read the whole prompt in a pass, filling the cache for decoding. Returns last logits, float32 [vocab_size]."""
     batch = torch.tensor([list(ids)], device=model.device)
     cache = DynamicCache(config=model.config)
     return _last(model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
@@ -23,8 +23,10 @@ def full_prefill(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 @torch.inference_mode()
 def block_diagonal_prefill(model: PreTrainedModel, chunks: Sequence[Sequence[int]], suffix: Sequence[int]) -> Tensor:
-    """One pass under an explicit mask: chunks see themselves alone, the suffix sees everything. What repositioned
-    blocks must give. Last logits, float32 [vocab_size]."""
+    """Run a pass under an explicit mask: chunks see only themselves, the suffix sees everything.
+
+    This is the required result of repositioned blocks. Returns the last logits, float32 [vocab_size].
+    """
     parts = [*chunks, suffix]
     counts = torch.tensor([len(part) for part in parts], device=model.device)
     owner = torch.repeat_interleave(torch.arange(len(parts), device=model.device), counts)
@@ -38,14 +40,14 @@ def block_diagonal_prefill(model: PreTrainedModel, chunks: Sequence[Sequence[int
 
 @torch.inference_mode()
 def suffix_over(model: PreTrainedModel, ids: Sequence[int], cache: DynamicCache) -> Tensor:
-    """The suffix over a cache that is already full: transformers' own reuse. Last logits, float32 [vocab_size]."""
+    """Run the suffix over a full cache: transformers' own reuse. Returns the last logits, float32 [vocab_size]."""
     batch = torch.tensor([list(ids)], device=model.device)
     return _last(model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
 
 
 @torch.inference_mode()
 def filled_cache(layers: KV) -> DynamicCache:
-    """A DynamicCache that holds copies of rotated keys and values, [1, num_kv_heads, num_tokens, head_dim] a layer."""
+    """Return a DynamicCache with copies of rotated KV, [1, num_kv_heads, num_tokens, head_dim] per layer."""
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(layers):
         cache.update(keys.clone(), values.clone(), layer)
@@ -55,7 +57,7 @@ def filled_cache(layers: KV) -> DynamicCache:
 def generate(
     model: PreTrainedModel, ids: Sequence[int], cache: DynamicCache, count: int
 ) -> tuple[list[int], list[float]]:
-    """`count` greedy tokens behind ids, of which the cache holds all but the last; and when each one came.
+    """Generate `count` greedy tokens after ids, of which the cache holds all but the last.
 
     Returns token ids and, for each, seconds since the call (time.perf_counter).
     """

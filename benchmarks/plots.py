@@ -57,8 +57,8 @@ def draw_ttft(found: Found) -> Figure:
 def draw_answers(found: Found) -> Figure:
     """Draw KL and accuracy over the share of tokens that ran, with their intervals.
 
-    Dotted lines are the limits of a safe method. Methods that lack one of the sets are left out, and so is accuracy
-    where full prefill answers nothing.
+    Dotted lines are the limits of a safe method. Methods that lack any set are left out, and so is accuracy
+    if full prefill answers nothing.
     """
     rows = [Row.from_json(row) for row in found["figures"]["rows"]]
     most = max(row.sets for row in rows)
@@ -128,7 +128,7 @@ DRAWN: dict[str, Callable[[Found], Figure]] = {"answers": draw_answers, "soak": 
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Draw a result. Raises ConfigError where there is no picture of its benchmark."""
+    """Draw a result. Raises ConfigError if there is no picture for its benchmark."""
     result, picture = map(Path, arguments)
     found = json.loads(result.read_text(encoding="utf-8"))
     benchmark = re.search(r"benchmarks[. ](\w+)", found["hardware"]["command"])

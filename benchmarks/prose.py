@@ -12,7 +12,7 @@ from ragcache.ingest.document import Document
 
 
 def documents(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> list[Document]:
-    """Help topics, longest first, until they have `num_tokens` tokens; the last one is cut."""
+    """Return help topics, longest first, until they have `num_tokens` tokens; the last is cut."""
     taken: list[Document] = []
     left = num_tokens
     for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):

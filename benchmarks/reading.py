@@ -36,19 +36,19 @@ def random_prompt(vocab_size: int, passages: int, tokens: int, suffix: int, seed
 
 
 def random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
-    """Tokens without a meaning: the work does not depend on it."""
+    """Return tokens without a meaning: the work does not depend on it."""
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = torch.randint(vocab_size, (count,), generator=generator).tolist()
     return drawn
 
 
 def truncate(cache: FusedCache, num_tokens: int) -> None:
-    """Forget what was appended behind the first `num_tokens` of every layer; they stay where they are."""
+    """Drop the tokens after the first `num_tokens` of every layer; the kept tokens are not moved."""
     cache.lengths = [min(length, num_tokens) for length in cache.lengths]
 
 
 class Bench:
-    """Blocks of one prompt, in every place that they are read from.
+    """Blocks of a prompt, in every place that they are read from.
 
     Every way to read returns the first token, so that the clock stops when it is known on the host.
     """
@@ -77,7 +77,7 @@ class Bench:
         self.cold_read_bytes: int | None = None
         # The cache of the floor, made by the method that is measured against it.
         self._context = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).cache
-        # What an earlier question over the same passages left placed.
+        # The cache that an earlier question over the same passages left.
         self._earlier = fuse(self.lm, self.prompt, "reposition", self._in_hand, reserve_tokens=0).share()
         self._plain_cache = DynamicCache()
         self._logits = self.floor_logits()
@@ -105,7 +105,7 @@ class Bench:
         drop_page_cache(self._root)
 
     def _open_store(self) -> BlockLoader:
-        """Opens the store as the engine does: its memory tier is page-locked where the model is on a GPU."""
+        """Open the store as the engine does: its memory tier is page-locked if the model is on a GPU."""
         store = fresh_kv_store(self._root, self._budget, self._codec, self._basis)
         store.use_device(self.lm.device)
         return BlockLoader(store)
@@ -116,7 +116,7 @@ class Bench:
     # Phases
 
     def place(self) -> FusedCache:
-        """Every layer's blocks rotated and copied into a cache, with no model running."""
+        """Place every layer's blocks, rotated and copied into a cache, without running a model."""
         ends = list(accumulate(block.num_tokens for block in self._in_hand))
         pairs = zip(self._in_hand, [0, *ends], strict=False)
         placer = Placer(self.lm, list(pairs))
@@ -130,7 +130,7 @@ class Bench:
         return int(self._logits.argmax())
 
     def floor_logits(self) -> Tensor:
-        """The suffix over KV that is in place already: no method can be faster."""
+        """Run the suffix over KV that is already placed: no method can be faster."""
         truncate(self._context, self.prompt.context_tokens)
         return self.lm.run(self.prompt.suffix_ids, self.prompt.context_tokens, self._context)
 
@@ -159,7 +159,7 @@ class Bench:
         return first_token(self.over_earlier())
 
     def over_earlier(self) -> FuseOutput:
-        """Another question over passages that an earlier one has placed."""
+        """Read another question over passages that an earlier question has placed."""
         return fuse(self.lm, self.prompt, "reposition", base=self._earlier, reserve_tokens=0)
 
     def full(self) -> int:
@@ -218,8 +218,10 @@ def agreement(bench: Bench) -> dict[str, float]:
 
 
 def checked(errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """Return the errors. A fast wrong answer is no result: raises RagCacheError for one above 0.001 in float32, or
-    above 0.1 in half precision."""
+    """Return the errors, because a fast wrong answer is not a result.
+
+    Raises RagCacheError for an error above 0.001 in float32, or above 0.1 in half precision.
+    """
     allowed = 1e-3 if dtype == torch.float32 else 0.1
     for what, error in errors.items():
         if not error <= allowed:

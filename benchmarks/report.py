@@ -14,7 +14,7 @@ from benchmarks.timing import Ratio
 RESULTS = Path(__file__).parent / "results"
 
 
-# What a verdict takes. Loads are the machine's average over a minute: before, and after beyond the run's own threads.
+# Conditions of a verdict. Loads are averages over a minute: before, and after beyond the run's own threads.
 LEAST_PAIRS = 10
 MOST_LOAD, MOST_LOAD_AFTER = 0.5, 1.0
 # The share of the processors' time that a host may give to other machines while samples are taken that cannot be
@@ -24,12 +24,12 @@ MOST_STOLEN = 0.1
 
 @dataclass(frozen=True)
 class Goal:
-    """A measured number and the limit it is held against.
+    """A measured number and the limit it is compared with.
 
     kind:    "at most" or "at least"
-    applies: the run had the sizes, shape and dtype that the goal is stated for
-    pairs:   of timings, or rounds of them, behind `measured`; None: it does not depend on how fast the machine was
-    low, high: 95 % interval of `measured`, where there is one
+    applies: whether the run had the sizes, shape and dtype of the goal
+    pairs:   number of timings, or rounds, that give `measured`; None: it does not depend on the machine's speed
+    low, high: 95 % interval of `measured`, if known
     """
 
     what: str
@@ -47,22 +47,22 @@ class Goal:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], ratios: Mapping[str, Any]) -> Goal:
-        """A goal of a result's file. An older one names its pairs among the ratios alone."""
+        """Read a goal of a result's file. An older file names its pairs only among the ratios."""
         fields = {name: found.get(name) for name in cls.__dataclass_fields__}
         fields["pairs"] = found.get("pairs", ratios.get(found["what"], {}).get("pairs"))
         return cls(**fields)  # type: ignore[arg-type]
 
     def holds(self, value: float) -> bool:
-        """Whether a value is on the right side of the limit."""
+        """Return whether a value is on the right side of the limit."""
         return value <= self.limit if self.kind == "at most" else value >= self.limit
 
     @property
     def within(self) -> bool:
-        """Whether the measured number is. What it is worth says `verdict`."""
+        """Return whether the measured number keeps the limit. `verdict` says how reliable that is."""
         return self.holds(self.measured)
 
     def verdict(self, hardware: Mapping[str, Any]) -> str:
-        """ "met" or "missed", where the run can say so and the limit is outside of the interval.
+        """Return "met" or "missed", if the run can decide and the limit is outside the interval.
 
         hardware: see `Result.hardware`
         """
@@ -98,15 +98,16 @@ def _doubts_of_code(hardware: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """What one benchmark writes.
+    """The result of a benchmark.
 
     name:     names the file
-    settings: what was asked for
+    settings: of the run
     timings:  Timing by variant
     ratios:   Ratio by "a / b"
     figures:  everything else that was measured, JSON values
     load_after_1min: the machine's load average when the result was made, after the benchmark
-    stolen_share: of all processors' time, what the hypervisor gave to other machines; None where samples that lost much
+    stolen_share: share of all processors' time that the hypervisor gave to other machines; None if samples that lost
+    much
               were taken again
     """
 
@@ -122,7 +123,7 @@ class Result:
 
     @property
     def hardware(self) -> dict[str, Any]:
-        """The environment, with what the run says of the machine."""
+        """Return the environment, with the run's own measurements of the machine."""
         about = {"load_after_1min": self.load_after_1min, "stolen_share": self.stolen_share}
         return {**_plain(self.environment), **about}
 
@@ -157,14 +158,14 @@ GOALS_HEAD = ("| goal | limit | measured | 95 % | pairs | |", "|---|---|---|---|
 
 
 def goal_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """A Markdown table of the goals in a result's file."""
+    """Yield a Markdown table of the goals in a result's file."""
     yield from GOALS_HEAD
     for goal in goals_of(found):
         yield goal_line(goal, found["hardware"])
 
 
 def goals_of(found: Mapping[str, Any]) -> list[Goal]:
-    """The goals in a result's file."""
+    """Return the goals in a result's file."""
     return [Goal.from_json(one, found["ratios"]) for one in found["goals"]]
 
 

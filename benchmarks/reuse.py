@@ -52,7 +52,7 @@ Keep = Callable[[rc.RagCache, Sequence[str]], object]
 
 
 def sections(count: int, characters: int) -> list[str]:
-    """Passages of about so many characters, cut at lines."""
+    """Return passages of about this many characters, cut at lines."""
     text = (Path(__file__).parent.parent / "docs" / "storage.md").read_text()
     found, current = list[str](), ""
     for line in text.splitlines(keepends=True):
@@ -73,7 +73,7 @@ def stuffed(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str
 
 
 def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """The fused chain: each document a part of the message."""
+    """Ask through the fused chain: each document is a part of the message."""
     chain = create_fused_documents_chain(
         ChatRagCache(kb=kb, max_tokens=1), STUFFED, output_parser=cast("Any", RunnablePassthrough())
     )
@@ -86,7 +86,7 @@ def _of_message(message: Any) -> dict[str, Any]:
 
 
 class LastAnswer(BaseEventHandler):
-    """What the model said at the end of LlamaIndex's last call, as `RagCacheLLM` puts it into `raw`."""
+    """Keeps the model's output at the end of LlamaIndex's last call, as `RagCacheLLM` puts it into `raw`."""
 
     raw: dict[str, Any] = Field(default_factory=dict)
 
@@ -121,12 +121,12 @@ def served(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str,
 
 
 def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """ragcache's own question over its own passages."""
+    """Ask ragcache's own question over its own passages."""
     return kb.ask(question, hits=[rc.Passage(id=text[:20]) for text in passages], sampling=ONE).to_json()
 
 
 def raw(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """A prompt without a chat template, as completion clients write it."""
+    """Complete a prompt without a chat template, as completion clients write it."""
     return kb.complete("\n\n".join([SYSTEM, *passages, f"Question: {question}\nAnswer:"]), sampling=ONE).to_json()
 
 
@@ -142,7 +142,7 @@ def precomputed(kb: rc.RagCache, passages: Sequence[str]) -> None:
 def share(kb: rc.RagCache, answer: dict[str, Any], passages: Sequence[str]) -> float:
     """Share of the passages' tokens that were read from KV."""
     tokens = float(sum(kb.count_tokens(text) for text in passages))
-    if not answer["hits"]:  # none was found: what is cached is a prefix
+    if not answer["hits"]:  # no hits: the cached part is a prefix
         return min(1.0, float(answer["usage"]["cached_tokens"]) / tokens)
     reused: int = sum(hit["tokens"] for hit in answer["hits"] if hit["kv"] not in ("computed", "unused"))
     return min(1.0, reused / tokens)
@@ -156,7 +156,7 @@ def row(
     before: Ask | None,
     method: str | None,
 ) -> list[float]:
-    """Shares of one way to ask. before: what had been asked in that store, by another way"""
+    """Return the shares of a way to ask. before: an earlier question in that store, asked in another way"""
     with tempfile.TemporaryDirectory() as root:
         opened = partial(rc.RagCache.open, Path(root) / "kb", model=lm, embedder=BagOfWords(), method=method)
         with opened() as kb:
@@ -171,7 +171,7 @@ def row(
 
 
 def plain_chat() -> Iterator[list[dict[str, Any]]]:
-    """What the user says in each turn."""
+    """Yield the user's message of each turn."""
     for question in (
         "What grows in the shade of a north wall?",
         "And what in full sun, where the soil is dry and stony?",
@@ -183,7 +183,7 @@ def plain_chat() -> Iterator[list[dict[str, Any]]]:
 
 
 def agent_loop() -> Iterator[list[dict[str, Any]]]:
-    """A question, and what a tool found for each of the model's calls."""
+    """Yield a question, and a tool's result for each of the model's calls."""
     yield [{"role": "user", "content": "Compare what the pages say about disks."}]
     for rank, text in enumerate(sections(5, 500)):
         yield [{"role": "user", "content": f"Result of the search, page {rank}:\n{text}"}]
@@ -195,7 +195,7 @@ Turns = Callable[[], Iterator[list[dict[str, Any]]]]
 def late(
     lm: LanguageModel, turns: Turns, method: str | None, known: Sequence[str], *, closed: bool
 ) -> tuple[int, int, float]:
-    """Tokens of the last prompt; tokens that ran beside a turn's own, at most; share of the earlier tokens cached."""
+    """Return tokens of the last prompt; most tokens run beyond a turn's own; cached share of earlier tokens."""
     with tempfile.TemporaryDirectory() as root:
         opened = partial(rc.RagCache.open, Path(root) / "kb", model=lm, embedder=BagOfWords(), method=method)
         messages: list[dict[str, Any]] = [{"role": "system", "content": "You answer in one or two sentences."}]
@@ -216,7 +216,7 @@ def late(
 
 
 def look_up(count: int) -> str:
-    """Return how long finding 60 of `count` passages takes. Raises RagCacheError where one is not found."""
+    """Return how long finding 60 of `count` passages takes. Raises RagCacheError if any is not found."""
     random = np.random.default_rng(0)
     passages = random.integers(0, 49152, (count, 250))
     index, times = ContentIndex(), list[float]()

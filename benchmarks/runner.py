@@ -39,10 +39,10 @@ NAMES = (
 
 
 class Run:
-    """The surroundings of one run, which the runner hands to the benchmark.
+    """The surroundings of a run, which the runner passes to the benchmark.
 
     workdir: an empty directory that is removed afterwards; out: the directory of the result
-    name:    of the result's files, where the command names one
+    name:    of the result's files, if the command names them
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Run:
 
     @cached_property
     def journal(self) -> Journal:
-        """The figures of this run and of those before it that were killed."""
+        """Return the figures of this run and of earlier runs that were killed."""
         return Journal(self.journal_path, asdict(self.settings), self.environment)
 
     def result(
@@ -82,7 +82,7 @@ class Run:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Run the benchmark that `arguments` name, or list all of them; return the exit status."""
+    """Run the benchmark that `arguments` name, or list all; return the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         for name in NAMES:
             print(f"{name:<14}{(module_of(name).__doc__ or '').splitlines()[0]}")
@@ -104,7 +104,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def main(name: str, arguments: Sequence[str] = ()) -> Result:
-    """Run a benchmark and write its result; return the last one."""
+    """Run a benchmark and write its result; return the last result."""
     module = module_of(name)
     settings, given = parse(module, name, arguments)
     if threads := getattr(settings, "threads", 0):
@@ -146,7 +146,7 @@ def _write(module: ModuleType, result: Result, out: Path) -> str:
 
 
 def parse(module: ModuleType, name: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return the benchmark's settings and the runner's own options. Exits with status 2 for what is unknown."""
+    """Return the benchmark's settings and the runner's own options. Exits with status 2 for unknown options."""
     parser = argparse.ArgumentParser(
         f"benchmarks {name}",
         description=f"{module.__doc__}\nSettings:\n\n{module.Settings.__doc__}",
@@ -184,7 +184,7 @@ def _spelt_out(arguments: Sequence[str]) -> list[str]:
 
 
 class _Extend(argparse.Action):
-    """Collect the values of a list; the first one takes the place of the default."""
+    """Collect the values of a list; the first replaces the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         given = getattr(namespace, self.dest)

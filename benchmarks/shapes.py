@@ -91,10 +91,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Built(NamedTuple):
-    """One set of weights behind two faces.
+    """The same weights in two models.
 
     lm:    as ragcache runs it
-    plain: as transformers runs it, with scaled_dot_product_attention; nothing of ragcache in it
+    plain: as transformers runs it, with scaled_dot_product_attention; without any ragcache code
     """
 
     lm: LanguageModel
@@ -108,7 +108,7 @@ def build(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
 ) -> Built:
-    """A model of `shape` with random weights, made on the device in its dtype: no second copy exists at any time."""
+    """Build a model of `shape` with random weights, on the device and in its dtype, so that no second copy exists."""
     # No EOS: random weights would say it at some point, and decoding is timed over a given number of tokens.
     config = LlamaConfig(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, **SHAPES[shape])
     torch.manual_seed(seed)
@@ -140,9 +140,10 @@ def write_checkpoint(directory: Path, shape: str, seed: int = 0, *, sharp: bool 
 def sharpen(model: PreTrainedModel) -> None:
     """Scale the attention's projections: scores get a standard deviation of about SCORE_STD, values of about 1.
 
-    As drawn, every token attends to all others alike and hardly heeds them: greedy decoding repeats the last token, and
-    a peer that rotates keys wrongly would answer the same. Inputs of the projections have unit variance, so that of a
-    score is the product of the variances of a query's and a key's value. What is computed takes as long.
+    As drawn, every token attends to all others alike and attention hardly matters: greedy decoding repeats the last
+    token, and a peer that rotates keys wrongly would answer the same. Inputs of the projections have unit variance, so
+    the variance of a score is the product of the variances of a query's and a key's value. The computation takes as
+    long.
     """
     drawn = model.config.initializer_range * model.config.hidden_size**0.5  # standard deviation of what comes out
     for layer in model.model.layers:
@@ -154,7 +155,7 @@ def sharpen(model: PreTrainedModel) -> None:
 
 
 def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The same parameters in other modules, so that switching the attention of one leaves the other as it is."""
+    """Return the same parameters in other modules, so that the models' attention can be set separately."""
     shared = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     register()
     shared.set_attn_implementation(NAME)

@@ -109,7 +109,7 @@ class Settings:
     keep: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a soak that could show nothing."""
+        """Raise ConfigError for a soak that could show nothing."""
         if self.minutes <= 0 or self.askers < 2 or self.passing < 4 or self.staying < self.passing:
             raise ConfigError("a soak takes time, 2 askers, 4 passing documents and at least as many that stay")
 
@@ -131,7 +131,7 @@ class Settings:
 
 
 def expected_answers(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
-    """`ask_one_by_one` in a process of its own: memory that this one had freed would hide what leaks later."""
+    """Run `ask_one_by_one` in its own process: memory that this process had freed would hide later leaks."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(ask_one_by_one, settings, directory).result()
 
@@ -156,7 +156,7 @@ def ask_one_by_one(settings: Settings, directory: Path) -> dict[tuple[str, int, 
 
 @dataclass
 class Serving:
-    """`ragcache serve` in a process of its own. exit_status: once it has ended."""
+    """`ragcache serve` in its own process. exit_status: once it has ended."""
 
     process: subprocess.Popen[str]
     url: str
@@ -174,14 +174,14 @@ class Serving:
         return self.exit_status
 
     def logged_errors(self) -> int:
-        """Lines of its log that are no routine: errors, and what is not in the log's form (a traceback)."""
+        """Count unusual lines of its log: errors, and lines that are not in the log's form (a traceback)."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return sum(1 for line in lines if not re.match(r'\{.*"level": "(info|warning)"', line, re.IGNORECASE))
 
 
 @contextmanager
 def serving(settings: Settings, store: Path, log: Path) -> Iterator[Serving]:
-    """Raises ConfigError when it does not come up."""
+    """Run the server. Raises ConfigError if it does not start."""
     options = {
         "--store": store, "--port": 0, "--memory": settings.memory, "--prefix-memory": settings.prefix_memory,
         "--codec": settings.codec,
@@ -226,7 +226,7 @@ def sample(process: str, pid: int, at_s: float, tier_bytes: int) -> Sample:
 
 @dataclass
 class Run:
-    """One soak: the store, the two doors to it, everybody who uses them."""
+    """A soak: the store, its two doors, and all their users."""
 
     settings: Settings
     corpus: Corpus
@@ -344,7 +344,7 @@ def figures(run: Run, counts: Counts, ending: Ending, report: DoctorReport) -> d
 
 
 def ttft(path: Path) -> dict[str, dict[str, float]]:
-    """Milliseconds to the first token by way in, as the engine measured them, over answered questions."""
+    """Return milliseconds to the first token by door, as the engine measured them, over answered questions."""
     seconds: dict[str, list[float]] = {}
     for one in read_lines(path, Asked):
         if one.outcome == ANSWERED and one.ttft_s is not None:
@@ -375,7 +375,7 @@ def cores_used(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def curve(samples: Sequence[Sample]) -> dict[str, list[dict[str, float]]]:
-    """Thinned out: at most so many points a process, the last one always among them."""
+    """Return the samples thinned out: at most this many points per process, the last always included."""
     found = {}
     for process in processes(samples):
         own = of(samples, process)

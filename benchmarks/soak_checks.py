@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Asked:
-    """One question.
+    """A question and its outcome.
 
     via:      "server" (the OpenAI client) or "engine" (RagCache itself)
     kind:     "staying": over the documents that stay; "passing": over one that comes and goes; "open": over all
     number:   of the question among those of its kind
     outcome:  "answered", "cancelled" (given up after its first piece) or "failed"; `error` says how
-    sent_at:  seconds on the run's clock, before anything was asked
-    sources:  ids of the documents of the passages that it was answered from, best first
-    ttft_s:   as the engine measured it; None when it did not get so far
+    sent_at:  seconds on the run's clock, before the question was sent
+    sources:  ids of the documents of the passages used for the answer, best first
+    ttft_s:   as the engine measured it; None if there was no first token
     """
 
     asker: int
@@ -58,8 +58,11 @@ class Deleted:
 
 
 class Expected(NamedTuple):
-    """What a fresh engine said, asked alone. sources: as in `Asked`; for a passing document their number alone counts,
-    since its id is another one each time it comes."""
+    """A fresh engine's answer, when asked alone.
+
+    sources: as in `Asked`; for a passing document only their number counts, since its id is different each time it
+    comes
+    """
 
     text: str
     sources: tuple[str, ...]
@@ -70,10 +73,10 @@ Answers = Mapping[tuple[str, int, str], Expected]
 
 @dataclass(frozen=True)
 class Sample:
-    """One process at one moment.
+    """A process at a moment.
 
     at_s:  on the run's clock; cpu_s: processor time so far
-    allocated_bytes: by malloc, and not freed; None where nobody knows: of another process, say
+    allocated_bytes: by malloc, and not freed; None if unknown, for example for another process
     """
 
     process: str
@@ -92,10 +95,10 @@ class Ending:
     """The store after the run, when all passing documents had been deleted.
 
     unreferenced: blocks on disk that no document refers to, before anything was repaired
-    repairs:      what `doctor` then found to repair
+    repairs:      repairs that `doctor` then found necessary
     damaged:      blocks that were found damaged while it ran
     evictions:    of the engine's memory tier
-    exit_status:  of the server, told to stop
+    exit_status:  of the server, after the request to stop
     logged:       errors in the server's log
     """
 
@@ -109,10 +112,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class Limits:
-    """growth_share, growth_bytes: what a process may grow by, of its size after warming up or at least; the larger
+    """Limits of the checks.
+
+    growth_share, growth_bytes: how much a process may grow, as a share of its size after warming up and in bytes; the
+    larger counts
     warmup_s:         samples before are left out
-    spare:            descriptors and threads by which the last quarter's median may exceed the first one's
-    least_flat_s:     a run whose measured part is shorter says nothing of growth, and the goals do not apply
+    spare:            descriptors and threads by which the last quarter's median may exceed the first quarter's
+    least_flat_s:     a run whose measured part is shorter shows nothing about growth, and the goals do not apply
     """
 
     growth_share: float = 0.05
@@ -131,7 +137,7 @@ def write_line(file: Any, record: Asked | Deleted) -> None:
 
 
 def read_lines(path: Path, kind: Callable[..., T]) -> Iterator[T]:
-    """The records of a file of such lines."""
+    """Yield the records of a file of such lines."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             fields = json.loads(line)
@@ -139,7 +145,7 @@ def read_lines(path: Path, kind: Callable[..., T]) -> Iterator[T]:
 
 
 class Counts(NamedTuple):
-    """compared: answers that were held against the expected one. unlike, stale, failed: the first few, in words."""
+    """compared: answers that were compared with the expected answer. unlike, stale, failed: the first few, in words."""
 
     asked: int
     answered: int
@@ -151,7 +157,7 @@ class Counts(NamedTuple):
 
 
 def count(asked: Iterable[Asked], deleted: Iterable[Deleted], expected: Answers) -> Counts:
-    """Hold every record against what is known. Lists are whole: their lengths are the numbers."""
+    """Compare every record with the known answers. Lists are whole: their lengths are the numbers."""
     gone = {one.id: one.at for one in deleted}
     total, outcomes, compared = 0, {ANSWERED: 0, CANCELLED: 0, FAILED: 0}, 0
     unlike: list[str] = []
@@ -174,12 +180,15 @@ def count(asked: Iterable[Asked], deleted: Iterable[Deleted], expected: Answers)
 
 
 def is_stale(id: str, asked: Asked, gone: Mapping[str, float]) -> bool:
-    """Whether the document was deleted before the question was sent (law 10)."""
+    """Return whether the document was deleted before the question was sent (law 10)."""
     return id in gone and gone[id] < asked.sent_at
 
 
 def known_answer(asked: Asked, expected: Answers) -> Expected | None:
-    """None where it depends on which passing documents were there: open questions, and a document that was gone."""
+    """Return the expected answer, or None if it depends on the passing documents that were there.
+
+    That is so for open questions, and for a document that was already deleted.
+    """
     wanted = expected.get((asked.kind, asked.number, asked.method))
     if wanted is None or (asked.kind == PASSING and len(asked.sources) != len(wanted.sources)):
         return None
@@ -187,14 +196,14 @@ def known_answer(asked: Asked, expected: Answers) -> Expected | None:
 
 
 def agrees(asked: Asked, wanted: Expected) -> bool:
-    """A cancelled answer is the beginning of the whole one."""
+    """Return whether an answer is as expected. A cancelled answer is the beginning of the whole answer."""
     if asked.kind == STAYING and asked.sources != wanted.sources:
         return False
     return wanted.text.startswith(asked.text) if asked.outcome == CANCELLED else asked.text == wanted.text
 
 
 class Growth(NamedTuple):
-    """Growth of one figure of one process, warm-up left out.
+    """Growth of a figure of a process, warm-up left out.
 
     before, after: medians of the first and of the last quarter
     drift:         slope by least squares over the second half, times its length
@@ -210,7 +219,10 @@ class Growth(NamedTuple):
 
 
 def growth(samples: Sequence[Sample], figure: str, warmup_s: float) -> Growth | None:
-    """samples: of one process, in order. None for fewer than eight after the warm-up that have the figure."""
+    """Return the growth.
+
+    samples: of a process, in order. None for fewer than eight after the warm-up that have the figure.
+    """
     kept = [one for one in samples if one.at_s >= warmup_s and getattr(one, figure) is not None]
     if len(kept) < 8:
         return None
@@ -230,7 +242,10 @@ def goals(
     limits: Limits,
     budget_bytes: int,
 ) -> list[Goal]:
-    """changes: changes of the documents that failed, in words. budget_bytes: of each process's memory tier."""
+    """Return the goals.
+
+    changes: changes of the documents that failed, in words. budget_bytes: of each process's memory tier.
+    """
     none = {
         "questions that ended in an error": len(counts.failed),
         "answers unlike the expected one": len(counts.unlike),
@@ -258,7 +273,7 @@ def goals(
 
 
 def flat(process: str, samples: Sequence[Sample], limits: Limits) -> list[Goal]:
-    """Memory, descriptors and threads of one process do not grow."""
+    """Return goals that memory, descriptors and threads of a process do not grow."""
     found = {name: growth(samples, name, limits.warmup_s) for name in ("rss_bytes", "descriptors", "threads")}
     memory, descriptors, threads = found.values()
     if memory is None or descriptors is None or threads is None:

@@ -32,7 +32,7 @@ TURNS = 3
 
 
 class Question(NamedTuple):
-    """filter: of the documents that it is asked over; None: all of them."""
+    """filter: of the documents that it is put to; None: all documents."""
 
     kind: str
     number: int
@@ -50,8 +50,11 @@ class Corpus(NamedTuple):
 
 
 def draw_corpus(staying: int, passing: int, questions: int, seed: int) -> Corpus:
-    """A corpus of the bundled model's registry, in words and names that it has not seen. Every fourth passing document
-    repeats one that stays, so that their blocks are the same one; every fifth is long enough to be cut."""
+    """Draw a corpus of the bundled model's registry, in words and names that it has not seen.
+
+    Every fourth passing document repeats a staying document, so that they share blocks; every fifth is long enough
+    to be cut.
+    """
     rng = random.Random(f"soak/{seed}")
     world = draw_world(rng, DataSplit.HELD_OUT, staying + passing)
     written = {name: write_document(rng, entity) for name, entity in world.entities.items()}
@@ -83,7 +86,7 @@ def draw_corpus(staying: int, passing: int, questions: int, seed: int) -> Corpus
 
 
 class Journal:
-    """Records of a run on disk, so that the run itself holds none of them; and its clock."""
+    """Records of a run on disk, so that the run itself holds none in memory; and its clock."""
 
     def __init__(self, directory: Path) -> None:
         self.asked_path, self.deleted_path = directory / "asked.jsonl", directory / "deleted.jsonl"
@@ -133,29 +136,29 @@ class Heard:
 
 
 class Door(ABC):
-    """One way into the knowledge base."""
+    """A way into the knowledge base."""
 
     via: str
 
     @abstractmethod
     def ask(self, question: Question, method: str, heard: Heard) -> None:
-        """The whole answer at once."""
+        """Ask for the whole answer at once."""
 
     @abstractmethod
     def stream(self, question: Question, method: str, heard: Heard, *, give_up: bool) -> bool:
-        """Piece by piece; with give_up, hang up after the first one. Whether it was given up."""
+        """Ask for the answer piece by piece; with give_up, hang up after the first. Returns whether it was given up."""
 
     @abstractmethod
     def add(self, documents: Sequence[rc.Document]) -> None:
-        """Raises StoreBusyError, and RuntimeError where some were not stored."""
+        """Add documents. Raises StoreBusyError, and RuntimeError if some were not stored."""
 
     @abstractmethod
     def delete(self, id: str) -> None:
-        """Raises StoreBusyError."""
+        """Delete a document. Raises StoreBusyError."""
 
     @abstractmethod
     def tier_bytes(self) -> int:
-        """What its tiers above the disk hold."""
+        """Return the bytes that its tiers above the disk hold."""
 
 
 @dataclass
@@ -290,13 +293,13 @@ class Pace:
     stop: threading.Event
 
     def wait(self, rng: random.Random) -> bool:
-        """Whether to go on."""
+        """Wait. Returns whether to continue."""
         return not self.stop.wait(rng.uniform(0.5, 1.5) * self.mean_s)
 
 
 @dataclass
 class Asker:
-    """One user. changing: numbers of the passing documents that were changed lately, the last at the end."""
+    """A user. changing: numbers of the passing documents changed lately, the last at the end."""
 
     number: int
     door: Door
@@ -333,7 +336,7 @@ class Asker:
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         own = self.corpus.questions[kind]
         lately = self.changing.numbers()
-        # Those that are changed right now, mostly: what is asked while it goes is what is to be seen.
+        # Mostly documents that are being changed: a question during the removal is the case to test.
         if kind != STAYING and lately and rng.random() < 0.7:
             return own[rng.choice(lately)]
         return rng.choice(own)
@@ -403,7 +406,7 @@ class Changer:
         self.journal.note_deleted([self.living.pop(number)], at)
 
     def remove_all(self) -> None:
-        """At the end of the run: one turn each, or a few where another writer is busy."""
+        """Remove all at the end of the run: a turn each, or a few while another writer is busy."""
         for number in [*self.living] * TURNS:
             if number in self.living:
                 with self._counted("delete", [number]):

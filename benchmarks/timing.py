@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 Samples = dict[str, dict[int, float]]
 
 # A hypervisor that runs other machines takes the processors away for a while: a sample in which it did that is taken
-# again, and the one that lost least counts.
+# again, and the sample that lost least counts.
 MOST_STOLEN = 0.02
 TRIES, LONG_TRIES = 6, 2
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to time.
+    """A thing to time.
 
-    run:     what is timed; its result is kept alive until the clock has stopped. A mapping of names to numbers is
-             further samples of the round
+    run:     the timed function; its result is kept alive until the clock has stopped. A mapping of names to numbers
+             gives additional samples of the round
     prepare: called before, outside the clock
-    long:    takes seconds: run in a few of the rounds only
+    long:    takes seconds: run only in a few of the rounds
     """
 
     name: str
@@ -46,7 +46,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds over the runs of one variant."""
+    """Seconds over the runs of a variant."""
 
     median_s: float
     min_s: float
@@ -60,7 +60,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One variant's time over another's, taken within each round that ran both.
+    """A variant's time over another's, taken within each round that ran both.
 
     low, high: 95 % interval of the median
     """
@@ -84,9 +84,9 @@ def alternate(
     device: torch.device,
     journal: Journal | None = None,
 ) -> Samples:
-    """Return seconds by variant and round. One untimed round warms everything up.
+    """Return seconds by variant and round. An untimed round warms everything up.
 
-    Every round begins with another variant, so that none always runs behind the same one. Rounds that the journal holds
+    Every round begins with another variant, so that no variant always runs after the same other. Rounds in the journal
     are not run again.
     """
     samples: Samples = {variant.name: {} for variant in variants}
@@ -122,13 +122,13 @@ def synchronise(device: torch.device) -> None:
 
 
 def _is_long(number: int, rounds: int, long_rounds: int) -> bool:
-    """Long rounds stand evenly among all rounds."""
+    """Return whether a round is long: long rounds are spread evenly among all rounds."""
     return (number * long_rounds) % rounds < long_rounds
 
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Garbage is collected between rounds only, and what was there before is not looked at again."""
+    """Collect garbage only between rounds, and ignore earlier objects."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -170,19 +170,19 @@ def _sample(variant: Variant, device: torch.device) -> tuple[float, dict[str, fl
 
 
 class Theft:
-    """What the hypervisor gives to other machines from now on."""
+    """The time that the hypervisor gives to other machines from now on."""
 
     def __init__(self) -> None:
         self._stolen_s, self._started = stolen_s(), time.perf_counter()
 
     def share(self) -> float:
-        """The share of all processors' time since then."""
+        """Return the share of all processors' time since then."""
         seconds = (time.perf_counter() - self._started) * (os.cpu_count() or 1)
         return (stolen_s() - self._stolen_s) / seconds
 
 
 def stolen_s() -> float:
-    """Seconds of all processors that the hypervisor has given to other machines; 0 where the kernel does not say."""
+    """Return seconds of all processors that the hypervisor gave to other machines; 0 if the kernel hides them."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         return int(fields[8]) / os.sysconf("SC_CLK_TCK")

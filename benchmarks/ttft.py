@@ -81,7 +81,7 @@ def _coded(benches: Mapping[str, Bench]) -> Iterator[Variant]:
 
 
 def _variants(bench: Bench, device: torch.device) -> list[Variant]:
-    """Phases first (load, place, suffix, first token), then whole prefills, then what they are held against."""
+    """Return phases first (load, place, suffix, first token), then whole prefills, then their baselines."""
     on_gpu = device.type == "cuda"
     in_hand = "pinned host memory" if on_gpu else "host memory"
     variants = [

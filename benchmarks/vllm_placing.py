@@ -57,7 +57,7 @@ class Settings:
 
 
 def write_model(where: Path, shape: str, dtype: str) -> CacheShape:
-    """A configuration without weights."""
+    """Write a configuration without weights."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(**SHAPES[shape], architectures=["LlamaForCausalLM"], dtype=dtype)
@@ -90,7 +90,7 @@ def engine(where: Path, root: Path, given: Settings, longest: int) -> Any:
 
 
 def first_tokens(llm: Any, ids: list[int], layout: RequestLayout, rounds: int) -> list[tuple[float, float]]:
-    """Seconds to the first token, from blocks and by prefill, side by side; one round before does not count."""
+    """Return seconds to the first token, from blocks and by prefill, side by side; an earlier round does not count."""
     from vllm import SamplingParams
 
     def ask(params: dict[str, Any] | None) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids: passages in their order, then everything behind them."""
+    """Token ids: passages in their order, then everything after them."""
 
     passages: Sequence[Sequence[int]]
     suffix: Sequence[int]
@@ -31,9 +31,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """first_s, total_s: seconds from the request to the first token and to the last, what is kept for later included
+    """An answer of a worker.
+
+    first_s, total_s: seconds from the request to the first token and to the last, including the time to keep KV for
+    later
     ids:    the answer's tokens, greedily chosen
-    reused: tokens of the prompt whose KV was there before
+    reused: tokens of the prompt whose KV already existed
     """
 
     first_s: float
@@ -44,11 +47,11 @@ class Answer:
 
 class Worker(Protocol):
     def about(self) -> dict[str, Any]:
-        """Versions of what runs, and the settings that it runs under."""
+        """Return the versions and settings of the running peer."""
         ...
 
     def read(self, passages: Sequence[Sequence[int]]) -> None:
-        """Prepare passages one by one, ahead of any question; nothing, for a peer that has no such step."""
+        """Prepare passages singly, ahead of any question; do nothing for a peer without such a step."""
         ...
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:

@@ -32,9 +32,9 @@ PARTS = {
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:
-    """model: directory with config.json, float32 model.safetensors and a byte-level BPE tokenizer.json.
+    """Write a model. model: directory with config.json, float32 model.safetensors and a byte-level BPE tokenizer.json.
 
-    Matrices are written in `dtype`, rounded to nearest even; norms stay float32, as llama.cpp wants them.
+    Matrices are written in `dtype`, rounded to nearest even; norms stay float32, as llama.cpp requires.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(path, "llama")
@@ -91,7 +91,7 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, weights: Array, dtype: str
 
 
 def _name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight. Raises KeyError for what no Llama has."""
+    """Map model.layers.3.mlp.up_proj.weight to blk.3.ffn_up.weight. Raises KeyError for a name that no Llama has."""
     outside = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -104,7 +104,7 @@ def _name(name: str) -> str:
 
 
 def _paired(name: str, weights: Array, config: dict[str, Any]) -> Array:
-    """Rows of each head: 0, n/2, 1, n/2 + 1, ... of query and key projections; others as they are."""
+    """Reorder rows of each head: 0, n/2, 1, n/2 + 1, ... of query and key projections; others are unchanged."""
     by_part = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     heads = next((count for part, count in by_part.items() if part in name), None)
     if heads is None:

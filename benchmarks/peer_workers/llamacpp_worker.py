@@ -59,7 +59,8 @@ class LlamaCppWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """One after another: the Python binding serves one sequence. Seconds of later ones include their waiting."""
+        """Answer in turn, because the Python binding serves a single sequence. Later answers' seconds include
+        waiting."""
         started = time.perf_counter()
         return [self._answer(prompt.ids, tokens, started) for prompt in prompts]
 
@@ -77,7 +78,7 @@ class LlamaCppWorker:
         return Answer(first_s, time.perf_counter() - started, ids, reused)
 
     def _recall(self, prompt: list[int]) -> int:
-        """Tokens of the prompt that the context holds after this; `generate` reads the last one in any case."""
+        """Return the prompt's tokens that the context holds after this; `generate` always reads the last token."""
         llama = self._llama
         held = Llama.longest_token_prefix(llama._input_ids.tolist(), prompt)
         try:

@@ -35,7 +35,7 @@ NAMESPACE = "peers"
 
 
 class RagCacheWorker:
-    """Variants are names of methods. Link tokens may be any ids: what they cost does not depend on them."""
+    """A worker whose variants are names of methods. Link tokens may be any ids: their cost does not depend on them."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         torch.set_num_threads(config["threads"])
@@ -69,7 +69,7 @@ class RagCacheWorker:
             self._keep(passages[start : start + size])
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """A thread an asker, as under a server."""
+        """Answer with a thread per asker, as under a server."""
         if len(prompts) == 1:
             return [self._answer(variant, prompts[0], tokens, time.perf_counter())]
         started = time.perf_counter()
@@ -94,7 +94,7 @@ class RagCacheWorker:
     def _over_context(
         self, leases: ExitStack, method: FusionMethod, prompt: Prompt, tokens: int
     ) -> tuple[FuseOutput, int]:
-        """Read over the passages as an earlier question placed them, where one did."""
+        """Read over the passages as an earlier question placed them, if any did."""
         key = (repr(method), tuple(map(tuple, prompt.passages)))
         seat = leases.enter_context(self._contexts.admit(key, self._need(prompt, tokens), NO_LIMIT, keep=True))
         with seat.placing(NO_LIMIT) as tell:
@@ -124,11 +124,11 @@ class RagCacheWorker:
         return fuse(self._lm, _prompt(prompt), method, exact=exact, reserve_tokens=tokens), known.num_tokens
 
     def _keep_prefix(self, prompt: Prompt, answer: Sequence[int], fused: FuseOutput) -> None:
-        """All but the answer's last token has run."""
+        """Keep the KV of prompt and answer: all but the answer's last token has run."""
         self._tree.insert(NAMESPACE, [*prompt.ids, *answer[:-1]], read_cache(fused.cache))
 
     def _blocks(self, passages: Sequence[Sequence[int]]) -> tuple[list[KVBlock], int]:
-        """Blocks in order, and how many tokens of them were there; the others are computed now, and kept."""
+        """Return blocks in order, and how many of their tokens existed; the others are computed now, and kept."""
         found = [self._store.get(self._encoder.key(passage)) for passage in passages]
         reused = sum(loaded.block.num_tokens for loaded in found if loaded is not None)
         made = iter(self._keep([ids for ids, loaded in zip(passages, found, strict=True) if loaded is None]))

@@ -33,7 +33,7 @@ class TransformersWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """Prompts of one length run as one batch, others one by one; seconds of later ones include their waiting."""
+        """Answer prompts of equal length as a batch, others singly; seconds of later answers include their waiting."""
         started = time.perf_counter()
         if len({len(prompt.ids) for prompt in prompts}) == 1:
             return self._batch(prompts, tokens, started)

@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 class VLLMWorker:
     def __init__(self, config: dict[str, Any]) -> None:
-        # Read when vLLM is imported. Cores are named: left to itself, vLLM keeps one free for a server's front end.
+        # Read when vLLM is imported. Cores are named: by default, vLLM keeps one free for a server's front end.
         cores = sorted(os.sched_getaffinity(0))[: config["threads"]]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config["kv_bytes"] / GIB)))
@@ -52,7 +52,7 @@ class VLLMWorker:
         return {}
 
     def extra(self, prompt: Prompt) -> dict[str, Any] | None:
-        """What a request carries beside its tokens."""
+        """Return the data that a request carries beside its tokens."""
         return None
 
     def about(self) -> dict[str, Any]:

@@ -152,8 +152,7 @@ class _Table(NamedTuple):
     rows: list[int]
 
     def places(self, start: int, fields: Mapping[str, str]) -> Iterator[Place]:
-        """Yield the places of the table's rows, only where the numbers do not rise by 1. start: of the table in its
-        text"""
+        """Yield the places of the table's rows where the numbers do not rise by 1. start: of the table in its text"""
         before = 0
         for line, row in zip(self.text.split("\n"), self.rows, strict=False):
             if row != before + 1 or not before:

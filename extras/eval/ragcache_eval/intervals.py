@@ -40,8 +40,7 @@ def estimate(values: Sequence[float | bool], clusters: Sequence[Hashable] | None
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927), which keeps its level near 0 and 1, unlike the normal
-    interval."""
+    """Return the 95 % interval of a share (Wilson 1927), which keeps its level near 0 and 1; the normal does not."""
     share = right / asked
     middle = share + Z * Z / (2 * asked)
     half = Z * (share * (1 - share) / asked + Z * Z / (4 * asked * asked)) ** 0.5

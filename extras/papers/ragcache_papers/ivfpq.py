@@ -120,6 +120,8 @@ class IvfPq(Flat):
 
 
 def wanted_lists(vectors: int) -> int:
-    """Return a power of two near 2 * sqrt(vectors): a search then compares about as many centres as a few lists'
-    codes."""
+    """Return a power of two near 2 * sqrt(vectors).
+
+    A search then compares about as many centres as codes of a few lists.
+    """
     return int(np.clip(2 ** round(np.log2(2 * np.sqrt(vectors))), LEAST_LISTS, MOST_LISTS))

@@ -106,8 +106,10 @@ class Group:
         return ((restored - features) / self._scale).square().sum(1)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return mean and components on the device: [layers, layer features] and [layers, components, layer
-        features]."""
+        """Return mean and components on the device.
+
+        Shapes: [layers, layer features] and [layers, components, layer features].
+        """
         if device not in self._held:
             mean, components = self._held[torch.device("cpu")]
             self._held[device] = mean.to(device), components.to(device)

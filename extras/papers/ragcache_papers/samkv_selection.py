@@ -141,8 +141,7 @@ class Survey:
         return torch.cat([_products(part, own) for part, own in zip(parts, vectors, strict=True)])
 
     def stable(self, count: int) -> Sequence[int]:
-        """Return N*, this many layers with stable attention: the last layers, since nothing is known of stability
-        here."""
+        """Return N*, this many layers with stable attention: the last, since stability is not known here."""
         layers = self._context.lm.shape.num_layers
         return range(layers - count, layers)
 
@@ -222,8 +221,10 @@ class SidecarSurvey(Survey):
         return self._context.lm.rope.rotate(vectors, layer, positions)
 
     def stable(self, count: int) -> Sequence[int]:
-        """Return the layers of the upper half where most documents' best block is an outlier (A.2); among equals the
-        last."""
+        """Return the layers of the upper half where most documents' best block is an outlier (A.2).
+
+        Among equals the last layers are returned.
+        """
         votes = torch.stack([one.stable.cpu() for one in self._sidecars]).sum(0).tolist()
         upper = range(min(len(votes) // 2, len(votes) - count), len(votes))
         return sorted(sorted(upper, key=lambda layer: (votes[layer], layer))[-count:])

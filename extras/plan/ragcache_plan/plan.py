@@ -41,8 +41,7 @@ class Corpus:
         check_kept(self.kept)
 
     def encode_s(self, rates: MachineRates) -> float:
-        """Return the seconds in which a chunk is read; it is read a second time after itself if some of its KV is
-        dropped."""
+        """Return the seconds to read a chunk, which is read twice if some of its KV is dropped."""
         chunk_tokens = self.num_tokens / self.chunks
         return rates.prefill_s(chunk_tokens if self.kept == 1 else 2 * chunk_tokens)
 
@@ -107,8 +106,7 @@ class Prices:
     """Prices in a single currency.
 
     gpu_hour, gb_month and gb_transfer are for an hour, and for 10^9 bytes stored for a month or read from a remote
-    store;
-    months: how long a precomputed block is kept.
+    store; months: how long a precomputed block is kept.
 
     The defaults are those of KVLink's authors: an A100 at 1.79 USD an hour, object storage at 0.023 USD. Reading from
     object storage costs nothing within its region.

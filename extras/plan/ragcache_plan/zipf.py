@@ -23,8 +23,7 @@ def zipf_mass(exponent: float, ranks: float) -> float:
 
 
 def ranks_above(exponent: float, ranks: int, least: float, uses: float) -> int:
-    """Return how many of the chunks are requested at least `least` times, if all together are requested `uses`
-    times."""
+    """Return how many chunks are requested at least `least` times, if all together are requested `uses` times."""
     if least <= 0:
         return ranks
     first = uses / zipf_mass(exponent, ranks)  # uses of the chunk of rank 1

@@ -127,8 +127,7 @@ class Visibility:
         return found
 
     def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-        """Return the rows' masks as numbers to add to the scores, which is fastest for
-        `scaled_dot_product_attention`."""
+        """Return the rows' masks as numbers to add to the scores: fastest for `scaled_dot_product_attention`."""
         if window not in self._dense:
             self._dense[window] = [additive(mask, dtype) for mask in self.masks(window)]
         return self._dense[window]
@@ -303,8 +302,7 @@ def divergence(truth: Tensor, logits: Tensor) -> Tensor:
 
 
 def answer_logits(model: nn.Module, inner: Any, batch: dict[str, Any], rope: Rope | None = None) -> Tensor:
-    """Return the labelled tokens' logits, in order: float32 [num_labels, vocab_size]. Arguments as for
-    `answer_loss`."""
+    """Return the labelled tokens' logits, in order: float32 [num_labels, vocab_size]. Arguments: see `answer_loss`."""
     return answer_states(model, inner, batch, rope, hidden=False)[0]
 
 

@@ -115,8 +115,7 @@ class World:
                 return name
 
     def _echo(self, name: str) -> str:
-        """Give a person the surname or first name of another: names that differ in only a part are hard to tell
-        apart."""
+        """Give a person the surname or first name of another, because similar names are hard to tell apart."""
         people = [other for other in self.entities.values() if other.kind == "person"]
         if not people or name.split(" ")[0] not in (*names.FEMALE_NAMES, *names.MALE_NAMES):
             return name

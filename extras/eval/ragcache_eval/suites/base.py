@@ -107,8 +107,7 @@ class Suite:
     note: str = ""
 
     def chosen(self, names: Sequence[str]) -> tuple[Column, ...]:
-        """Return the columns of these names, or all columns if there are no names. Raises ConfigError for an unknown
-        name."""
+        """Return the columns of these names, by default all. Raises ConfigError for an unknown name."""
         for name in names:
             check_choice(f"--data of suite {self.name}", name, [column.name for column in self.columns])
         return tuple(column for column in self.columns if not names or column.name in names)
