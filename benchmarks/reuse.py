@@ -156,7 +156,7 @@ def row(
     before: Ask | None,
     method: str | None,
 ) -> list[float]:
-    """Return the shares of a way to ask. before: an earlier question in that store, asked in another way"""
+    """Return the shares of a way to ask. before: an earlier question in that store, put in another way"""
     with tempfile.TemporaryDirectory() as root:
         opened = partial(rc.RagCache.open, Path(root) / "kb", model=lm, embedder=BagOfWords(), method=method)
         with opened() as kb:

@@ -361,7 +361,7 @@ class Recent:
 
 @dataclass
 class Changer:
-    """Adds and deletes its share of the passing documents; about half of them are there at any time.
+    """Adds and deletes its share of the passing documents; about half of these are there at any time.
 
     living: number of a document -> the id that it has this time
     """

@@ -59,8 +59,7 @@ class LlamaCppWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
-        """Answer in turn, because the Python binding serves a single sequence. Later answers' seconds include
-        waiting."""
+        """Answer in turn: the Python binding serves a single sequence. Seconds of later answers include waiting."""
         started = time.perf_counter()
         return [self._answer(prompt.ids, tokens, started) for prompt in prompts]
 

@@ -107,7 +107,7 @@ def _joined(case: Case, count: int) -> Case:
 
 
 class _Corpus:
-    """Passages by id, and a ranking of them that is computed on first use."""
+    """Passages by id, and their ranking, which is computed on first use."""
 
     def __init__(self, name: str, passages: Mapping[str, CasePassage]) -> None:
         self.name = name

@@ -102,7 +102,7 @@ def write_report(directory: Path, name: str, header: Mapping[str, Any], rows: Se
 
 
 def markdown(title: str, header: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return a page: the run's header, the table over all questions, and one table per cell."""
+    """Return a page: the run's header, the table over all questions, and a table for each cell."""
     lines = [f"# {title}", "", *(f"- {name}: {_line(value)}" for name, value in header.items() if _is_plain(value)), ""]
     lines += ["Intervals are 95 %. KL is in nats, from full prefill; times are medians, blocks in memory.", ""]
     for cell in dict.fromkeys(tuple(row.cell.items()) for row in rows):

@@ -234,7 +234,7 @@ def _keyed(
 
 
 def _listed(make: Maker, words: list[str]) -> tuple[CasePassage, ...]:
-    """Return words in passages of the wanted size; none is marked as gold, because the answer needs all of them."""
+    """Return words in passages of the wanted size; no passage is marked as gold, because the answer needs them all."""
     size = max(1, int(make.passage / (make.count_tokens(" ".join(words[:200]) + " ") / min(200, len(words)))))
     return tuple(CasePassage(" ".join(words[start : start + size])) for start in range(0, len(words), size))
 

@@ -49,7 +49,10 @@ def classification(prediction: str, answers: Sequence[str], classes: Sequence[st
 
 
 def number_share(prediction: str, answers: Sequence[str]) -> float:
-    """Return the share of the prediction's numbers that equal the answer's, for counts and for "Paragraph 7"."""
+    """Return the share of the prediction's numbers that equal the answer's.
+
+    It is used for passage counts and names such as "Paragraph 7".
+    """
     found = re.findall(r"\d+", prediction)
     return max(found.count(_number(answer)) for answer in answers) / len(found) if found else 0.0
 

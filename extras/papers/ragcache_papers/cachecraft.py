@@ -49,7 +49,7 @@ class Variant(Anchor):
 class CacheCraft(FusionMethod):
     """Per-chunk shares by context impact (Cache-Craft, equations 3, 4, 6 to 12 and 14).
 
-    inter(i, j) is the attention that the tokens of chunk i give to an earlier chunk j, intra(i) what they give to their
+    inter(i, j) is the attention that the tokens of chunk i give to an earlier chunk j, intra(i) the attention to their
     own. With a = sum over j of inter(i, j) / (|i| |j|) and b = intra(i) / |i|^2, the Cache Context Impact is
     CCI = 1 / (1 + exp(-a / b)), and alpha * CCI is the share of its tokens that run again (Cache Fix Overhead, of a
     block encoded after none of these chunks): the tokens that give most attention to earlier chunks.

@@ -1,4 +1,4 @@
-"""Eviction by frequency, size and cost: greedy-dual-size-frequency, and RAGCache's form of it."""
+"""Eviction by frequency, size and cost: greedy-dual-size-frequency, and RAGCache's variant."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Rows replace tokens, for keys and for values, each with a number for every layer, head and channel:
 
-    0       the number of the layer's group; the layers of a group follow one another and share a transform
+    0       the number of the layer's group; the layers of a group are adjacent and share a transform
     1       the mean
-    2       the scale: errors are weighed in units of it
+    2       the scale, which is the unit of errors
     3       the limit: the largest sum of squared errors, in scales, that a token of the group may have
     4 ...   components of 8 bits, a row of zeros, those of 4 bits, a row of zeros, those of 2 bits, rows of zeros
 

@@ -34,11 +34,11 @@ class SamKV(FusionMethod):
     """Sparse Attention across Multiple-context KV Cache.
 
     1. The suffix runs over the initial and local blocks of all chunks. Its mean query in each layer is the generic
-       query vector; each document's own adds what the other documents' local queries share with it (eq. 1).
+       query vector; each document's own adds the part that other documents' local queries share with it (eq. 1).
     2. Block scores give each document the share of middle blocks that surpass its anchor (eq. 2), averaged over the
-       stable layers (eq. 3). In each layer the best of them are compared across documents, and 1/D of them stay.
-    3. Initial and local tokens and outliers of the kept middle run again over what is kept. A token that a layer does
-       not keep but a higher layer needs is padded there with its old KV, which is removed afterwards.
+       stable layers (eq. 3). In each layer the best are compared across documents, and 1/D of these stay.
+    3. Initial and local tokens and outliers of the kept middle run again over the kept tokens. A token that a layer
+       does not keep but a higher layer needs is padded there with its old KV, which is removed afterwards.
     4. The suffix runs over the result.
 
     Where the paper leaves a choice, or needs something that a KV block does not hold:
@@ -55,11 +55,11 @@ class SamKV(FusionMethod):
     - A lone chunk is kept whole: there are no other contexts.
 
     block_size:     tokens per block. The paper's 64 suits documents of 2,000 tokens: with passages of 500, the 3 blocks
-                    always kept would be 38 % of them
+                    that are always kept would be 38 % of a passage
     initial_blocks: kept at each chunk's beginning, at least 1
     local_blocks:   kept at each chunk's end, at least 1
     stable_layers:  N*, this many of the last layers, or, with sidecars, of the most stable layers of the upper half
-                    (A.2); None: an eighth of them, as the paper found for Llama 3.1
+                    (A.2); None: an eighth of all layers, as the paper found for Llama 3.1
     top_p:          share of each document's middle blocks, instead of eq. 2 and 3; 0 keeps no middle, 1 all of it
     personalized_bias: add the bias of eq. 1
     cross_filter:   compare across documents and keep 1/D

@@ -34,7 +34,7 @@ def optimum(trace: Accesses, budget_bytes: int) -> Optimum:
 
 
 def next_uses(blocks: Ints) -> Ints:
-    """Return, for every access, the place of the next access to the same block; the trace's length if there is none."""
+    """Return, for every access, the place of the next access to the same block, else the trace's length."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), dtype=np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]

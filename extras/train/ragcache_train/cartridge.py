@@ -104,7 +104,7 @@ class Cartridge(FusionMethod):
     after them run.
 
     The cartridge replaces the prefix that it was trained with, whose KV initialised its first keys and values.
-    `ragcache train --reuse cartridge` makes one.
+    `ragcache train --reuse cartridge` makes a cartridge.
 
     file:     name without .safetensors in the directory of RAGCACHE_CARTRIDGES
     passages: whether passages are searched for and read after it, as text; False: it replaces them

@@ -27,7 +27,7 @@ compares the rows' numbers. The sequence is padded with a row that no other row 
 The attention function is inference's own, registered under "ragcache_training" through transformers' public
 AttentionInterface. Layers take their masks from the batch's `Visibility`, which reaches them as a keyword argument of
 the model's forward: that interface hands extra arguments on. So windows, soft caps and attention sinks follow each
-layer's own settings in every family. Logits are computed only where there is a label.
+layer's own settings in every family. Logits are computed only for tokens with a label.
 """
 
 from __future__ import annotations

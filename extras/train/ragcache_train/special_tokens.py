@@ -104,7 +104,7 @@ def _llama3_spec(link_tokens: int, link_slots: int) -> TrainedTokens:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, names: list[str], used: Collection[int] = ()) -> list[int]:
-    """Return consecutive ids, one for each name. used: reserved ids that are already in use"""
+    """Return consecutive ids, one for each name. used: reserved ids that already serve another purpose"""
     known = tokenizer.get_vocab()
     taken = [known[name] for name in names if name in known]
     if len(taken) == len(names) and _in_a_row(taken):

@@ -9,7 +9,7 @@
 Passages that are read after the prefix, or after a primer that follows it, have the positions of their encoding, right
 after these; `shifts` says how far they are moved for the rest of the prompt. A primer is read once per row.
 
-Several questions follow one another; each starts at the position after the context.
+Several questions follow in turn; each starts at the position after the context.
 
 As many rows run together as fit, shuffled anew each epoch; the plan depends only on the seed.
 """
@@ -391,7 +391,7 @@ def collate(samples: Sequence[Sample], multiple: int = 1) -> dict[str, Any]:
     shifts:         [length], absent where no token is moved
 
     `shift_labels` is `labels` again: by that name transformers' Trainer knows that they are shifted already.
-    multiple: the length is a multiple of it; an additional row pads it
+    multiple: the length is a multiple of this number; an additional row pads the sequence
     """
     lengths = [len(sample.ids) for sample in samples]
     if more := -sum(lengths) % multiple:

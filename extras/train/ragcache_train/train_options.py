@@ -38,7 +38,7 @@ class TrainOptions:
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
                      frozen weights always), "cartridge" (Cartridges, likewise) or "none" (ordinary fine-tuning in
                      standard encoding)
-    corpus:          file of text that a cartridge replaces: the model asks itself about `rows` chunks of it, of
+    corpus:          file of text that a cartridge replaces: the model asks itself about `rows` chunks of the text, of
                      `study_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
     objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as a single
                      text, along every token after them, and the relative error of hidden states there

@@ -117,7 +117,7 @@ def _named(bad: Sequence[BadLine]) -> str:
 
 
 def _read_file(path: Path, unlabelled: bool) -> Iterator[DataRow | BadLine]:
-    """Yield lines, unpacking on the way: at most a line of a file, or MAX_LINE_BYTES of it, is in memory."""
+    """Yield lines, unpacking on the way: at most a line, or MAX_LINE_BYTES of a line, is in memory."""
     number = 0
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:

@@ -368,7 +368,7 @@ class Way(NamedTuple):
     model:   the model that the Trainer trains
     layers:  the model that has the layers, which may be compiled
     rows:    a data set, from a Draw to what `collate` takes
-    collate: a batch of them as tensors
+    collate: turns a batch of rows into tensors
     loss:    of the model, the model without accelerate's wrapper, a batch, and the number of labels
     save:    writes the result
     apart:   parameters with a separate learning rate, `TrainOptions.rate_of_links`

@@ -34,7 +34,7 @@ class World:
 
     split: every name in the world belongs to it, whether named in passing or with a document.
     namesakes: whether two people may share a first name or a surname.
-    rare_share: share of words in names that are more than one token.
+    rare_share: share of words in names that are not a single token.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class QuestionSet(Column):
 
     @property
     def question_format(self) -> str | None:
-        """Return the format for `prompt_format`: only the question if `asked` is set, else the model's own format."""
+        """Return the format for `prompt_format`: only the question with instructions, else the model's own format."""
         return "{question}" if self.asked else None
 
     def ask(self, case: Case) -> Case:

@@ -45,7 +45,7 @@ def retrieved(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
 
 
 def paragraph(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | None:
-    """Read SQuAD 2.0: one paragraph of an article; questions that it does not answer are left out."""
+    """Read SQuAD 2.0: a paragraph of an article; questions that it does not answer are left out."""
     answers = _field(row, "answers", where).get("text") or []
     if not len(answers):
         return None
@@ -54,7 +54,7 @@ def paragraph(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | N
 
 
 def longbench(at: str = "", *, together: bool = False) -> Form:
-    """Return the form of LongBench: one long context, cut into its passages or examples.
+    """Return the form of LongBench: a single long context, cut into its passages or examples.
 
     at:       a regular expression that matches where each begins; the match is left out. Without it, or if a context
               has no match, the context is cut by length
