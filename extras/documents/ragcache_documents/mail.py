@@ -50,7 +50,7 @@ class _Found(NamedTuple):
 
 
 def _read(part: EmailMessage, path: Path) -> _Found:
-    """Return a part's texts: of alternatives the first with any text, and the attachments of all of these."""
+    """Return a part's texts: of alternatives the first with any text, and the attachments of any part."""
     kind = part.get_content_type()
     if kind.startswith("multipart/"):
         inner = [_read(one, path) for one in part.iter_parts() if isinstance(one, EmailMessage)]
