@@ -259,19 +259,23 @@ class Prompts:
         Without `kept`, `full` reads prompts that the method could not: see `_settled`. A conversation that keeps its
         context keeps its order and its method. Raises the errors of `prompt`.
         """
-        plan = None
+        reuse = None
         if kept is None:
-            options, plan = self._settled(ends, hits, options)
-            ends, hits = self.ordered(ends, hits, options)
-        prompt, dropped = self.prompt(ends, hits, options)
-        plan = plan or self._plan(prompt, options, kept)
+            options, reuse = self._settled(ends, hits, options)
+        if reuse is None:
+            if kept is None:
+                ends, hits = self.ordered(ends, hits, options)
+            prompt, dropped = self.prompt(ends, hits, options)
+            reuse = prompt, dropped, self._plan(prompt, options, kept)
+        prompt, dropped, plan = reuse
         limit = options.limit(clock.started)
         return Request(plan, prompt, hits[: len(hits) - dropped], dropped, options, clock, limit, kept)
 
     def _settled(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
-    ) -> tuple[RequestOptions, PromptPlan | None]:
-        """Return `options`, with `full` as the method where it takes over, and the plan if that had to be made.
+    ) -> tuple[RequestOptions, tuple[Prompt, int, PromptPlan] | None]:
+        """Return `options`, with `full` as the method where it takes over; where a method that reads blocks stays, also
+        the prompt, the number of dropped passages and the plan. Such methods ignore the order of passages.
 
         `full` takes over if no passage is in the prompt, if the method gives way and cannot read the text between
         passages, or if the choice is open and `full` runs no more tokens.
@@ -281,19 +285,19 @@ class Prompts:
             return options, None
         if choice.gives_way and hits and ends.label_ids and not method.keeps_context_with(self.lm):
             return options.exactly(cannot_read_between(method)), None
-        prompt, _ = self.prompt(ends, hits, options)
+        prompt, dropped = self.prompt(ends, hits, options)
         if not prompt.chunk_ids:  # no method has passages to place, weigh or evict
             return replace(options.exactly(NOTHING_TO_REUSE), evict=None), None
-        if not choice.is_open:
-            return options, None
         plan = self._plan(prompt, options)
+        if not choice.is_open:
+            return options, (prompt, dropped, plan)
         exact = options.exactly(choice.why)
         whole, _ = self.prompt(*self._in_order(ends, hits, exact), exact)
         # Neither count includes the prefix: its KV is computed once for the whole store.
         full = whole.num_tokens - max(len(whole.prefix_ids), self._known(exact.method, whole.ids))
         reuse = len(plan.layout.running(len(prompt.prefix_ids)).ids) + method.num_reruns(plan.layout)
         settled = replace(options, choice=choice.settled(full, reuse))
-        return settled, plan if settled.method is method else None
+        return settled, (prompt, dropped, plan) if settled.method is method else None
 
     def _plan(self, prompt: Prompt, options: RequestOptions, kept: Kept | None = None) -> PromptPlan:
         """Plan the prompt, split into its parts if it continues from KV that extends past its prefix."""
