@@ -89,6 +89,14 @@ class DistillOptions:
     hidden_weight: Annotated[
         float, option("--hidden-weight", "Of distill: weight of the relative error of hidden states.")
     ] = 0.5
+    damage_weight: Annotated[
+        float,
+        option("--damage-weight", "Of distill: additional weight of tokens that reading apart hurts most; 0: none."),
+    ] = 0.0
+    keep_logits: Annotated[
+        Path | None,
+        option("--keep-logits", "Of distill: folder of the teacher's likeliest logits, for later epochs and runs."),
+    ] = None
     link_rate: Annotated[
         float | None,
         option("--link-rate", "Of distill: learning rate of added tokens; ten times the other if not given."),

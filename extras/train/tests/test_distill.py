@@ -17,6 +17,7 @@ import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.distill import Distillation
+from ragcache_train.kept_logits import MOST, KeptLogits
 from ragcache_train.masked_pass import BLOCK, NAME, Visibility, answer_logits, register
 from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out, vary
 from ragcache_train.trainer import train
@@ -124,6 +125,70 @@ def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_pa
         torch.testing.assert_close(
             ours.grad, theirs.grad, atol=2e-4 * scale + 1e-6, rtol=1e-3, msg=lambda m, n=name: n + m
         )
+
+
+def losses_of_tokens(distill, lm, batch):
+    """The KL of every labelled token by plain means, and the same under the untrained weights."""
+    truth = answer_logits(distill.teacher, distill.teacher, batch["teacher"]).double().log_softmax(-1)
+    found = [
+        answer_logits(model, model, batch, lm.rope).double().log_softmax(-1) for model in (lm.model, distill.teacher)
+    ]
+    return [(truth.exp() * (truth - own)).sum(-1) for own in found], truth, found[0]
+
+
+@pytest.fixture
+def shaken(tmp_path):
+    """A student whose weights differ from its teacher's, and a batch of two rows."""
+    directory = save_tiny("llama", str(tmp_path))
+    student, teacher = loaded(directory), loaded(directory)
+    with torch.no_grad():
+        for parameter in student.model.parameters():
+            parameter.mul_(1.1)
+    spec = TrainedTokens("reposition", "prefix")
+    rows = [row_for("prefix"), row_for("prefix")._replace(chunks=CHUNKS[:2], asks=ROW.asks[:1])]
+    return student, teacher, collate_pairs([pair_of(row, spec) for row in rows])
+
+
+@torch.no_grad()
+def test_damaged_tokens_weigh_more(shaken):
+    student, teacher, batch = shaken
+    distill = Distillation(teacher.model, student.rope, 0.0, False, damage_weight=3.0)
+    (own, damage), _, _ = losses_of_tokens(distill, student, batch)
+    weights = (1 + 3 * damage / damage.mean()) / 4
+    loss = distill(student.model, student.model, batch)
+    torch.testing.assert_close(loss.double(), (own * weights).mean(), atol=1e-6, rtol=1e-4)
+    assert abs(float(loss) - float(own.mean())) > 1e-4
+    assert distill.take()["kl"] == pytest.approx(float(own.mean()), rel=1e-4)  # the log shows the plain KL
+
+
+@torch.no_grad()
+def test_kept_logits_replace_the_teachers_pass(shaken, tmp_path, monkeypatch):
+    student, teacher, batch = shaken
+    folder = tmp_path / "logits"
+    distill = Distillation(teacher.model, student.rope, 0.0, False, kept=KeptLogits(folder, "digest"))
+    _, truth, own = losses_of_tokens(distill, student, batch)
+    shares, ids = truth.topk(MOST)
+    rest, own_rest = (1 - shares.exp().sum(-1)).clamp_min(1e-6), (1 - own.gather(-1, ids).exp().sum(-1)).clamp_min(1e-6)
+    kl = (shares.exp() * (shares - own.gather(-1, ids))).sum(-1) + rest * (rest / own_rest).log()
+    first = distill(student.model, student.model, batch)
+    torch.testing.assert_close(first.double(), kl.mean(), atol=1e-5, rtol=1e-3)
+    files = sorted(folder.rglob("*.safetensors"))
+    assert len(files) == 2  # a file for each row
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the teacher ran")
+
+    again = Distillation(teacher.model, student.rope, 0.0, False, kept=KeptLogits(folder, "digest"))
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher.model, "forward", refuse)
+        torch.testing.assert_close(again(student.model, student.model, batch), first)
+        files[0].write_bytes(files[0].read_bytes()[:-40])
+        with pytest.raises(AssertionError, match="the teacher ran"):
+            again(student.model, student.model, batch)
+    torch.testing.assert_close(again(student.model, student.model, batch), first)  # and written anew
+    other = Distillation(teacher.model, student.rope, 0.0, False, kept=KeptLogits(folder, "another"))
+    other(student.model, student.model, batch)
+    assert len(sorted(folder.rglob("*.safetensors"))) == 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -316,6 +381,11 @@ def test_unusable_input_is_refused_by_name(options, base, tmp_path):
     refused("teacher goes with objective='distill'", objective="labels", teacher=base)
     refused("hidden_weight is -1", hidden_weight=-1.0)
     refused("link_rate is 0", link_rate=0.0)
+    refused("damage_weight is -1", damage_weight=-1.0)
+    refused("keep_logits keeps no hidden states", keep_logits=tmp_path / "kept")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    refused("cannot be kept in .*file", keep_logits=tmp_path / "file", hidden_weight=0.0)
+    refused("keep_logits goes with objective='distill'", objective="labels", keep_logits=tmp_path / "kept")
     refused("recipe 'alone' is unknown", recipe="alone")
     only = tmp_path / "only.jsonl"
     only.write_text(json.dumps(LINES[3]) + "\n", encoding="utf-8")
