@@ -151,7 +151,7 @@ def test_what_is_wrong_is_said(base, data, tmp_path, more, reason):
 
 @pytest.fixture
 def script(tmp_path):
-    """Runs scripts/train-smollm2 in an environment whose `ragcache` writes down what it is asked for."""
+    """Runs scripts/train-reuse in an environment whose `ragcache` writes down what it is asked for."""
     root = Path(__file__).parents[3]
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
@@ -165,7 +165,7 @@ def script(tmp_path):
 
     def run_it(*arguments, **environment):
         own = {"PATH": os.environ["PATH"], "VENV": str(venv), **environment}
-        command = [root / "scripts" / "train-smollm2", *arguments]
+        command = [root / "scripts" / "train-reuse", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60, check=False)
         asked = (tmp_path / "asked").read_text().split("...\n")[1:] if (tmp_path / "asked").exists() else []
         (tmp_path / "asked").unlink(missing_ok=True)
@@ -174,24 +174,31 @@ def script(tmp_path):
     return run_it
 
 
-def test_the_recipe_for_smollm2_is_one_command(script, tmp_path):
-    done, (pulled, (name, *words)) = script("rows.jsonl.xz", "--minutes", "3", "--out", "mine")
-    assert (done.returncode, pulled, name) == (0, ["pull", "smollm2"], "train")
+def test_one_command_fetches_trains_and_checks(script, tmp_path):
+    done, (pulled, (name, *words), checked) = script("some/model", "rows.jsonl.xz", "--minutes", "3", "--out", "mine")
+    assert (done.returncode, pulled, name) == (0, ["pull", "some/model"], "train")
+    assert checked == ["check", "--model", "mine"]
     found = COMMANDS["train"].make_context("train", words).params
-    wanted = {"model": "smollm2", "link_tokens": 5, "lora_rank": 16, "learning_rate": 5e-4, "minutes": 3.0}
-    assert {key: found[key] for key in wanted} == wanted
-    assert (found["data"], found["out"]) == ([tmp_path / "rows.jsonl.xz"], Path("mine"))
+    expected = {"model": "some/model", "objective": "distill", "recipe": "primer", "link_tokens": 5, "lora_rank": 16}
+    assert {key: found[key] for key in expected} == expected
+    assert (found["data"], found["out"], found["minutes"]) == ([tmp_path / "rows.jsonl.xz"], Path("mine"), 3.0)
     assert (found["reuse"], found["freeze"], found["merge"]) == ("link", False, False)
 
 
-def test_the_recipe_takes_its_rows_from_the_environment_or_says_that_there_are_none(script):
-    done, (_, (_, *words)) = script("--link-tokens", "0", RAGCACHE_DATA="rows.jsonl")
-    assert done.returncode == 0
+def test_rows_may_come_from_the_environment(script, tmp_path):
+    (tmp_path / "local").mkdir()
+    done, ((_, *words), checked) = script("local", "--link-tokens", "0", RAGCACHE_DATA="rows.jsonl")
+    assert (done.returncode, checked[-1]) == (0, "local-reuse")  # and a directory is not pulled
     found = COMMANDS["train"].make_context("train", words).params
-    assert (found["link_tokens"], found["epochs"], found["steps"], not found["data"]) == (0, 3.0, None, True)
-    done, asked = script()
+    assert (found["link_tokens"], found["epochs"], found["steps"]) == (0, 3.0, None)
+    assert (found["model"], found["data"]) == (str(tmp_path / "local"), [tmp_path / "rows.jsonl"])
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [((), "name a model"), (("smollm2",), "name the rows")])
+def test_a_missing_argument_is_named(script, arguments, reason):
+    done, asked = script(*arguments)
     assert (done.returncode, asked) == (2, [])
-    assert "name the rows" in done.stderr
+    assert reason in done.stderr
 
 
 def test_without_the_extra_nothing_is_loaded(base, data, tmp_path, monkeypatch):
