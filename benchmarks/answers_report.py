@@ -206,7 +206,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 
 
 def overview(found: Mapping[str, Any]) -> list[str]:
-    """Return the part of a page that docs/results.md shows: the table over all sets, and KL and accuracy over each."""
+    """Return the part that results/README.md shows: the table over all sets, and KL and accuracy over each."""
     groups = _groups(found)
     whole = next(iter(groups.values()))
     lines = [*_about(found), "", *safe_lines(found), "", *table(whole, found["settings"]["questions"]), ""]

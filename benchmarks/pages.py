@@ -1,4 +1,4 @@
-"""Tables of docs/methods.md and docs/results.md out of the results: `python -m benchmarks.pages`.
+"""Tables of docs/methods.md and results/README.md out of the results: `python -m benchmarks.pages`.
 
 Sections are the lines from <!-- NAME: begin --> to <!-- NAME: end -->. `methods` comes from the code, `costs` from
 results/methods-*.json, `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json,
@@ -19,8 +19,8 @@ from benchmarks.report import GOALS_HEAD, RESULTS, goal_line, goal_lines, goals_
 from ragcache.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs"
-METHODS_PAGE = "methods.md"
-RESULTS_PAGE = "results.md"
+METHODS_PAGE = DOCS / "methods.md"
+RESULTS_PAGE = RESULTS / "README.md"
 FULL = "transformers: full prefill"
 
 
@@ -119,7 +119,7 @@ def answers_lines(results: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks.pages", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--out", type=Path, help="folder of copies of both pages, in place of the pages themselves")
     given = parser.parse_args(arguments)
     sections = {
         (METHODS_PAGE, "methods"): methods_table(),
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (RESULTS_PAGE, "peers"): peers_lines(given.results),
     }
     for (page, name), lines in sections.items():
-        write_section(given.docs / page, name, lines)
+        write_section(page if given.out is None else given.out / page.name, name, lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ python -m benchmarks peers --peers ragcache transformers vllm llamacpp --set rou
 The same random weights, saved once and loaded by all; the same prompts, as token ids; the same number of threads. Every
 peer is a process of its own; one question goes to all peers in turn, each question beginning with another peer, and
 while one answers the others are stopped. A peer that cannot run is reported with the reason. `python -m
-benchmarks.pages` takes the tables into docs/results.md.
+benchmarks.pages` takes the tables into results/README.md.
 """
 
 from __future__ import annotations

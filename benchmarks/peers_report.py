@@ -1,4 +1,4 @@
-"""Tables of results/peers.json, for results/peers.md and docs/results.md."""
+"""Tables of results/peers.json, for results/peers.md and results/README.md."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_sections_are_written_anew(tmp_path: Path):
 def test_the_page_of_methods_is_up_to_date(tmp_path: Path):
     """Its table of methods is the one that the command writes, and every method has a part of its own."""
     page = Path(tmp_path / "methods.md")
-    text = (pages.DOCS / pages.METHODS_PAGE).read_text(encoding="utf-8")
+    text = pages.METHODS_PAGE.read_text(encoding="utf-8")
     page.write_text(text, encoding="utf-8")
     write_section(page, "methods", pages.methods_table())
     assert page.read_text(encoding="utf-8") == text
@@ -72,9 +72,10 @@ def test_the_page_of_methods_is_up_to_date(tmp_path: Path):
 
 def test_pages_are_written_out_of_the_results(tmp_path: Path):
     """The committed pages hold what the committed results say."""
-    for name in (pages.METHODS_PAGE, pages.RESULTS_PAGE):
-        (tmp_path / name).write_text((pages.DOCS / name).read_text(encoding="utf-8"), encoding="utf-8")
-    pages.main(["--docs", str(tmp_path)])
-    for name in (pages.METHODS_PAGE, pages.RESULTS_PAGE):
-        assert (tmp_path / name).read_text(encoding="utf-8") == (pages.DOCS / name).read_text(encoding="utf-8")
+    committed = (pages.METHODS_PAGE, pages.RESULTS_PAGE)
+    for page in committed:
+        (tmp_path / page.name).write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    pages.main(["--out", str(tmp_path)])
+    for page in committed:
+        assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
     assert pages.public_lines(tmp_path) == ["Not measured: run `ragcache eval`."]
