@@ -1,4 +1,4 @@
-"""Tables of docs/methods.md and results/README.md out of the results: `python -m benchmarks.pages`.
+"""Tables of docs/methods.md, results/methods.md and results/README.md out of the results: `python -m benchmarks.pages`.
 
 Sections are the lines from <!-- NAME: begin --> to <!-- NAME: end -->. `methods` comes from the code, `costs` from
 results/methods-*.json, `public` from results/eval/MODEL/*.json (`ragcache eval`), `peers` from results/peers.json,
@@ -18,8 +18,10 @@ from benchmarks import answers_report, peers_report
 from benchmarks.report import GOALS_HEAD, RESULTS, goal_line, goal_lines, goals_of, where_line
 from ragcache.errors import ConfigError
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 METHODS_PAGE = DOCS / "methods.md"
+COSTS_PAGE = RESULTS / "methods.md"
 RESULTS_PAGE = RESULTS / "README.md"
 FULL = "transformers: full prefill"
 
@@ -119,18 +121,18 @@ def answers_lines(results: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks.pages", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, help="folder of copies of both pages, in place of the pages themselves")
+    parser.add_argument("--out", type=Path, help="folder of copies to write in place of the pages")
     given = parser.parse_args(arguments)
     sections = {
         (METHODS_PAGE, "methods"): methods_table(),
-        (METHODS_PAGE, "costs"): cost_lines(given.results),
+        (COSTS_PAGE, "costs"): cost_lines(given.results),
         (RESULTS_PAGE, "answers"): answers_lines(given.results),
         (RESULTS_PAGE, "timed"): timed_lines(given.results),
         (RESULTS_PAGE, "public"): public_lines(given.results),
         (RESULTS_PAGE, "peers"): peers_lines(given.results),
     }
     for (page, name), lines in sections.items():
-        write_section(page if given.out is None else given.out / page.name, name, lines)
+        write_section(page if given.out is None else given.out / page.relative_to(ROOT), name, lines)
 
 
 if __name__ == "__main__":

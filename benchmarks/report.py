@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.environment import Environment, load_average
 from benchmarks.timing import Ratio
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 # Conditions of a verdict. Loads are averages over a minute: before, and after beyond the run's own threads.
