@@ -36,7 +36,7 @@ from benchmarks.report import Result, where_line
 from benchmarks.runner import Run
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain
 from llama_index.llms.ragcache import RagCacheLLM
-from ragcache.engine.content_index import ContentIndex
+from ragcache.engine.caches.content_index import ContentIndex
 from ragcache.errors import RagCacheError
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text

@@ -16,14 +16,14 @@ import transformers
 import ragcache as rc
 from benchmarks.peer_workers.channel import Answer, Prompt, serve
 from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
-from ragcache.engine.shared_prefixes import MemoryNeed, SharedPrefixes
+from ragcache.engine.caches.prefix_cache import PrefixCache
+from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes
 from ragcache.fusion import get_method
 from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock
 from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import NO_LIMIT
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling

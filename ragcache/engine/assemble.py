@@ -14,6 +14,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ragcache.engine.admission import UNKNOWN_BYTES, Admission, default_budget
+from ragcache.engine.caches.prefix_cache import PrefixCache
+from ragcache.engine.caches.prefixes import Prefixes
+from ragcache.engine.caches.shared_prefixes import SharedPrefixes
+from ragcache.engine.caches.stored_prefixes import StoredPrefixes
+from ragcache.engine.caches.whole_store import WholeStore
 from ragcache.engine.contract import ENGINES, Connection, Engine
 from ragcache.engine.embedder_probe import refuse_other_embedder
 from ragcache.engine.estimate import PrefillEstimate
@@ -22,16 +27,12 @@ from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.loader import BlockLoader
 from ragcache.engine.local_engine import LocalEngine
 from ragcache.engine.options import StoreConfig
-from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.probe import open_rates
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.rates import ALWAYS
 from ragcache.engine.request import RequestOptions
-from ragcache.engine.shared_prefixes import SharedPrefixes
 from ragcache.engine.store_config import StoreParts, open_kv_to_fill
-from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
-from ragcache.engine.whole_store import WholeStore
 from ragcache.errors import ConfigError, ModelMismatchError, StoreMismatchError
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
@@ -44,7 +45,6 @@ from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import Workers, WorkersConfig
 from ragcache.kv.block_key import PRIMER, Recipe
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import resolve

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from ragcache import plugins
 from ragcache.engine.answer import Event
+from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.request import Request, RequestOptions
 from ragcache.fusion.method import FusionMethod
-from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats
 from ragcache.plugins import Registry

@@ -30,6 +30,7 @@ from ragcache.engine.assemble import (
     open_retriever,
     open_workers,
 )
+from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.many import answer_of, ask_many
 from ragcache.engine.options import (
@@ -64,7 +65,6 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
-from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from ragcache.engine.answer import Source, Usage
+from ragcache.engine.caches.prefixes import Path, Prefixes, PrefixKV
+from ragcache.engine.caches.whole_store import WholeStore
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
 from ragcache.engine.output import OutputProcessor
-from ragcache.engine.prefixes import Path, Prefixes, PrefixKV
 from ragcache.engine.request import Request
-from ragcache.engine.whole_store import WholeStore
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder

@@ -10,17 +10,17 @@ from functools import partial
 
 from ragcache.engine.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.answer import Done, Event, Sources
+from ragcache.engine.caches.prefix_cache import PrefixStats
+from ragcache.engine.caches.prefixes import Prefixes
+from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.kv_lookup import KVLookup
 from ragcache.engine.output import OutputProcessor, write
-from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.request import Request, RequestOptions
-from ragcache.engine.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
 from ragcache.fusion.fuse import FuseOutput, prefill
 from ragcache.fusion.method import Scope
 from ragcache.fusion.place_check import place_kernel
-from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import eos_token_ids
 from ragcache.models.deadline import limited
 from ragcache.models.generate import decode

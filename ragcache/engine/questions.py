@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from ragcache.engine.answer import Event, Sources
 from ragcache.engine.assemble import Components
+from ragcache.engine.caches.passage_finder import PassageFinder
+from ragcache.engine.caches.whole_store import check_whole, whole_hits
 from ragcache.engine.conversation import Conversation, Given, completion_ends
 from ragcache.engine.history import ConversationContext, History, inline_passages
 from ragcache.engine.loader import Prefetch
 from ragcache.engine.notices import MINI_NOTICE, is_other_text
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextMode, GenerationOptions, retrieval
-from ragcache.engine.passage_finder import PassageFinder
 from ragcache.engine.passages import Passage, find_passages
 from ragcache.engine.request import Clock, Kept, Request, RequestOptions
 from ragcache.engine.tool_use import tool_use
@@ -33,7 +34,6 @@ from ragcache.engine.verdict import (
     choose_method,
     warn_if_unchecked,
 )
-from ragcache.engine.whole_store import check_whole, whole_hits
 from ragcache.errors import ConfigError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod

@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 
 from ragcache import Answer, Source
 from ragcache.engine.admission import Admission
+from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.info import Info
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.rates import RateFigures
 from ragcache.fusion import labelled_name
-from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.scheduler import PassStats
 from ragcache.server.limits import Slots
 

@@ -17,10 +17,10 @@ from waiting import WAIT_S, until
 
 import ragcache as rc
 from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
-from ragcache.engine.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
+from ragcache.engine.caches.prefix_cache import PrefixCache
+from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
 from ragcache.errors import AnswerTooLargeError, CancelledError, ConfigError, PromptError, TimedOutError
 from ragcache.kv.buffers import BufferHandle, KVBuffers, SharedContext
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import NO_LIMIT, Limit
 from ragcache.models.encode import AbandonedSignal
 

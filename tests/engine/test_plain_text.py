@@ -12,8 +12,9 @@ from plain_oracle import greedy, plain_transformers
 from tiny_model import LINK, bpe_tokenizer, save_tiny_llama
 
 import ragcache as rc
-from ragcache.engine import local_engine, passage_finder
-from ragcache.engine.content_index import EDGE, WINDOW, ContentIndex
+from ragcache.engine import local_engine
+from ragcache.engine.caches import passage_finder
+from ragcache.engine.caches.content_index import EDGE, WINDOW, ContentIndex
 from ragcache.engine.request import Clock
 from ragcache.errors import ContextTooLongError
 from ragcache.fusion import get_method

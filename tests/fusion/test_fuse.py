@@ -17,13 +17,13 @@ from families import (
 )
 
 import ragcache as rc
+from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import TokenCounts
 from ragcache.kv.buffers import BufferPool, KVBuffers
 from ragcache.kv.exact import read_cache
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import Passages, Text

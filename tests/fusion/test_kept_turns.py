@@ -6,11 +6,11 @@ from families import assert_same, oracle_logits_of, tiny
 from kit.makers import each, made_by
 
 import ragcache as rc
+from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import get_method
 from ragcache.fusion.layout import lay_out
 from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 

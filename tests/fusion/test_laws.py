@@ -5,8 +5,8 @@ from covering import covering
 from families import FAMILIES, assert_same, block_diagonal, causal_logits, oracle_logits, random_prompt
 
 import ragcache as rc
+from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.kv.exact import read_cache
-from ragcache.kv.prefix_cache import PrefixCache
 
 
 @pytest.mark.parametrize(("family", "seed"), covering(sorted(FAMILIES), range(3)), indirect=["family"])

@@ -10,12 +10,12 @@ from hybrids import HYBRIDS, ONE_EACH, REFUSED, STEPPED, build, hybrid, save_hyb
 import ragcache as rc
 from ragcache.codecs import CODECS, get_codec
 from ragcache.codecs.block_file import read_block, write_block
+from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import Rates
 from ragcache.errors import ConfigError, DamagedBlockError, PromptError, StaleBlockError, UnencodableBlockError
 from ragcache.fusion import METHODS
 from ragcache.kv.exact import read_cache, states_behind
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.state import StateMap
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces

@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
+from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.kv_lookup import UNUSED
 from ragcache.engine.loader import COMPUTED
 from ragcache.engine.output import OutputProcessor, write
@@ -19,7 +20,6 @@ from ragcache.fusion import METHODS
 from ragcache.fusion.layout import Layout, Span
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block_key import digest
-from ragcache.kv.prefix_cache import PrefixStats
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampler import Sampling
 from ragcache.models.scheduler import PassStats

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragcache.engine.caches.prefix_cache import PrefixCache, PrefixMatch
+from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.loader import BlockLoader
 from ragcache.errors import StoreError
 from ragcache.kv.block import KVBlock
-from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch
-from ragcache.kv.prefix_nodes import common_length
 from ragcache.runtime import work_alone
 from ragcache.store.documents import DocumentStore
 from ragcache.store.foreign import PREFIX, Listed, PassageList

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import at_once, beside
 
+from ragcache.engine.caches.prefix_cache import PrefixCache
+from ragcache.engine.caches.prefix_nodes import Owned
 from ragcache.errors import ConfigError
 from ragcache.kv.cache_shape import CacheShape, LayerShape
-from ragcache.kv.prefix_cache import PrefixCache
-from ragcache.kv.prefix_nodes import Owned
 
 SHAPE = CacheShape((LayerShape(num_kv_heads=2, key_dim=3, value_dim=2),) * 2, torch.float32, torch.device("cpu"))
 TOKEN_BYTES = 2 * 2 * (3 + 2) * 4

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ragcache.engine.admission import Admission, Claim, Size
+from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.kv.buffers import SharedContext
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.deadline import Limit
 
 

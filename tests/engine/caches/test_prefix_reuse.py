@@ -14,7 +14,7 @@ from plain_oracle import greedy
 from tiny_model import LINK
 
 import ragcache as rc
-from ragcache.engine import prefixes
+from ragcache.engine.caches import prefixes
 from ragcache.engine.shared_order import ReadCounts, relevance_hint, shared_order
 from ragcache.errors import ConfigError
 

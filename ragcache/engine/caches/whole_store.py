@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragcache.engine.caches.prefixes import PrefixKV
 from ragcache.engine.options import RetrieveOptions, names
-from ragcache.engine.prefixes import PrefixKV
 from ragcache.engine.prompts import Prompts
 from ragcache.errors import ConfigError, ContextTooLongError, StoreError
 from ragcache.fusion.method import FusionMethod

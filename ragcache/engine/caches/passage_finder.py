@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ragcache.engine.content_index import EDGE, ContentIndex, Found
+from ragcache.engine.caches.content_index import EDGE, ContentIndex, Found
 from ragcache.engine.passages import text_field
 from ragcache.errors import StoreError, StoreFullError, StoreReadOnlyError
 from ragcache.prompt import PromptEnds, encode_text

@@ -9,7 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragcache.engine.stored_prefixes import StoredPrefixes
+from ragcache.engine.caches.prefix_cache import PrefixCache, PrefixMatch, PrefixStats
+from ragcache.engine.caches.prefix_nodes import Owned
+from ragcache.engine.caches.stored_prefixes import StoredPrefixes
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.layout import Layout, Segment
 from ragcache.fusion.method import FusionMethod
@@ -17,8 +19,6 @@ from ragcache.kv.block_key import Recipe, digest
 from ragcache.kv.buffers import SharedContext
 from ragcache.kv.exact import Exact, Read, read_cache, states_behind
 from ragcache.kv.fused_cache import FusedCache
-from ragcache.kv.prefix_cache import PrefixCache, PrefixMatch, PrefixStats
-from ragcache.kv.prefix_nodes import Owned
 from ragcache.kv.state import State
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import Part

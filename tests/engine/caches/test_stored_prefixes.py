@@ -12,14 +12,14 @@ from plain_oracle import greedy
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
-from ragcache.engine import stored_prefixes
+from ragcache.engine.caches import stored_prefixes
+from ragcache.engine.caches.prefix_cache import PrefixCache
+from ragcache.engine.caches.prefixes import Prefixes
+from ragcache.engine.caches.stored_prefixes import StoredPrefixes
 from ragcache.engine.loader import BlockLoader
-from ragcache.engine.prefixes import Prefixes
 from ragcache.engine.rates import Rates
-from ragcache.engine.stored_prefixes import StoredPrefixes
 from ragcache.fusion.fuse import fuse
 from ragcache.kv.block_key import Recipe
-from ragcache.kv.prefix_cache import PrefixCache
 from ragcache.models.sampler import Sampling
 from ragcache.store.eviction import PrefillRate
 from ragcache.store.kv_store import KVStore

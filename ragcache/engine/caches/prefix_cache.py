@@ -20,11 +20,7 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-from ragcache.errors import ConfigError
-from ragcache.kv.block import KVBlock, empty_block
-from ragcache.kv.cache_shape import CacheShape
-from ragcache.kv.exact import Read
-from ragcache.kv.prefix_nodes import (
+from ragcache.engine.caches.prefix_nodes import (
     Elements,
     End,
     Node,
@@ -37,6 +33,10 @@ from ragcache.kv.prefix_nodes import (
     ends_along,
     reaching,
 )
+from ragcache.errors import ConfigError
+from ragcache.kv.block import KVBlock, empty_block
+from ragcache.kv.cache_shape import CacheShape
+from ragcache.kv.exact import Read
 from ragcache.kv.state import State
 
 PAGE_TOKENS = 128
