@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ragcache.engine.admission import UNKNOWN_BYTES, Admission, default_budget
+from ragcache.engine.caches.generation import Generation
 from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.caches.prefixes import Prefixes
 from ragcache.engine.caches.shared_prefixes import SharedPrefixes
@@ -78,6 +79,7 @@ class _Made:
     block_keys: BlockKeys
     admission: Admission
     estimate: PrefillEstimate
+    generation: Generation
     loader: BlockLoader | None = None
 
 
@@ -172,13 +174,14 @@ def assemble(
             "this store's blocks are encoded behind neighbours, which a request to another engine does not name; leave "
             "out engine=, or make the store with neighbours=0"
         )
+    generation = Generation(store.documents, store.kv.refresh)
     if engine is not None:
         names = BlockKeys(card, *own_blocks)
         reader = engine.engine(card, Prompts(card, names, *formats), store.kv)
-        made = _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate())
+        made = _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate(), generation)
         made.reader.check(RequestOptions(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
-        made = _here(store, config, card, own_blocks, formats, near)
+        made = _here(store, config, card, own_blocks, formats, near, generation)
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
     cut = Chunker(card.tokenizer, chosen.chunker)
@@ -273,6 +276,7 @@ def _here(
     own_blocks: tuple[Recipe, list[int], str],
     formats: tuple[PromptFormat, str | None, Shown, bool],
     near: Neighbourhood | None,
+    generation: Generation,
 ) -> _Made:
     """Build the parts for a model in this process.
 
@@ -290,8 +294,8 @@ def _here(
     tree = PrefixCache(lm.shape, config.prefix_bytes)
     stored = None
     if kv.foreign is not None and kv.passages is not None and config.prefix_bytes and not lm.shape.states:
-        stored = StoredPrefixes(tree, documents, loader, kv.foreign, kv.passages)
-    prefixes = Prefixes(lm, documents, recipe, tenant, tree, first_ids, stored)
+        stored = StoredPrefixes(tree, generation, loader, kv.foreign, kv.passages)
+    prefixes = Prefixes(lm, documents, generation, recipe, tenant, tree, first_ids, stored)
     encoder = ModelEncoder(
         lm, *own_blocks, read_prefix=prefixes.exact, on_encoded=estimate.add, neighbourhood=near, codec=kv.codec
     )
@@ -299,13 +303,15 @@ def _here(
     reader = LocalEngine(
         lm,
         Prompts(lm, encoder, *formats, prefixes.count),
-        KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, documents, tenant, estimate.add), loader),
+        KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, generation, tenant, estimate.add), loader),
         prefixes,
         SharedPrefixes(admission, tree),
         estimate,
         config.graph_bytes,
+        generation,
     )
-    return _Made(reader, encoder, admission, estimate, loader)
+    generation.follow(prefixes.invalidate, reader.contexts.clear)
+    return _Made(reader, encoder, admission, estimate, generation, loader)
 
 
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:

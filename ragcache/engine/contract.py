@@ -32,9 +32,6 @@ class Engine(Protocol):
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield sources, then tokens, then the whole answer."""
 
-    def drop_deleted(self) -> None:
-        """Drop everything that was computed over deleted passages."""
-
     def clear(self) -> None:
         """Drop everything that is kept between questions."""
 

@@ -373,7 +373,7 @@ class RagCache(Store):
         return self.retriever
 
     def _forget_deleted(self) -> None:
-        self._questions.drop_deleted()
+        self._parts.generation.check()
 
     # Questions
 

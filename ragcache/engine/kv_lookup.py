@@ -134,7 +134,7 @@ class KVLookup:
         if kept is None and not goes_on:
             return None
         hits = [*(kept.earlier.hits if kept else ()), *request.hits]
-        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), self._prefixes.drops)
+        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), self._prefixes.generation.seen)
 
     def _prefix(
         self, request: Request, path: Path | None, base: SharedContext | None

@@ -10,6 +10,7 @@ from functools import partial
 
 from ragcache.engine.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.answer import Done, Event, Sources
+from ragcache.engine.caches.generation import Generation
 from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.caches.prefixes import Prefixes
 from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
@@ -48,10 +49,10 @@ class LocalEngine:
     contexts: SharedPrefixes
     estimate: PrefillEstimate
     graph_bytes: int | None
+    generation: Generation
 
     def __post_init__(self) -> None:
         self._eos = eos_token_ids(self.lm)
-        self._scope = Scope()
 
     def check(self, options: RequestOptions) -> None:
         self.prompts.check(options.method)
@@ -113,23 +114,14 @@ class LocalEngine:
 
         A request with text other than the store's own, or with a passage that was deleted meanwhile, gets a new scope.
         """
-        scope = self._scope  # taken before the check: any later change begins a new scope
+        scope = self.generation.seen  # taken before the check: any later change begins a new scope
         return scope if request.options.method.remembers and self.lookup.is_of_store(request) else Scope()
 
-    def drop_deleted(self) -> None:
-        """Drop everything that was computed over deleted passages."""
-        self.prefixes.drop_deleted()
-        self._forget()
-
     def clear(self) -> None:
-        """Drop all exact KV."""
+        """Drop exact KV, shared contexts and everything that methods keep of earlier prompts."""
         self.prefixes.clear()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop shared contexts, and whatever methods keep of earlier prompts: both belong to the scope."""
-        self.contexts.forget()
-        self._scope = Scope()
+        self.contexts.clear()
+        self.generation.renew()
 
     def warm_up(self) -> None:
         """Run the model once now, because its first pass takes longer and would delay the first question."""

@@ -213,7 +213,7 @@ class Precompute:
                 self._blocks.delete(handle)
                 self._list.remove(handle)
         if gone:
-            self._parts.reader.drop_deleted()
+            self._parts.generation.invalidate()
             report.forgotten += gone
 
     def _weigh(self, report: PrecomputeReport, *, warns: bool) -> None:

@@ -68,7 +68,7 @@ class Questions:
         self._parts = parts
         layout, documents, kv = parts.store
         self.finder = PassageFinder(
-            documents, parts.card.tokenizer, layout.passages, kv.passages, parts.block_keys.owner
+            documents, parts.generation, parts.card.tokenizer, layout.passages, kv.passages, parts.block_keys.owner
         )
         self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # each warning is given once
 
@@ -83,7 +83,7 @@ class Questions:
     ) -> list[Hit]:
         """Retrieve the k best hits. ahead: starts reading the blocks of likely hits before the ranking is final."""
         check_type("question", question, (str, np.ndarray), "give its text, or its vector")
-        self.drop_deleted()
+        self._parts.generation.check()
         if isinstance(question, str):
             check_text(question)
         on_candidates, documents = None if ahead is None else ahead.begin, self._parts.store.documents
@@ -110,7 +110,7 @@ class Questions:
         options = replace(options, whole=documents.generation())
 
         def find() -> Sequence[Given]:
-            self.drop_deleted()
+            self._parts.generation.check()
             return whole_hits(documents, prompts, ends())
 
         return self._read(lambda _: Written(ends(), [question]), find, options)
@@ -119,7 +119,7 @@ class Questions:
         self, parts: str | Sequence[str | Hit | Passage | int], keywords: GenerationOptions
     ) -> Iterator[Event]:
         options = self._request_options(keywords)
-        self.drop_deleted()
+        self._parts.generation.check()
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
         self._parts.card.check_text("".join(texts), "the prompt")
         ends, given = completion_ends(self._parts.card.tokenizer, parts)
@@ -144,7 +144,7 @@ class Questions:
         if k is not None and not self._parts.store.documents.documents(limit=1):
             k = None  # there is nothing to retrieve: a plain chat
         if context == "last" and passages is None and k is None:
-            self.drop_deleted()
+            self._parts.generation.check()
             (whole, given), dropped = reader.prompts.shortened(
                 conversation, lambda read: read.as_written(system), self._written_tokens, options, drops=drops
             )
@@ -171,16 +171,6 @@ class Questions:
             return written._replace(dropped=dropped)
 
         return self._read(write, find, options, retrieves=passages is None)
-
-    def drop_deleted(self) -> None:
-        """Drop blocks that another process deleted: they may still be in this process's memory (law 10)."""
-        store = self._parts.store
-        generation = store.documents.generation()
-        if generation != self.finder.generation:
-            store.kv.refresh()
-            self.finder.forget()
-            self._parts.reader.drop_deleted()
-            self.finder.generation = generation
 
     # Options
 
@@ -299,7 +289,7 @@ class Questions:
         """Return the given passages, or retrieve them if none were given."""
         if given is None:
             return self.retrieve(question, k, retrieval(keywords), options.ahead)
-        self.drop_deleted()
+        self._parts.generation.check()
         return given
 
     def _read(
@@ -348,7 +338,7 @@ class Questions:
 
         def prepare(clock: Clock) -> Request:
             reader.prompts.check_keeps(options)
-            self.drop_deleted()
+            self._parts.generation.check()
             talk = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}

@@ -559,7 +559,7 @@ def test_contexts_stay_in_half_of_the_budget_and_the_least_recently_used_go(lm):
     assert [leave(contexts, lm, key, 20) for key in "abacba"] == [False, False, True, False, False, False]
     assert tree.stats().lent_bytes == tree.stats().num_bytes == 2 * one <= tree.budget_bytes // 2
     assert admission.reserved_bytes == 0
-    contexts.forget()
+    contexts.clear()
     assert tree.stats().lent_bytes == 0
     assert not leave(contexts, lm, "a", 20)
 
@@ -580,7 +580,7 @@ def test_what_is_read_is_not_given_up_for_another(lm):
     with contexts.admit("read", NEED, NO_LIMIT) as reference:
         leave(contexts, lm, "other", 80)
         assert tree.stats().lent_bytes == reference.placed.num_bytes
-        contexts.forget()
+        contexts.clear()
         assert tree.stats().lent_bytes == reference.placed.num_bytes, "it is there as long as it is read"
     assert tree.stats().lent_bytes == 0
 

@@ -118,9 +118,6 @@ class VllmEngine:
             request.kept.answered(request.hits, output.turn, output.said(self.card))
         yield Done(self._answer(request, completion, answering, output))
 
-    def drop_deleted(self) -> None:
-        """Do nothing: the engine looks up every block that it has to load."""
-
     def clear(self) -> None:
         self._engine.close()
 

@@ -1,1 +1,26 @@
-"""Caches of KV that earlier questions left, and the index that finds stored passages in prompts."""
+"""Caches of KV that earlier questions left, and the index that finds stored passages in prompts.
+
+    cache           holds                            found by                         budget
+    --------------  -------------------------------  -------------------------------  ----------------------------------
+    PrefixCache     exact KV of prompts and answers  namespace, then token by token   prefix_bytes
+    Prefixes        the owners of that KV            model, tenant, method: they are  its PrefixCache's
+                                                     the namespace
+    StoredPrefixes  the same KV of plain text, on    a hash of generation, namespace  foreign_cache, with the passages
+                    disk                             and all tokens so far            from elsewhere
+    WholeStore      KV of all passages in a row, as  its tokens, under a salt of its  foreign_cache
+                    one block on disk                own
+    SharedPrefixes  contexts placed from blocks      method and passages, in order    half of prefix_bytes, lent by the
+                                                                                      PrefixCache; in use: answer_bytes
+    PassageFinder   hashes of the passages' tokens,  the prompt's tokens              32 bytes a passage
+                    in a ContentIndex
+
+All of them follow one `Generation`. After a change of documents, or when passages from elsewhere are forgotten:
+
+    PrefixCache     loses KV of deleted passages, and of text that may quote them: `Prefixes.invalidate`
+    StoredPrefixes  finds nothing of an earlier generation, which the next writer deletes: `KVStore.drop_prefixes`
+    WholeStore      reads other tokens; its blocks are deleted like StoredPrefixes'
+    SharedPrefixes  loses everything: `SharedPrefixes.clear`
+    PassageFinder   indexes new passages; reads each passage that it finds from SQL, where deleted ones are missing
+    KVStore         (`ragcache.store`) drops blocks that other processes deleted: `KVStore.refresh`
+    AnchorPool      (`ragcache_papers`) finds nothing that methods kept under an earlier `Generation.seen`
+"""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.engine.caches.content_index import EDGE, ContentIndex, Found
+from ragcache.engine.caches.generation import Generation, Seen
 from ragcache.engine.passages import text_field
 from ragcache.errors import StoreError, StoreFullError, StoreReadOnlyError
 from ragcache.prompt import PromptEnds, encode_text
@@ -49,10 +50,10 @@ class PassageFinder:
 
     _file:    of the index, so that a large store's passages are read once. It is written again as they grow
     _foreign: passages that belong to no document, of which those of `_owner` are found
-    generation: of the documents at the last check for deletions
     """
 
     _documents: DocumentStore
+    _generation: Generation
     _tokenizer: PreTrainedTokenizerBase
     _file: Path
     _foreign: PassageList | None
@@ -60,14 +61,10 @@ class PassageFinder:
 
     def __post_init__(self) -> None:
         self._index, self._foreign_index, self._lock = ContentIndex(), ContentIndex(), threading.Lock()
-        self.generation = -1
         self._last: int | None = None
         self._last_foreign = self._saved = 0
-        self._is_stale, self._has_spoken = True, False
-
-    def forget(self) -> None:
-        """Note that documents changed."""
-        self._is_stale = True
+        self._has_spoken = False
+        self._indexed: Seen | None = None
 
     def cut(
         self, ends: PromptEnds, hits: Sequence[Hit], seen: DocumentStore, *, parts: bool
@@ -169,9 +166,9 @@ class PassageFinder:
     def _refresh(self) -> None:
         """Index the passages stored since the last search. Deleted names stay until they are half of all names."""
         with self._lock:
-            if not self._is_stale:
+            if self._indexed is self._generation.seen:
                 return
-            self._is_stale = False
+            self._indexed = self._generation.seen
             if self._last is None:
                 self._last = self._index.load(self._file) or 0
                 self._saved = len(self._index)

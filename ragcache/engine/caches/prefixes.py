@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from ragcache.engine.caches.generation import Generation, Seen
 from ragcache.engine.caches.prefix_cache import PrefixCache, PrefixMatch, PrefixStats
 from ragcache.engine.caches.prefix_nodes import Owned
 from ragcache.engine.caches.stored_prefixes import StoredPrefixes
@@ -36,14 +37,14 @@ class Path:
 
     parts: the whole prompt; layout: the same, laid out
     hits:  its passages, in their order, the last `asked` of which belong to this question
-    drops: `Prefixes.drops` when the question began
+    seen:  the documents when the question began
     """
 
     parts: Sequence[Part]
     layout: Layout
     hits: Sequence[Hit]
     asked: int
-    drops: int
+    seen: Seen
 
     @property
     def passages(self) -> list[tuple[Segment, Hit]]:
@@ -93,20 +94,16 @@ class Prefixes:
 
     own_ids: the store's own prefix
     stored:  keeps running text beyond the process; None: it is not kept
-    drops:   how often a document changed
     """
 
     _lm: LanguageModel
     _documents: DocumentStore
+    generation: Generation
     _recipe: Recipe
     _tenant: str
     _tree: PrefixCache
     own_ids: Sequence[int] = ()
     stored: StoredPrefixes | None = None
-    drops: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self._generation = 0 if self.stored is None else self._documents.generation()
 
     @contextmanager
     def text(self, ids: Sequence[int]) -> Iterator[PrefixKV]:
@@ -123,9 +120,9 @@ class Prefixes:
             if num_known == len(ids):
                 yield PrefixKV(known, load_s=load_s)
                 return
-            started, drops = time.perf_counter(), self.drops
+            started, seen = time.perf_counter(), self.generation.seen
             context = self._lm.read(ids, known)
-            self._keep(self._text, ids, context, self._quoting(ids), drops)
+            self._keep(self._text, ids, context, self._quoting(ids), seen)
             yield PrefixKV(context, len(ids) - num_known, time.perf_counter() - started, load_s)
 
     @contextmanager
@@ -162,7 +159,7 @@ class Prefixes:
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
         elements = [*path.elements, *answer_ids][: fused.cache.get_seq_length()]
-        self._keep(self._namespace(method), elements, fused.cache, self._owned(path, elements), path.drops)
+        self._keep(self._namespace(method), elements, fused.cache, self._owned(path, elements), path.seen)
 
     def _keep(
         self,
@@ -170,24 +167,23 @@ class Prefixes:
         elements: Sequence[int],
         cache: FusedCache | SharedContext,
         owned: Sequence[Owned],
-        drops: int,
+        seen: Seen,
     ) -> None:
         if not self._tree.budget_bytes:
             return
-        generation = self._generation
-        self._insert(namespace, elements, read_cache(cache), owned, drops, states_behind(cache, len(elements)))
-        if self.stored is not None and namespace == self._text and drops == self.drops:
-            self.stored.keep(namespace, elements, generation)
+        self._insert(namespace, elements, read_cache(cache), owned, seen, states_behind(cache, len(elements)))
+        if self.stored is not None and namespace == self._text:
+            self.stored.keep(namespace, elements, seen.number)
 
     def _bring(self, namespace: str, elements: Sequence[int], owned: Sequence[Owned]) -> float:
         """Read KV that the tree lacks from disk, while the tree has room. Returns seconds."""
         if self.stored is None or namespace != self._text:
             return 0.0
-        started, drops, generation = time.perf_counter(), self.drops, self._generation
+        started, seen = time.perf_counter(), self.generation.seen
         wanted = elements[: self._tree.budget_bytes // self._tree.token_bytes]
-        found = self.stored.load(namespace, wanted, self._tree.count(namespace, wanted), generation)
+        found = self.stored.load(namespace, wanted, self._tree.count(namespace, wanted), seen.number)
         if found is not None:
-            self._insert(namespace, wanted[: found.num_tokens], found.read, owned, drops)
+            self._insert(namespace, wanted[: found.num_tokens], found.read, owned, seen)
         return time.perf_counter() - started
 
     def _insert(
@@ -196,15 +192,15 @@ class Prefixes:
         elements: Sequence[int],
         read: Read,
         owned: Sequence[Owned],
-        drops: int,
+        seen: Seen,
         states: Sequence[State] = (),
     ) -> None:
-        """Insert KV into the tree. drops: when the computation began; passages deleted since then are dropped"""
+        """Insert KV into the tree. seen: when the computation began; passages deleted since then are dropped"""
         try:
             self._tree.insert(namespace, elements, read, owned, states)
         except (MemoryError, RuntimeError, LookupError) as error:  # torch raises RuntimeError if it is out of memory
             log.warning("the KV of a prompt is not kept for later ones: %s", error)
-        owners, changed = {one.owner for one in owned}, drops != self.drops
+        owners, changed = {one.owner for one in owned}, seen is not self.generation.seen
         self._drop_gone(owners if changed else owners - {NOT_STORED}, changed=changed)
 
     def _owned(self, path: Path, elements: Sequence[int]) -> list[Owned]:
@@ -218,11 +214,8 @@ class Prefixes:
         start = next((at for at, (one, own) in pairs if one != own), min(len(ids), len(self.own_ids)))
         return [Owned(start, len(ids), NOT_STORED)] if start < len(ids) else []
 
-    def drop_deleted(self) -> None:
+    def invalidate(self) -> None:
         """Drop all KV computed over deleted or foreign passages, or over text that may quote them (law 10)."""
-        self.drops += 1
-        if self.stored is not None:
-            self._generation = self._documents.generation()
         self._drop_gone(self._tree.owners(), changed=True)
 
     def stats(self) -> PrefixStats:

@@ -139,7 +139,7 @@ class SharedPrefixes:
         finally:
             self._leave(reference)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Hide all known contexts from further questions: a passage in them may have been deleted (law 10)."""
         with self._changed:
             known, self._known = self._known, OrderedDict()

@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragcache.engine.caches.generation import Generation
 from ragcache.engine.caches.prefix_cache import PrefixCache, PrefixMatch
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.loader import BlockLoader
 from ragcache.errors import StoreError
 from ragcache.kv.block import KVBlock
 from ragcache.runtime import work_alone
-from ragcache.store.documents import DocumentStore
 from ragcache.store.foreign import PREFIX, Listed, PassageList
 from ragcache.store.kv_store import KVStore
 from ragcache.store.warn_once import WarnOnce
@@ -85,7 +85,7 @@ class StoredPrefixes:
     """
 
     _tree: PrefixCache
-    _documents: DocumentStore
+    _generation: Generation
     _loader: BlockLoader
     _blocks: KVStore
     _list: PassageList
@@ -158,7 +158,7 @@ class StoredPrefixes:
     def _write_rest(self, namespace: str, ids: Sequence[int], generation: int, held: PrefixMatch) -> None:
         pieces, all_ids = self._walk(namespace, ids, generation), _array(ids)
         start = pieces[-1].stop if pieces else 0
-        if len(ids) - start < LEAST_TOKENS or self._documents.generation() != generation:
+        if len(ids) - start < LEAST_TOKENS or self._generation.current() != generation:
             return
         chain = hashlib.sha256(namespace.encode() + all_ids[:start].tobytes())
         rows, starts = [], range(start, len(ids), PIECE_TOKENS)
@@ -168,7 +168,7 @@ class StoredPrefixes:
             rows.append(Listed(_key(owner, own), owner, own.tolist()))
             chain.update(own.tobytes())
         blocks = (held.block(at, at + len(row.token_ids)) for at, row in zip(starts, rows, strict=True))
-        self._loader.kv.keep_prefixes(rows, blocks, generation, self._documents.generation)
+        self._loader.kv.keep_prefixes(rows, blocks, generation, self._generation.current)
 
 
 def _array(ids: Sequence[int]) -> NDArray[np.int32]:

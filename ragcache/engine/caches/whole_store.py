@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragcache.engine.caches.generation import Generation
 from ragcache.engine.caches.prefixes import PrefixKV
 from ragcache.engine.options import RetrieveOptions, names
 from ragcache.engine.prompts import Prompts
@@ -34,12 +35,12 @@ class WholeStore:
     """Loads or computes the KV of a prompt's beginning and all passages. Thread-safe."""
 
     def __init__(
-        self, lm: LanguageModel, kv: KVStore, documents: DocumentStore, tenant: str, on_encoded: OnEncoded | None = None
+        self, lm: LanguageModel, kv: KVStore, generation: Generation, tenant: str, on_encoded: OnEncoded | None = None
     ) -> None:
         # Separate salt: a passage with the same tokens may be stored by a lossy codec.
         self._encoder = ModelEncoder(lm, tenant=digest({"whole": tenant}), on_encoded=on_encoded)
         self._kv = kv
-        self._documents = documents
+        self._generation = generation
 
     def read(self, ids: Sequence[int], generation: int) -> PrefixKV:
         """Load the KV of these tokens, or compute and keep it.
@@ -57,7 +58,7 @@ class WholeStore:
         encode_s = time.perf_counter() - started
         try:  # if this fails, only a later question takes longer
             rows = [Listed(handle, f"{PREFIX}{generation}:whole", ids)]
-            self._kv.keep_prefixes(rows, [block], generation, self._documents.generation)
+            self._kv.keep_prefixes(rows, [block], generation, self._generation.current)
         except StoreError as error:
             log.warning("the KV of the whole store is not kept on disk: %s", error)
         return PrefixKV(ExactBlock(block, lm.rope, lm.shape), len(ids), encode_s)

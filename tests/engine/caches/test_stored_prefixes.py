@@ -13,6 +13,7 @@ from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine.caches import stored_prefixes
+from ragcache.engine.caches.generation import Generation
 from ragcache.engine.caches.prefix_cache import PrefixCache
 from ragcache.engine.caches.prefixes import Prefixes
 from ragcache.engine.caches.stored_prefixes import StoredPrefixes
@@ -58,8 +59,9 @@ def reopened(lm, root, rates=None, policy="always"):
     """A new tree over what is stored, as after a restart."""
     tree, blocks = PrefixCache(lm.shape, 1 << 24), KVStore(root / "foreign", memory_bytes=0)
     loader = BlockLoader(KVStore(root / "kv", foreign=blocks), rates, policy=policy)
-    stored = StoredPrefixes(tree, Unchanged(), loader, blocks, loader.kv.passages)
-    return Prefixes(lm, Unchanged(), Recipe.of("isolated"), "", tree, (), stored), loader
+    generation = Generation(Unchanged(), list)
+    stored = StoredPrefixes(tree, generation, loader, blocks, loader.kv.passages)
+    return Prefixes(lm, Unchanged(), generation, Recipe.of("isolated"), "", tree, (), stored), loader
 
 
 def close(prefixes, loader):
@@ -349,7 +351,10 @@ def llama(tmp_path_factory):
 
 
 def within(llama, budget_bytes, own_ids=()):
-    return Prefixes(llama, Unchanged(), Recipe.of("isolated"), "", PrefixCache(llama.shape, budget_bytes), own_ids)
+    generation, tree = Generation(Unchanged(), list), PrefixCache(llama.shape, budget_bytes)
+    prefixes = Prefixes(llama, Unchanged(), generation, Recipe.of("isolated"), "", tree, own_ids)
+    generation.follow(prefixes.invalidate)
+    return prefixes
 
 
 def test_what_goes_on_from_a_known_prefix_is_what_is_read_at_once(family):
@@ -390,7 +395,7 @@ def test_a_change_takes_what_may_quote_a_document(llama):
     prefixes = within(llama, 1 << 24, [3, 4, 5, 6])
     talk = [3, 4, 5, 7, 8, 9]
     assert [created(prefixes, ids) for ids in ([3, 4, 5, 6], talk, talk)] == [4, 3, 0]
-    prefixes.drop_deleted()
+    prefixes.generation.invalidate()
     assert [created(prefixes, ids) for ids in ([3, 4, 5, 6], talk)] == [0, 3]
 
 
@@ -400,7 +405,7 @@ def test_what_is_dropped_while_it_is_read_is_not_kept(llama, monkeypatch):
 
     def read_and_drop(*arguments):
         made = read(*arguments)
-        prefixes.drop_deleted()
+        prefixes.generation.invalidate()
         return made
 
     with monkeypatch.context() as patch:
