@@ -95,9 +95,9 @@ def test_no_caller_goes_on_before_the_caches_are_invalidated(documents):
     first.start()
     assert entered.wait(60)
     generation.check()
-    assert threads == [first, threading.current_thread()]
     release.set()
     first.join()
+    assert threads == [first, threading.current_thread()]
 
 
 def test_a_renewed_state_has_the_same_number(documents):
