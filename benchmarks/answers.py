@@ -37,7 +37,8 @@ from benchmarks.report import Result
 from benchmarks.runner import Run
 from ragcache.errors import ConfigError, check_least
 from ragcache.prompt import PromptFormat, encode_text, prompt_format
-from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.embedder import load_embedder
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache_eval.case import Case, CasePassage
 from ragcache_eval.journal import Journal
 from ragcache_eval.methods import MethodSpec, all_methods, parse_methods, usable_methods

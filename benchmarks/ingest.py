@@ -28,7 +28,7 @@ from ragcache.ingest.chunker import ChunkerConfig
 from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
 from ragcache.ingest.store_writer import IngestConfig
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder_types import Embedder
 
 WHOLE = "ingestion"
 # The strict baseline: no head, no padding mask, no cache.

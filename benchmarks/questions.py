@@ -9,7 +9,8 @@ from typing import Self
 import numpy as np
 
 from benchmarks.timing import Variant
-from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.embedder import load_embedder
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from ragcache.models.sampler import Sampling
     from ragcache.models.tool_calls import ToolCall
     from ragcache.prompt import Prompt, prompt_format
-    from ragcache.retrieval.embedder import Embedder, fits_window, load_embedder
+    from ragcache.retrieval.embedder import load_embedder
+    from ragcache.retrieval.embedder_types import Embedder
     from ragcache.retrieval.retriever import Hit
+    from ragcache.retrieval.windows import fits_window
     from ragcache.store.records import Chunk
 
 __version__ = "0.1.0"
@@ -125,8 +127,10 @@ _NAMES = {
     "models.sampler": "Sampling",
     "models.tool_calls": "ToolCall",
     "prompt": "Prompt prompt_format",
-    "retrieval.embedder": "Embedder fits_window load_embedder",
+    "retrieval.embedder": "load_embedder",
+    "retrieval.embedder_types": "Embedder",
     "retrieval.retriever": "Hit",
+    "retrieval.windows": "fits_window",
     "store.records": "Chunk",
 }
 _HOMES = {name: f"ragcache.{module}" for module, names in _NAMES.items() for name in names.split()}

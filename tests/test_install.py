@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_namespace_packages
 
-from ragcache.models.pull import READERS
+from ragcache.models.gguf_copy import READERS
 
 ROOT = Path(__file__).resolve().parents[1]
 # The other project's distribution, by any way of asking for it: as a requirement with extras, or to pip by its name.

@@ -54,7 +54,8 @@ from ragcache.models.load import load_card, load_lm
 from ragcache.models.machine import AUTO, advice_on, find_device
 from ragcache.models.primer import bound_primer
 from ragcache.prompt import CLOCK, PromptFormat, Shown, prompt_format, template_text
-from ragcache.retrieval.embedder import Embedder, load_embedder
+from ragcache.retrieval.embedder import load_embedder
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends

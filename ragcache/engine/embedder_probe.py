@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import EmbedderMismatchError
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache.store.documents import DocumentStore
 
 PROBE = "The ferry to the island leaves the harbour at half past nine and takes an hour."

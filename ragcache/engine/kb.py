@@ -70,7 +70,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
 from ragcache.plugins import load
 from ragcache.prompt import encode_text
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends

@@ -22,7 +22,7 @@ from ragcache.files import PAGE, read_at
 from ragcache.kv.block_key import Recipe
 from ragcache.models.kvzip import replay_ids
 from ragcache.models.language_model import LanguageModel
-from ragcache.store.eviction import PrefillRate
+from ragcache.store.prefill_rate import PrefillRate
 
 T = TypeVar("T")
 WHOLE = Recipe()

@@ -21,7 +21,7 @@ from ragcache.errors import StoreError
 from ragcache.files import atomic_write, write_all
 from ragcache.kv.block_key import digest
 from ragcache.lazy_torch import torch
-from ragcache.store.eviction import PrefillRate
+from ragcache.store.prefill_rate import PrefillRate
 
 if TYPE_CHECKING:
     from ragcache.models.language_model import LanguageModel

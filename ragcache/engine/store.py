@@ -21,7 +21,7 @@ from ragcache.store.records import Chunk, StoredDocument
 if TYPE_CHECKING:  # these import FAISS, which most calls do not need
     from ragcache.engine.doctor import DoctorReport
     from ragcache.ingest.encoder import ModelEncoder
-    from ragcache.retrieval.embedder import Vectors
+    from ragcache.retrieval.embedder_types import Vectors
     from ragcache.retrieval.retriever import Retriever
 
 

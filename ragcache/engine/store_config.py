@@ -14,7 +14,8 @@ from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import Connection, connect, open_blobs
+from ragcache.store.remote import open_blobs
+from ragcache.store.remote.connection import Connection, connect
 
 
 class StoreParts(NamedTuple):

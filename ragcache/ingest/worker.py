@@ -25,8 +25,9 @@ from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, POLL_S, Limit, limited
-from ragcache.retrieval.embedder import Embedder, embed_windows
-from ragcache.retrieval.embedder import Vectors as Vectors
+from ragcache.retrieval.embedder_types import Embedder
+from ragcache.retrieval.embedder_types import Vectors as Vectors
+from ragcache.retrieval.windows import embed_windows
 from ragcache.runtime import work_alone
 from ragcache.store.kv_store import KVStore
 

@@ -25,15 +25,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache.errors import ModelNotFoundError, UnsupportedModelError, first_line
 from ragcache.models.attention import NAME
-from ragcache.models.gguf_keys import (
-    amend_config,
-    amend_tokenizer,
-    end_ids,
-    read_header,
-    refuse_arrays,
-    refuse_unread_tensors,
-)
-from ragcache.models.hub import BUNDLED, CONFIG, GGUF, refuse_absent, split_file
+from ragcache.models.gguf_header import read_header
+from ragcache.models.gguf_keys import amend_config, refuse_arrays, refuse_unread_tensors
+from ragcache.models.gguf_tokenizer import amend_tokenizer, end_ids
+from ragcache.models.hub import BUNDLED, GGUF, refuse_absent, split_file
+from ragcache.models.named import CONFIG
 from ragcache.models.support import unsupported
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")

@@ -92,11 +92,9 @@ def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, CacheShape]:
         raise unsupported(model.config, name, reason) from reason.__cause__
 
 
-# From here on, the message of an UnsupportedModelError is only the reason; `inspect` adds the model's name.
-
-
 @torch.inference_mode()
 def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
+    """Do `inspect`. Here and below an UnsupportedModelError gives the reason alone; `inspect` adds the model's name."""
     mixers = hook_mixers(model)
     if not mixers and not _rotary_modules(model):
         raise UnsupportedModelError(

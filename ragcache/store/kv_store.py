@@ -18,7 +18,7 @@ from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
 from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.pins import Pins
-from ragcache.store.remote import Connection
+from ragcache.store.remote.connection import Connection
 from ragcache.store.retention import Expiry
 from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Tier, get_durable
 from ragcache.store.tiers.demotion import Demotion

@@ -1,9 +1,9 @@
-"""Conversion between rows and records."""
+"""Queries for rows, and conversion between rows and records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,13 @@ from ragcache.store.schema import chunks, documents, windows
 # Little endian on every machine: a database may be copied to a different machine.
 _TOKEN = np.dtype("<i4")
 _COMPONENT = np.dtype("<f4")
+IN_LIMIT = 1000  # values in one IN list
+_T = TypeVar("_T")
+
+
+def parts_of(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield the values in parts of at most IN_LIMIT, for a query each."""
+    return (values[start : start + IN_LIMIT] for start in range(0, len(values), IN_LIMIT))
 
 
 def select_documents() -> Select[Any]:

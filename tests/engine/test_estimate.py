@@ -9,7 +9,7 @@ from reportlab.pdfgen.canvas import Canvas
 
 import ragcache as rc
 from ragcache.engine.estimate import LEAST_TOKENS, PrefillEstimate
-from ragcache.store.eviction import PrefillRate
+from ragcache.store.prefill_rate import PrefillRate
 from ragcache_demo.bag_of_words import BagOfWords
 
 SHORT = rc.Sampling(max_tokens=1)

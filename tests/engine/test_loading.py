@@ -22,8 +22,8 @@ from ragcache.kv.block import KVBlock
 from ragcache.models.deadline import Limit, limited
 from ragcache.models.encode import AbandonedSignal
 from ragcache.store.documents import DocumentStore
-from ragcache.store.eviction import PrefillRate
 from ragcache.store.kv_store import KVStore
+from ragcache.store.prefill_rate import PrefillRate
 from ragcache.store.records import Chunk, NewChunk, NewDocument
 from ragcache_plan.accesses import read_trace
 

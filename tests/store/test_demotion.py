@@ -16,7 +16,7 @@ from ragcache.codecs import CODECS, RawCodec
 from ragcache.errors import MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
 from ragcache.store.kv_store import KVStore
 from ragcache.store.tiers import DiskTier
-from ragcache.store.tiers import memory as device_tier
+from ragcache.store.tiers import device as device_tier
 
 ONE = make_block(0).num_bytes
 CPU = torch.device("cpu")

@@ -382,7 +382,7 @@ def test_a_read_only_store_reads(url):
 
 
 def test_long_lists_are_taken_in_parts(store, monkeypatch):
-    monkeypatch.setattr("ragcache.store.documents._IN_LIMIT", 7)
+    monkeypatch.setattr("ragcache.store.rows.IN_LIMIT", 7)
     ids = put(store, "large", *(f"h{number}" for number in range(50)))
     assert [chunk.vector_id for chunk in store.chunks_by_vector_ids(reversed(ids))] == ids[::-1]
     for number in range(20):

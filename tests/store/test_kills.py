@@ -20,7 +20,8 @@ from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import RawCodec
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.remote import open_blobs
+from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers import RemoteTier
 
 KILLS = [pytest.param(5, id="5"), pytest.param(200, id="200", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]

@@ -24,9 +24,11 @@ from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
 from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
 from ragcache.store import tiers
-from ragcache.store.eviction import LRU, POLICIES, EvictionPolicy, get_policy
+from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import Connection, open_blobs
+from ragcache.store.lru import LRU
+from ragcache.store.remote import open_blobs
+from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers import (
     BudgetedTier,
     CachedTier,

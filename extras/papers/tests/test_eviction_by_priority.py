@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache.errors import ConfigError
-from ragcache.store.eviction import ADMISSIONS, LRU, POLICIES, Entry, EvictionPolicy, PrefillRate, get_policy
+from ragcache.store.eviction import ADMISSIONS, POLICIES, Entry, EvictionPolicy, get_policy
+from ragcache.store.lru import LRU
+from ragcache.store.prefill_rate import PrefillRate
 from ragcache.store.tiers import MemoryTier
 from ragcache_papers.gdsf import GDSF, PGDSF, PriorityOrder
 from ragcache_papers.tinylfu import CountMinSketch, TinyLFU

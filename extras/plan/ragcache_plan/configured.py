@@ -14,8 +14,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line
 from ragcache.kv.cache_shape import LayerShape, StateShape, keeps_state
 from ragcache.models.checkpoint import auto_class, refuse_own_code
-from ragcache.models.hub import CONFIG, split_file
+from ragcache.models.hub import split_file
 from ragcache.models.load import base_of
+from ragcache.models.named import CONFIG
 from ragcache.models.recurrence import Mixer, hook_mixers
 from ragcache.models.support import refuse_by_config
 from ragcache_plan.shape import KVShape

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragcache.errors import ConfigError, translate_os_errors
-from ragcache.store.eviction import PrefillRate
+from ragcache.store.prefill_rate import PrefillRate
 
 if TYPE_CHECKING:
     from ragcache.models.language_model import LanguageModel

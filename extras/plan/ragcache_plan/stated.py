@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.kv.cache_shape import ATTENTION_LAYERS
-from ragcache.models.hub import ADAPTER, CONFIG, resolve
+from ragcache.models.hub import ADAPTER, resolve
+from ragcache.models.named import CONFIG
 from ragcache_plan.shape import ITEMSIZES, KVShape
 
 # Families whose config.json states the model's behaviour, field by field; for all others, and for an absent field,

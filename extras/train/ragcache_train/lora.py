@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.models.adapter import LORA_FILE, Adapter, Base, write_adapter
-from ragcache.models.hub import NAMED
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.lora import Lora
+from ragcache.models.named import NAMED
 from ragcache.models.trained_tokens import TrainedTokens
 
 

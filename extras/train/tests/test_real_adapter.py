@@ -15,7 +15,7 @@ import ragcache as rc
 from ragcache.ingest.document import headed
 from ragcache.models.adapter import LORA_FILE, Base, write_adapter
 from ragcache.models.checkpoint_digest import checkpoint_digest
-from ragcache.models.hub import cached
+from ragcache.models.named import cached
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.row_encoder import passage_text
 from ragcache_train.special_tokens import choose_spec

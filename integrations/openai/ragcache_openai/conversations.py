@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -13,8 +13,8 @@ from starlette.responses import Response, StreamingResponse
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
-from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, ListOf, Metadata, absent
-from ragcache_openai.items import CONVERSATION, ITEM, InputItem, check_room, kept_items, records_of
+from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, ListOf, Metadata
+from ragcache_openai.items import CONVERSATION, ITEM, InputItem, kept_items, records_of
 from ragcache_openai.records import Record, new_id
 
 MOST_AT_ONCE = 20
@@ -33,10 +33,6 @@ class ConversationChange(RequestModel):
     metadata: Metadata
 
 
-class AddedItems(RequestModel):
-    items: Annotated[NewItems, Field(min_length=1)]
-
-
 class Conversation(AnswerModel):
     id: str
     object: Literal["conversation"]
@@ -51,12 +47,12 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/conversations", tags=["con
 async def create_conversation(caller: CallerParam, asked: NewConversation) -> Conversation:
     made = Record(new_id("conv_"), CONVERSATION, caller.owner, {"metadata": asked.metadata or {}})
     items = records_of(caller, made.id, kept_items(asked.items or ()))
-    return _shown((await caller.read(caller.records.add, [made, *items]))[0])
+    return shown((await caller.read(caller.records.add, [made, *items]))[0])
 
 
 @router.get("", summary="The conversations of this key", responses=errors(400))
 async def list_conversations(caller: CallerParam, bounds: Bounds) -> ListOf:
-    return await caller.list(CONVERSATION, lambda one: _shown(one).model_dump(), **bounds)
+    return await caller.list(CONVERSATION, lambda one: shown(one).model_dump(), **bounds)
 
 
 @router.get(
@@ -76,7 +72,7 @@ async def search_items(
 
 @router.get("/{id}", summary="One conversation", responses=errors(404))
 async def get_conversation(caller: CallerParam, id: str) -> Conversation:
-    return _shown(await find_conversation(caller, id))
+    return shown(await find_conversation(caller, id))
 
 
 @router.post("/{id}", summary="Change a conversation's metadata", responses=errors(400, 404, 413, 415))
@@ -84,7 +80,7 @@ async def change_conversation(caller: CallerParam, id: str, asked: ConversationC
     found = await find_conversation(caller, id)
     body = {"metadata": asked.metadata}
     await caller.read(caller.records.change, found.id, body)
-    return _shown(found._replace(body=body))
+    return shown(found._replace(body=body))
 
 
 @router.delete("/{id}", summary="Delete a conversation and its items", responses=errors(404))
@@ -106,7 +102,7 @@ async def export_conversation(caller: CallerParam, id: str) -> Response:
 
 
 async def _export(caller: Caller, conversation: Record) -> AsyncIterator[str]:
-    head = json.dumps(_shown(conversation).model_dump(), ensure_ascii=False)
+    head = json.dumps(shown(conversation).model_dump(), ensure_ascii=False)
     yield f'{head[:-1]}, "items": ['
     after, comma, more = None, "", True
     while more:
@@ -118,60 +114,11 @@ async def _export(caller: Caller, conversation: Record) -> AsyncIterator[str]:
     yield "]}\n"
 
 
-# Items
-
-
-@router.post("/{id}/items", summary="Add messages to a conversation", responses=errors(400, 404, 413, 415, 507))
-async def create_items(caller: CallerParam, id: str, asked: AddedItems) -> ListOf:
-    await find_conversation(caller, id)
-    items = kept_items(asked.items)
-    await append(caller, id, items, "items")
-    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return ListOf(object="list", data=items, first_id=ends[0], last_id=ends[1], has_more=False)
-
-
-@router.get("/{id}/items", summary="The items of a conversation", responses=errors(400, 404))
-async def list_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
-    await find_conversation(caller, id)
-    return await caller.list(ITEM, lambda item: item.body, parent=id, **bounds)
-
-
-@router.get(
-    "/{id}/items/{item_id}", summary="One item", responses={200: {"content": {"application/json": {}}}, **errors(404)}
-)
-async def get_item(caller: CallerParam, id: str, item_id: str) -> Response:
-    item = await _find_item(caller, id, item_id)
-    return Response(json.dumps(item.body), media_type="application/json")
-
-
-@router.delete("/{id}/items/{item_id}", summary="Delete an item", responses=errors(404))
-async def delete_item(caller: CallerParam, id: str, item_id: str) -> Conversation:
-    await _find_item(caller, id, item_id)
-    await caller.read(caller.records.delete, [item_id])
-    return _shown(await find_conversation(caller, id))
-
-
 async def find_conversation(caller: Caller, id: str, param: str = "conversation_id") -> Record:
     return await caller.find(CONVERSATION, id, "conversation", param)
 
 
-async def _find_item(caller: Caller, conversation: str, id: str) -> Record:
-    await find_conversation(caller, conversation)
-    item = await caller.find(ITEM, id, "item", "item_id")
-    if item.parent != conversation:
-        raise absent("item", id, "item_id")
-    return item
-
-
-async def append(caller: Caller, conversation: str, items: Sequence[dict[str, Any]], param: str) -> None:
-    """Append items to a conversation. Raises ApiError (400) if they do not fit."""
-    records = records_of(caller, conversation, items)
-    count, letters = await caller.read(caller.records.length, conversation)
-    check_room(count + len(records), letters + sum(len(one.text) for one in records), param)
-    await caller.read(caller.records.add, records)
-
-
-def _shown(conversation: Record) -> Conversation:
+def shown(conversation: Record) -> Conversation:
     return Conversation(
         id=conversation.id,
         object="conversation",

@@ -18,7 +18,7 @@ from ragcache.server.wire import AnswerModel
 from ragcache_openai.api import After, Caller, CallerParam, Deleted, ListOf, Order
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import ATTACHED, FILE, FILE_FIELD
-from ragcache_openai.vector_stores import delete_indexed
+from ragcache_openai.vector_store_files import delete_indexed
 
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 MOST_FILES = 10_000

@@ -22,7 +22,7 @@ from ragcache.server.service import Service
 from ragcache.server.uploads import Upload
 from ragcache_openai.records import PIECE, Record, Records
 from ragcache_openai.search import ATTACHED, ATTRIBUTE, FILE
-from ragcache_openai.vector_stores import CANCELLED, DONE, FAILED, WAITING, inside
+from ragcache_openai.vector_store_files import CANCELLED, DONE, FAILED, WAITING, inside
 
 PAUSE_S = 1.0
 MOST_MESSAGE = 500

@@ -41,7 +41,8 @@ from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Work
 from ragcache.server.wire import AnswerModel, LooseModel, Name, RequestModel, Text
 from ragcache_openai.api import Bounds, Caller, CallerParam, Deleted, Id, ListOf, Metadata, absent
-from ragcache_openai.conversations import append, find_conversation
+from ragcache_openai.conversation_items import append
+from ragcache_openai.conversations import find_conversation
 from ragcache_openai.items import (
     ITEM,
     MOST_ITEMS,

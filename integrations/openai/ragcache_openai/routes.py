@@ -9,7 +9,15 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 
 from ragcache.server.service import Service
-from ragcache_openai import conversations, files, responses, vector_stores
+from ragcache_openai import (
+    conversation_items,
+    conversations,
+    file_batches,
+    files,
+    responses,
+    vector_store_files,
+    vector_stores,
+)
 from ragcache_openai.api import kept_of
 from ragcache_openai.indexer import Indexer
 from ragcache_openai.own_documents import without_files
@@ -35,5 +43,13 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 router = APIRouter(lifespan=_running)
 router.view = without_files  # type: ignore[attr-defined]  # the view that the server gives to other routes
-for part in (responses, conversations, files, vector_stores):
-    router.include_router(part.router)
+for module in (
+    responses,
+    conversations,
+    conversation_items,
+    files,
+    vector_stores,
+    vector_store_files,
+    file_batches,
+):
+    router.include_router(module.router)

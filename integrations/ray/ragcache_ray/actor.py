@@ -23,7 +23,7 @@ from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import CutResult, EncodeJob, Record, Source, Vectors, Worker
 from ragcache.kv.block_key import Recipe
 from ragcache.models.load import load_lm
-from ragcache.retrieval.embedder import Embedder
+from ragcache.retrieval.embedder_types import Embedder
 from ragcache.store.kv_store import KVStore
 
 # Records are sent in parts of about so many characters.

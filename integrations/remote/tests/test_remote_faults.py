@@ -24,7 +24,8 @@ from ragcache.errors import (
     StoreUnreachableError,
 )
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import RETRY_AFTER_S, WRITE_AFTER_S, Blobs, Connection, open_blobs
+from ragcache.store.remote import Blobs, open_blobs
+from ragcache.store.remote.connection import RETRY_AFTER_S, WRITE_AFTER_S, Connection
 from ragcache.store.tiers import RemoteTier
 from ragcache_remote import object_store
 

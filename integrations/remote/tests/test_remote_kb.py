@@ -10,7 +10,7 @@ from blocks import tier_of
 import ragcache as rc
 from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.errors import ConfigError, StoreMismatchError, StoreUnreachableError
-from ragcache.store.eviction import PrefillRate
+from ragcache.store.prefill_rate import PrefillRate
 from ragcache.store.remote import open_blobs
 from ragcache_remote.object_store import ObjectBlobs
 

@@ -13,7 +13,8 @@ from integrations.remote.tests.remotes import KINDS, remote_url, s3_server
 from ragcache.codecs import RawCodec
 from ragcache.errors import ConfigError, SchemaVersionError, StoreNotFoundError, StoreReadOnlyError
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import Blobs, Connection, open_blobs
+from ragcache.store.remote import Blobs, open_blobs
+from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers import RemoteTier
 from ragcache.store.tiers.remote import BLOCKS, USES
 

@@ -9,7 +9,7 @@ from ragcache.errors import MissingBlockError
 from ragcache.kv.block import KVBlock
 from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
-from ragcache.store.remote import connect
+from ragcache.store.remote.connection import connect
 from ragcache.store.tiers.block_names import BlockFiles
 
 REMOTE_VARIABLE = "RAGCACHE_REMOTE"

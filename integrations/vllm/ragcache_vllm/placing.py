@@ -24,7 +24,7 @@ from ragcache.errors import RagCacheError, first_line
 from ragcache.kv.block import KVBlock
 from ragcache.kv.lane import Lane, Wait
 from ragcache.kv.rope import AnglesAt, Rope
-from ragcache.store.tiers.memory import private_copy
+from ragcache.store.tiers.budgeted import private_copy
 from ragcache_vllm.plan import Load, Stretch
 
 log = logging.getLogger("vllm.ragcache")

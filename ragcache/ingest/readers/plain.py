@@ -1,4 +1,4 @@
-"""The type of readers, and the checks that all of them share."""
+"""Plain text: the decoding and the checks that all readers share, and the reader of text files."""
 
 from __future__ import annotations
 
@@ -91,9 +91,6 @@ def fenced(code: str, language: str = "") -> str:
     """Return the code as a Markdown block whose fence is longer than any backtick run in the code."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code)), default=0))
     return f"{fence}{language}\n{code}\n{fence}"
-
-
-# Plain text.
 
 
 def read_text(path: Path, document_id: str) -> Iterator[Document | ReaderError]:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
-from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError
+from ragcache.errors import ConfigError
 from ragcache.plugins import load
 
 # Time limits of an attempt in seconds, and the number of attempts for a call.
@@ -83,107 +77,6 @@ class Blobs(ABC):
         return
 
 
-# A store's access to a remote, which may be slow, down, or in use by another store.
-
-
-log = logging.getLogger(__name__)
-RETRY_AFTER_S, WRITE_AFTER_S = 10.0, 1.0
-MARKER = "ragcache.json"
-FORMAT_VERSION = 1
-
-
-@dataclass(eq=False, repr=False)
-class Connection:
-    """Access to a remote. After a failure, calls are refused for a while, so that each call does not wait for a dead
-    service. Reads, which can do without the remote, are refused for RETRY_AFTER_S; writes, which cannot, for
-    WRITE_AFTER_S.
-
-    owner:     id of the store's database. A remote belongs to one database, because blocks that no document there
-               refers to are deleted; the first store to open the remote writes the id to a marker
-    read_only: the marker is read, but not created
-    """
-
-    blobs: Blobs
-    owner: str
-    _: KW_ONLY
-    read_only: bool = False
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.where = self.blobs.where
-        self._lock = threading.Lock()
-        self._is_ours = False
-        self._failed_at = float("-inf")
-
-    @contextmanager
-    def use(self, *, to_write: bool = False) -> Iterator[Blobs]:
-        """Lend the remote for one call.
-
-        Raises StoreUnreachableError at once for some seconds after a call has failed; ConfigError if the remote belongs
-        to another store; SchemaVersionError.
-        """
-        wait_s = self._failed_at + (WRITE_AFTER_S if to_write else RETRY_AFTER_S) - self.clock()
-        if wait_s > 0:
-            raise StoreUnreachableError(
-                f"{self.where}: did not answer a moment ago; it is asked again in {wait_s:.0f} s", wait_s
-            )
-        try:
-            self._check_owner()
-            yield self.blobs
-        except StoreUnreachableError:
-            self._failed_at = self.clock()
-            raise
-        self._failed_at = float("-inf")
-
-    def check(self) -> None:
-        """Try the remote once, so that problems are reported at the start. A remote that does not answer only causes a
-        warning.
-
-        Raises the errors of `use`, and StoreNotFoundError, StoreReadOnlyError, StoreError if the service refuses.
-        """
-        try:
-            with self.use():
-                pass
-        except StoreUnreachableError as error:
-            log.warning("%s; until it answers, blocks that are not on this machine are computed", error)
-
-    def close(self) -> None:
-        self.blobs.close()
-
-    def _check_owner(self) -> None:
-        if self._is_ours:
-            return
-        with self._lock:
-            if self._is_ours:
-                return
-            mark = json.dumps({"format": FORMAT_VERSION, "owner": self.owner, "made_by": "ragcache"}).encode()
-            found = self.blobs.get(MARKER)
-            if found is None and self.read_only:
-                return
-            if found is None and not self.blobs.create(MARKER, mark):
-                found = self.blobs.get(MARKER)
-            if found is not None:
-                self._refuse_other(found)
-            self._is_ours = True
-
-    def _refuse_other(self, found: bytearray) -> None:
-        try:
-            marker = json.loads(found)
-            version, owner = int(marker["format"]), str(marker["owner"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise SchemaVersionError(f"{self.where}: its {MARKER} is not ragcache's; name another prefix") from error
-        if version > FORMAT_VERSION:
-            raise SchemaVersionError(
-                f"{self.where}: remote format {version}; this version of ragcache reads up to {FORMAT_VERSION}: use "
-                "the version that made it, or a later one"
-            )
-        if owner != self.owner:
-            raise ConfigError(
-                f"{self.where}: holds the blocks of another store, and each would delete what only the other one's "
-                "documents refer to; name another prefix, or share that store's database too (PostgreSQL, --database)"
-            )
-
-
 _OBJECTS, _REDIS = "ragcache_remote.object_store:open_objects", "ragcache_remote.redis:open_redis"
 SCHEMES: dict[str, Callable[[str], Blobs] | str] = {
     "az": _OBJECTS,
@@ -194,17 +87,6 @@ SCHEMES: dict[str, Callable[[str], Blobs] | str] = {
     "s3": _OBJECTS,
 }
 """Functions that open a URL, by its scheme."""
-
-
-def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:
-    """Return a store's checked connection to its remote. Raises the errors of `open_blobs` and `Connection.check`."""
-    connection = Connection(open_blobs(url), owner, read_only=read_only)
-    try:
-        connection.check()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def open_blobs(url: str) -> Blobs:

@@ -8,10 +8,10 @@ from pathlib import Path
 from ragcache.codecs import Codec
 from ragcache.errors import check_choice
 from ragcache.store.eviction import EvictionPolicy
+from ragcache.store.tiers.budgeted import BudgetedTier as BudgetedTier
+from ragcache.store.tiers.device import DeviceTier as DeviceTier
 from ragcache.store.tiers.disk import DiskTier as DiskTier
 from ragcache.store.tiers.local_copy import CachedTier as CachedTier
-from ragcache.store.tiers.memory import BudgetedTier as BudgetedTier
-from ragcache.store.tiers.memory import DeviceTier as DeviceTier
 from ragcache.store.tiers.memory import MemoryTier as MemoryTier
 from ragcache.store.tiers.remote import RemoteTier as RemoteTier
 from ragcache.store.tiers.tier import DurableTier as DurableTier

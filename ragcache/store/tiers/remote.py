@@ -12,7 +12,8 @@ from ragcache.codecs import Codec
 from ragcache.codecs.block_file import pack_block, unpack_block
 from ragcache.errors import ConfigError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
-from ragcache.store.remote import Blob, Blobs, Connection
+from ragcache.store.remote import Blob, Blobs
+from ragcache.store.remote.connection import Connection
 from ragcache.store.tiers.block_names import SUFFIX, check_key
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
 from ragcache.store.warn_once import WarnOnce

@@ -22,8 +22,8 @@ from ragcache.engine.rates import Rates
 from ragcache.fusion.fuse import fuse
 from ragcache.kv.block_key import Recipe
 from ragcache.models.sampler import Sampling
-from ragcache.store.eviction import PrefillRate
 from ragcache.store.kv_store import KVStore
+from ragcache.store.prefill_rate import PrefillRate
 
 SHORT = Sampling(max_tokens=6)
 LATE = 20  # tokens that a continued prompt may run beside its new ones

@@ -1,0 +1,51 @@
+"""Ids of chunks.
+
+Callers use ids of documents and of chunks interchangeably, so a chunk never has the id of another document. The id of
+a document is the caller's; the id of a chunk is derived from it and changes if the two collide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from sqlalchemy import (
+    Connection,
+    select,
+    update,
+)
+
+from ragcache.store.rows import parts_of
+from ragcache.store.schema import chunks, documents
+
+
+def free_chunk_ids(connection: Connection, document_id: str, wanted: Sequence[str]) -> list[str]:
+    """Return the ids `wanted` for chunks of a stored document, with a suffix on each that is taken.
+
+    An id is taken if another document or any chunk has it. A chunk of another document whose id is `document_id` is
+    renamed in the same way; its text, vector id and handle stay.
+    """
+    same = chunks.c.id == document_id
+    owner = connection.scalar(select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
+    if owner is not None:
+        connection.execute(update(chunks).where(same).values(id=_free(connection, owner, [document_id])[document_id]))
+    found = _free(connection, document_id, wanted)
+    return [found[id] for id in wanted]
+
+
+def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> dict[str, str]:
+    """Return the first of x, x##1, x##2, ... that is free, for each x in `wanted`."""
+    found: dict[str, str] = {}
+    left = {id: id for id in wanted}
+    for number in count(1):
+        taken: set[str] = set()
+        for part in parts_of(list(left.values())):
+            others = select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
+            taken.update(connection.scalars(select(chunks.c.id).where(chunks.c.id.in_(part)).union(others)))
+        if number > 1:  # a free name may be the wanted id of another of these chunks
+            taken.update(set(wanted) & set(left.values()))
+        found |= {id: name for id, name in left.items() if name not in taken}
+        left = {id: f"{id}##{number}" for id, name in left.items() if name in taken}
+        if not left:
+            break
+    return found
