@@ -76,7 +76,7 @@ DATE = "prompt_date"
 class _Made:
     """Parts that depend on where the model runs; see `Components`."""
 
-    reader: Engine
+    engine: Engine
     block_keys: BlockKeys
     admission: Admission
     estimate: PrefillEstimate
@@ -177,10 +177,10 @@ def assemble(
         )
     generation = Generation(store.documents, store.kv.refresh)
     if engine is not None:
-        names = BlockKeys(card, *own_blocks)
-        reader = engine.engine(card, Prompts(card, names, *formats), store.kv)
-        made = _Made(reader, names, Admission(UNKNOWN_BYTES), PrefillEstimate(), generation)
-        made.reader.check(RequestOptions(choice, chosen.evict))
+        block_keys = BlockKeys(card, *own_blocks)
+        remote = engine.engine(card, Prompts(card, block_keys, *formats), store.kv)
+        made = _Made(remote, block_keys, Admission(UNKNOWN_BYTES), PrefillEstimate(), generation)
+        made.engine.check(RequestOptions(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
         made = _here(store, config, card, own_blocks, formats, near, generation)
     else:
@@ -301,7 +301,7 @@ def _here(
         lm, *own_blocks, read_prefix=prefixes.exact, on_encoded=estimate.add, neighbourhood=near, codec=kv.codec
     )
     admission = Admission(default_budget(lm) if config.answer_bytes is None else config.answer_bytes)
-    reader = LocalEngine(
+    local_engine = LocalEngine(
         lm,
         Prompts(lm, encoder, *formats, prefixes.count),
         KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, generation, tenant, estimate.add), loader),
@@ -311,8 +311,8 @@ def _here(
         config.graph_bytes,
         generation,
     )
-    generation.follow(prefixes.invalidate, reader.contexts.clear)
-    return _Made(reader, encoder, admission, estimate, generation, loader)
+    generation.follow(prefixes.invalidate, local_engine.contexts.clear)
+    return _Made(local_engine, encoder, admission, estimate, generation, loader)
 
 
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:

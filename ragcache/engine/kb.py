@@ -91,7 +91,7 @@ class RagCache(Store):
         Store.__init__(self, parts.store, parts.config)
         self._threads = Threads()
         self._parts = parts
-        self._reader = parts.reader
+        self._engine = parts.engine
         self._questions = Questions(parts)
 
     @classmethod
@@ -477,21 +477,21 @@ class RagCache(Store):
 
     def prefix_stats(self) -> PrefixStats:
         """Return the contents of the prefix tree, and its hits since the store was opened."""
-        return self._reader.prefix_stats()
+        return self._engine.prefix_stats()
 
     def pass_stats(self) -> PassStats:
         """Return counts of the model's passes in this process."""
-        return self._reader.pass_stats()
+        return self._engine.pass_stats()
 
     @team_ends()
     def warm_up(self) -> None:
         """Run the model once now, because its first pass takes longer and would delay the first question."""
-        self._reader.warm_up()
+        self._engine.warm_up()
 
     def _let_go(self) -> None:
         self._threads.close()
         self._parts.ingestor.close()
-        self._reader.clear()
+        self._engine.clear()
         if (loader := self._parts.loader) is not None:
             loader.close()
             figures = loader.rates.figures()

@@ -94,7 +94,7 @@ class Questions:
         if keywords.get("whole"):
             return self._ask_whole(question, keywords)
         options, ends = self._question(question, keywords)
-        self._parts.reader.prompts.check_system(keywords.get("system"), options.method)
+        self._parts.engine.prompts.check_system(keywords.get("system"), options.method)
         hits = keywords.get("hits")
         find = partial(self._find, hits, question, k, keywords, options)
         return self._read(lambda _: Written(ends(), [question]), find, options, retrieves=hits is None)
@@ -105,7 +105,7 @@ class Questions:
         chosen: AskOptions = {**keywords, "method": FULL if named in (None, AUTO) else named}
         options, ends = self._question(question, chosen)
         check_whole(keywords, options.method)
-        documents, prompts = self._parts.store.documents, self._parts.reader.prompts
+        documents, prompts = self._parts.store.documents, self._parts.engine.prompts
         # Taken before the documents are listed, so that a change is noticed.
         options = replace(options, whole=documents.generation())
 
@@ -139,13 +139,13 @@ class Questions:
         system = self._system(conversation, keywords, options)
         if tools is not None:
             options = replace(options, tools=tools, sampling=tools.sampling(options.sampling))
-        reader, drops = self._parts.reader, keywords.get("drop_turns", True)
-        conversation = reader.prompts.bounded(conversation, shown, drops=drops)
+        engine, drops = self._parts.engine, keywords.get("drop_turns", True)
+        conversation = engine.prompts.bounded(conversation, shown, drops=drops)
         if k is not None and not self._parts.store.documents.documents(limit=1):
             k = None  # there is nothing to retrieve: a plain chat
         if context == "last" and passages is None and k is None:
             self._parts.generation.check()
-            (whole, given), dropped = reader.prompts.shortened(
+            (whole, given), dropped = engine.prompts.shortened(
                 conversation, lambda read: read.as_written(system), self._written_tokens, options, drops=drops
             )
             written = Written(whole, conversation.given_text, dropped)
@@ -157,12 +157,12 @@ class Questions:
             return self._read_kept(conversation, k, keywords, options, system, drops)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, keywords, options)
-        first = reader.prompts.block_keys.recipe.needs_prefix
+        first = engine.prompts.block_keys.recipe.needs_prefix
 
         def write(passages: int) -> Written:
-            written, dropped = reader.prompts.shortened(
+            written, dropped = engine.prompts.shortened(
                 conversation,
-                lambda read: Written(read.around_passages(reader.prompts.format, system, first=first), read.given_text),
+                lambda read: Written(read.around_passages(engine.prompts.format, system, first=first), read.given_text),
                 lambda written: _ends_tokens(written.ends),
                 options,
                 passages,
@@ -179,13 +179,13 @@ class Questions:
         self._parts.card.check_text(question, "the question")
         self._parts.card.check_text(keywords.get("system") or "", "the system prompt")
         options, shown = self._request_options(keywords, templated=True), self._shown(keywords)
-        return options, partial(self._parts.reader.prompts.question_ends, question, keywords.get("system"), shown)
+        return options, partial(self._parts.engine.prompts.question_ends, question, keywords.get("system"), shown)
 
     def _shown(self, keywords: GenerationOptions) -> Shown:
         """Return the chat template's variables. Raises ConfigError."""
         effort, enable, given = (keywords.get(name) for name in TEMPLATE_OPTIONS)
         variables = template_variables(self._parts.card.tokenizer, effort, enable, given)
-        return self._parts.reader.prompts.showing(variables, stored=bool(keywords.get("whole")))
+        return self._parts.engine.prompts.showing(variables, stored=bool(keywords.get("whole")))
 
     def _request_options(self, keywords: GenerationOptions, *, templated: bool = False) -> RequestOptions:
         """Build the options of a request.
@@ -214,7 +214,7 @@ class Questions:
             thinking_budget=keywords.get("thinking_budget"),
         )
         with blaming("method"):
-            parts.reader.check(options)
+            parts.engine.check(options)
         return options
 
     def _choice(self, name: str | FusionMethod | None, method_options: Mapping[str, Any]) -> Choice:
@@ -233,7 +233,7 @@ class Questions:
         self._parts.card.check_text(given, "the system prompt")
         if any(turn.role == "system" for turn in conversation.turns):
             raise ConfigError("system= and a system message exclude each other; give one of them")
-        self._parts.reader.prompts.check_system(given, options.method)
+        self._parts.engine.prompts.check_system(given, options.method)
         return given
 
     def _with_found(
@@ -243,7 +243,7 @@ class Questions:
 
         The prompt's ids are the same whichever passages are found. Raises the errors of `Prompts.prompt`.
         """
-        ends, found, prompts = written.ends, hits, self._parts.reader.prompts
+        ends, found, prompts = written.ends, hits, self._parts.engine.prompts
         recipe = prompts.block_keys.recipe
         # A part's KV can be cut from such blocks.
         parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None
@@ -266,7 +266,7 @@ class Questions:
         The method must read the text between passages and add no tokens (link tokens, markers), so that a prompt's ids
         never depend on which passages were found.
         """
-        method, recipe = options.method, self._parts.reader.prompts.block_keys.recipe
+        method, recipe = options.method, self._parts.engine.prompts.block_keys.recipe
         adds = method.additions(self._parts.card) != NO_ADDITIONS or self._parts.card.is_recurrent
         return method.reuses_blocks and method.keeps_context and not adds and not recipe.needs_prefix
 
@@ -309,17 +309,17 @@ class Questions:
 
         def prepare(clock: Clock) -> Request:
             written = write(0)
-            parts.reader.prompts.prompt(written.ends, [], options)  # fail before the search if the prompt does not fit
+            parts.engine.prompts.prompt(written.ends, [], options)  # fail before the search if the prompt does not fit
             given = find() if options.method.takes_passages else ()
             hits = find_passages(given, parts.store.documents, parts.whole)
             passages = sum(hit.chunk.num_tokens for hit in hits)
-            if passages + _ends_tokens(written.ends) > parts.reader.prompts.room_before_answer(options):
+            if passages + _ends_tokens(written.ends) > parts.engine.prompts.room_before_answer(options):
                 written = write(passages)
             fresh = _not_held(hits, written.own) if retrieves else hits
             ends, read, request_options = self._with_found(written, fresh, options)
             clock.retrieve_s = time.perf_counter() - clock.started
             request_options = replace(request_options, dropped_turns=written.dropped)
-            return parts.reader.prompts.request(ends, read, request_options, clock)
+            return parts.engine.prompts.request(ends, read, request_options, clock)
 
         return self._answers(prepare, options.ahead)
 
@@ -332,34 +332,34 @@ class Questions:
         system: str | None,
         drops: bool,
     ) -> Iterator[Event]:
-        parts, reader, tokenizer = self._parts, self._parts.reader, self._parts.card.tokenizer
+        parts, engine, tokenizer = self._parts, self._parts.engine, self._parts.card.tokenizer
         if options.choice.gives_way and not options.method.keeps_context_with(parts.card):
             options = options.exactly(cannot_keep(options.method))
 
         def prepare(clock: Clock) -> Request:
-            reader.prompts.check_keeps(options)
+            engine.prompts.check_keeps(options)
             self._parts.generation.check()
-            talk = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
+            kept_context = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
-            form = None if k is None else reader.prompts.format
+            form = None if k is None else engine.prompts.format
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
                 hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
-                return *talk.read(read.in_pieces(form, system), given), hits
+                return *kept_context.read(read.in_pieces(form, system), given), hits
 
-            fitted = partial(reader.prompts.shortened, conversation, pieces, _kept_tokens, options, drops=drops)
+            fitted = partial(engine.prompts.shortened, conversation, pieces, _kept_tokens, options, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()
-            reader.prompts.prompt(reader.prompts.fit(earlier, suffix_ids, [], options)[0], [], options)
+            engine.prompts.prompt(engine.prompts.fit(earlier, suffix_ids, [], options)[0], [], options)
             if k is not None:
                 hits = self.retrieve(conversation.question, k, retrieval(keywords), options.ahead)
                 hits = _not_held(hits, conversation.given_text)
-                if _kept_tokens((earlier, suffix_ids, hits)) > reader.prompts.room_before_answer(options):
+                if _kept_tokens((earlier, suffix_ids, hits)) > engine.prompts.room_before_answer(options):
                     (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
             clock.retrieve_s = time.perf_counter() - clock.started
-            ends, earlier, new = reader.prompts.fit(earlier, suffix_ids, hits, options)
+            ends, earlier, new = engine.prompts.fit(earlier, suffix_ids, hits, options)
             request_options = replace(options, dropped_turns=dropped)
-            return reader.prompts.request(ends, new, request_options, clock, Kept(earlier, talk.remember))
+            return engine.prompts.request(ends, new, request_options, clock, Kept(earlier, kept_context.remember))
 
         return self._answers(prepare, options.ahead)
 
@@ -374,7 +374,7 @@ class Questions:
             if self._warns_of_mini and is_other_text(request.hits):
                 self._warns_of_mini = False
                 log.warning(MINI_NOTICE, model)
-            with closing(self._parts.reader.stream(request)) as events:
+            with closing(self._parts.engine.stream(request)) as events:
                 for event in events:
                     if self._warns_of_unchecked and isinstance(event, Sources) and event.hits:
                         self._warns_of_unchecked = not warn_if_unchecked(

@@ -31,7 +31,7 @@ def ask(kb, **options):
 
 def by_hand(kb, hits, method="reposition", **options):
     """The answer's ids from blocks that are encoded here."""
-    ends = kb._parts.reader.prompts.question_ends(QUESTION)
+    ends = kb._parts.engine.prompts.question_ends(QUESTION)
     prompt = rc.Prompt(ends.prefix_ids, [hit.chunk.token_ids for hit in hits], ends.suffix_ids)
     fused = rc.fuse(kb.lm, prompt, method, recipe=RECIPE, **options)
     eos = (kb.lm.tokenizer.eos_token_id,)
