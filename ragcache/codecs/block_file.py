@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.container import (
-    Claim,
     Container,
     Load,
+    Reserve,
     pack_container,
     read_container,
     unpack_container,
@@ -28,15 +28,15 @@ FORMAT_VERSION = 1
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
-def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Claim | None = None) -> KVBlock:
+def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, reserve: Reserve | None = None) -> KVBlock:
     """Store a block under its key and return it as it will be read back (with other numbers if the codec is lossy).
 
-    claim: see `write_container`
+    reserve: see `write_container`
 
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
-    write_container(path, tensors, _metadata(key, block, codec), claim=claim)
+    write_container(path, tensors, _metadata(key, block, codec), reserve=reserve)
     return codec.decode(tensors)
 
 

@@ -60,7 +60,7 @@ _LARGE = _MOST_PEEKED = 1 << 20
 _MADV_POPULATE_READ = 22
 
 
-Claim = Callable[[BinaryIO, int], None]
+Reserve = Callable[[BinaryIO, int], None]
 # Reads (descriptor, offset, num_bytes) of an open file to uint8 [num_bytes]; None: the file is to be mapped.
 Load = Callable[[int, int, int], "Tensor | None"]
 
@@ -77,19 +77,19 @@ class Container(NamedTuple):
 
 
 def write_container(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, claim: Claim | None = None
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, reserve: Reserve | None = None
 ) -> None:
     """Write tensors and metadata to `path`, either completely or not at all, flushed to the device.
 
-    claim: called with the temporary file, still empty, and the bytes that it will have; an error that it raises stops
+    reserve: called with the temporary file, still empty, and the bytes that it will have; an error that it raises stops
            the writing and leaves no file
 
     Raises StoreFullError, StoreReadOnlyError.
     """
     buffers = pack_container(tensors, metadata)
     with atomic_write(path) as file:
-        if claim is not None:
-            claim(file, sum(buffer.nbytes for buffer in buffers))
+        if reserve is not None:
+            reserve(file, sum(buffer.nbytes for buffer in buffers))
         for buffer in buffers:
             write_all(file, buffer)
 

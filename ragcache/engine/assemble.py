@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL = "mini"
 DEFAULT_EMBEDDER = "minilm"
 COMPANY = Recipe(PRIMER, primer="64", neighbours=2)
-KEPT = "kv_kept"
+KV_SHARE = "kv_kept"
 """Property of the store: the share of KV that blocks hold, and the task that it was chosen for."""
 DATE = "prompt_date"
 """Property of the store: the date in its own prefix."""
@@ -145,7 +145,7 @@ def assemble(
         chosen = replace(chosen, recipe=_company(store, config, card, chosen))
     chosen = replace(chosen, recipe=_with_primer(store.documents, card, chosen.recipe))
     neighbours = _neighbours(store.documents, config, chosen.recipe)
-    number, share = neighbours.number, store.documents.properties().get(KEPT)
+    number, share = neighbours.number, store.documents.properties().get(KV_SHARE)
     is_whole = not (isinstance(chosen.recipe, Recipe) and chosen.recipe.kept < 1)
     is_whole = is_whole and (not isinstance(share, list) or share[0] == 1)
     stored = StoredBlocks(
@@ -161,7 +161,7 @@ def assemble(
     shown = Shown(date=_date(store.documents) if CLOCK in template_text(card.tokenizer) else None)
     text = prompt_format(card.tokenizer, system=chosen.system, question_format=chosen.question_format, shown=shown)
     first_ids = [*text.prefix_ids, *(method.additions(card).behind_prefix if method.reuses_blocks else ())]
-    used = block_recipe(card, method, _with_kept(store.documents, block_recipe(card, method, own)))
+    used = block_recipe(card, method, _with_kv_share(store.documents, block_recipe(card, method, own)))
     near = None
     if number:
         store.documents.bind(NEIGHBOURS, neighbours.bound())
@@ -219,7 +219,7 @@ def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: Op
     if asked or config.read_only or card.reuse is not None or card.is_recurrent:
         return None
     bound, passages = store.documents.properties(), store.kv.passages
-    if NEIGHBOURS in bound or KEPT in bound or store.documents.documents(limit=1):
+    if NEIGHBOURS in bound or KV_SHARE in bound or store.documents.documents(limit=1):
         return None
     if passages is not None and passages.sizes():  # KV of passages without a document
         return None
@@ -257,14 +257,14 @@ def _date(documents: DocumentStore) -> datetime:
     return datetime.fromisoformat(str(bound))
 
 
-def _with_kept(documents: DocumentStore, recipe: Recipe) -> Recipe:
+def _with_kv_share(documents: DocumentStore, recipe: Recipe) -> Recipe:
     """Return the recipe with the share of KV that the store's blocks hold, as first requested.
 
     Raises StoreMismatchError if another share is requested now.
     """
-    bound = documents.properties().get(KEPT)
+    bound = documents.properties().get(KV_SHARE)
     if recipe.kept < 1:
-        documents.bind(KEPT, [recipe.kept, recipe.task])
+        documents.bind(KV_SHARE, [recipe.kept, recipe.task])
     elif isinstance(bound, list):
         return replace(recipe, kept=bound[0], task=bound[1])
     return recipe

@@ -31,7 +31,7 @@ _NAMED = ("collection_name", "_collection_name", "index_name", "table_name")
 _RUNNING: ContextVar[tuple[Attachment, ...]] = ContextVar("ragcache_attached", default=())
 
 
-class Kept(Protocol):
+class AttachableStore(Protocol):
     """The interface that an attachment needs of a store: a `RagCache`."""
 
     @property
@@ -46,7 +46,7 @@ class Kept(Protocol):
 class Attachment:
     """How an object is attached; see `attach`. options: of the library's adapter"""
 
-    kb: Kept
+    kb: AttachableStore
     collection: str
     learn: bool
     options: Mapping[str, Any]
@@ -112,7 +112,7 @@ def find_adapter(given: Any) -> Adapter | None:
     return next((load("adapter", name, ADAPTERS) for name in packages if name in ADAPTERS), None)
 
 
-def attach(given: Any, kb: Kept, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:
+def attach(given: Any, kb: AttachableStore, *, collection: str = "", learn: bool | None = None, **options: Any) -> Any:
     """Return a vector store, index or retriever of another library that keeps `kb` up to date.
 
     The result has the class and state of `given`, which stays unchanged. Added passages are precomputed, the KV of

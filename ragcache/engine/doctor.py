@@ -99,12 +99,12 @@ def _forget_missing(store: StoreParts) -> list[str]:
     All blocks are listed at once, so that an unreachable remote raises an error and does not make its blocks look
     missing.
     """
-    kept = set(store.kv.keys())
+    stored = set(store.kv.keys())
     missing = [
         chunk.id
         for document in store.documents.documents()
         for chunk in store.documents.chunks_of(document.id)
-        if chunk.handle is not None and chunk.handle not in kept and not store.kv.lookup([chunk.handle], "durable")
+        if chunk.handle is not None and chunk.handle not in stored and not store.kv.lookup([chunk.handle], "durable")
     ]
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))

@@ -30,13 +30,13 @@ def refuse_other_embedder(documents: DocumentStore, embedder: Embedder) -> None:
 
     Raises EmbedderMismatchError, and the embedder's own errors.
     """
-    given = np.asarray(embedder.embed_query(PROBE), np.float32)
-    kept = _kept(documents)
-    if kept is None:
+    vector = np.asarray(embedder.embed_query(PROBE), np.float32)
+    recorded = _recorded_vector(documents)
+    if recorded is None:
         with suppress(EmbedderMismatchError):  # another process was faster, and its vector is compared now
-            documents.bind(PROPERTY, base64.b64encode(given.astype("<f4").tobytes()).decode())
-        kept = _kept(documents)
-    if kept is not None and _differ(given, kept):
+            documents.bind(PROPERTY, base64.b64encode(vector.astype("<f4").tobytes()).decode())
+        recorded = _recorded_vector(documents)
+    if recorded is not None and _differ(vector, recorded):
         raise EmbedderMismatchError(
             f"{documents.database.where}: {embedder.name!r} makes another vector of the same text than the embedder "
             "that filled the store: it is another model by the same name, or one that gives no text the same vector "
@@ -44,10 +44,12 @@ def refuse_other_embedder(documents: DocumentStore, embedder: Embedder) -> None:
         )
 
 
-def _kept(documents: DocumentStore) -> NDArray[np.float32] | None:
-    kept = documents.properties().get(PROPERTY)
-    return None if kept is None else np.frombuffer(base64.b64decode(str(kept)), "<f4").astype(np.float32)
+def _recorded_vector(documents: DocumentStore) -> NDArray[np.float32] | None:
+    recorded = documents.properties().get(PROPERTY)
+    return None if recorded is None else np.frombuffer(base64.b64decode(str(recorded)), "<f4").astype(np.float32)
 
 
-def _differ(given: NDArray[np.float32], kept: NDArray[np.float32]) -> bool:
-    return given.shape != kept.shape or not np.linalg.norm(given - kept) <= TOLERANCE * np.linalg.norm(kept)
+def _differ(vector: NDArray[np.float32], recorded: NDArray[np.float32]) -> bool:
+    return vector.shape != recorded.shape or not np.linalg.norm(vector - recorded) <= TOLERANCE * np.linalg.norm(
+        recorded
+    )

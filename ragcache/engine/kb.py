@@ -155,9 +155,11 @@ class RagCache(Store):
             raise ConfigError("models=False is no option; Store.open opens a store without its models")
         if method is not None and method != AUTO:  # refuse a wrong method before creating a store
             method, method_options = get_method(method, **method_options), {}
-        keep, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
+        evict_budget, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
         settings, config = ingest or IngestConfig(), store or StoreConfig()
-        chosen = OpenOptions(method, method_options, keep, recipe, system, question_format, cut, settings, tenant)
+        chosen = OpenOptions(
+            method, method_options, evict_budget, recipe, system, question_format, cut, settings, tenant
+        )
         opened = open_store(path, config, create=create)
         try:
             if engine is not None:

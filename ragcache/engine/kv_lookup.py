@@ -121,19 +121,19 @@ class KVLookup:
         ids = {hit.chunk.vector_id for hit in request.hits}
         return (
             own
-            and request.kept is None
+            and request.earlier_turns is None
             and not request.options.found
             and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
         )
 
     def _path(self, request: Request) -> Path | None:
-        method, kept = request.options.method, request.kept
+        method, earlier_turns = request.options.method, request.earlier_turns
         goes_on = (
             request.options.found and request.options.evict is None if method.reuses_blocks else method.takes_exact
         )
-        if kept is None and not goes_on:
+        if earlier_turns is None and not goes_on:
             return None
-        hits = [*(kept.earlier.hits if kept else ()), *request.hits]
+        hits = [*(earlier_turns.history.hits if earlier_turns else ()), *request.hits]
         return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), self._prefixes.generation.seen)
 
     def _prefix(
@@ -194,7 +194,7 @@ class KVLookup:
                 handle, origin = key, known_as if piece.end <= known else UNUSED
             sources.append(Source(hit.chunk, hit.score, handle, origin))
         by_ids = {tuple(source.chunk.token_ids): source for source in sources}
-        again = request.kept.earlier.again if request.kept else ()
+        again = request.earlier_turns.history.again if request.earlier_turns else ()
         return [
             *sources[len(sources) - path.asked :],
             *(replace(by_ids[tuple(hit.chunk.token_ids)], chunk=hit.chunk, score=hit.score) for hit in again),

@@ -105,8 +105,8 @@ class LocalEngine:
             finally:
                 self.lookup.keep(request, resolved, output.ids if output.has_run_all else output.ids[:-1], fused)
                 fused.cache.release()
-            if request.kept is not None:
-                request.kept.answered(request.hits, output.turn, output.said(self.lm))
+            if request.earlier_turns is not None:
+                request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
             yield Done(output.answer(request, resolved.sources, resolved.usage(fused, output)))
 
     def _scope_of(self, request: Request) -> Scope:

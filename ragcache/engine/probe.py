@@ -156,18 +156,18 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 def open_rates(
-    kept: Path, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float, recipe: Recipe = WHOLE
+    path: Path, kv_root: Path, lm: LanguageModel, codec: Codec, budget_s: float, recipe: Recipe = WHOLE
 ) -> Rates:
     """Return rates for a store that was just opened: earlier measurements of this machine, else a probe's.
 
-    kept: the file of rates
+    path: the file of rates
 
     The disk is measured at every opening, because a disk with a slow rate is not read from, so no read would correct
     the rate. For the same reason a remote's rate is not taken from earlier processes; its first read measures it.
     Nothing is measured in a store without blocks, which has nothing to choose, nor with a budget of 0.
     """
     rates = Rates()
-    known = RateFigures.read(kept, machine_key(lm))
+    known = RateFigures.read(path, machine_key(lm))
     if known is not None:
         rates.restore(replace(known, tiers={name: known.tiers[name] for name in PROBED if name in known.tiers}))
     few = list(islice(kv_root.glob("*/*/*.safetensors"), LOOKED_AT)) if budget_s else []

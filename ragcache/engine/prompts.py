@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ragcache.engine.conversation import Conversation
 from ragcache.engine.history import History
-from ragcache.engine.request import Clock, Kept, Request, RequestOptions
+from ragcache.engine.request import Clock, EarlierTurns, Request, RequestOptions
 from ragcache.engine.shared_order import ReadCounts, relevance_hint, shared_order
 from ragcache.engine.verdict import NOTHING_TO_REUSE, cannot_read_between
 from ragcache.errors import ConfigError, ContextTooLongError
@@ -197,17 +197,17 @@ class Prompts:
             method.check(self.lm, whole)
         added = method.additions(self.lm)
         lengths = [len(chunk) for chunk in chunks]
-        kept = _fitting([len(label) for label in whole.labels], lengths, room, added)
-        if kept < len(hits) and options.on_overflow == "error":
+        fitting = _fitting([len(label) for label in whole.labels], lengths, room, added)
+        if fitting < len(hits) and options.on_overflow == "error":
             total = whole.num_tokens + added.num_tokens(lengths)
             raise ContextTooLongError(
                 f"{len(hits)} passages make a prompt of {total} tokens and {self.lm.name} takes "
-                f'{self.lm.max_positions}; ask for fewer (k={kept}) or pass on_overflow="trim"'
+                f'{self.lm.max_positions}; ask for fewer (k={fitting}) or pass on_overflow="trim"'
             )
-        cut = replace(whole, chunk_ids=whole.chunk_ids[:kept], label_ids=whole.label_ids[:kept])
-        return cut, len(hits) - kept
+        cut = replace(whole, chunk_ids=whole.chunk_ids[:fitting], label_ids=whole.label_ids[:fitting])
+        return cut, len(hits) - fitting
 
-    def check_keeps(self, options: RequestOptions) -> None:
+    def check_continues(self, options: RequestOptions) -> None:
         """Raise ConfigError if these options cannot keep a conversation's context."""
         method = options.method
         if not method.keeps_context:
@@ -252,24 +252,29 @@ class Prompts:
             earlier = fewer
 
     def request(
-        self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions, clock: Clock, kept: Kept | None = None
+        self,
+        ends: PromptEnds,
+        hits: Sequence[Hit],
+        options: RequestOptions,
+        clock: Clock,
+        earlier_turns: EarlierTurns | None = None,
     ) -> Request:
         """Return the question over as many hits as fit, with the plan of its prompt.
 
-        Without `kept`, `full` reads prompts that the method could not: see `_settled`. A conversation that keeps its
-        context keeps its order and its method. Raises the errors of `prompt`.
+        Without `earlier_turns`, `full` reads prompts that the method could not: see `_settled`. With them, the order
+        and the method stay. Raises the errors of `prompt`.
         """
         reuse = None
-        if kept is None:
+        if earlier_turns is None:
             options, reuse = self._settled(ends, hits, options)
         if reuse is None:
-            if kept is None:
+            if earlier_turns is None:
                 ends, hits = self.ordered(ends, hits, options)
             prompt, dropped = self.prompt(ends, hits, options)
-            reuse = prompt, dropped, self._plan(prompt, options, kept)
+            reuse = prompt, dropped, self._plan(prompt, options, earlier_turns)
         prompt, dropped, plan = reuse
         limit = options.limit(clock.started)
-        return Request(plan, prompt, hits[: len(hits) - dropped], dropped, options, clock, limit, kept)
+        return Request(plan, prompt, hits[: len(hits) - dropped], dropped, options, clock, limit, earlier_turns)
 
     def _settled(
         self, ends: PromptEnds, hits: Sequence[Hit], options: RequestOptions
@@ -299,12 +304,12 @@ class Prompts:
         settled = replace(options, choice=choice.settled(full, reuse))
         return settled, (prompt, dropped, plan) if settled.method is method else None
 
-    def _plan(self, prompt: Prompt, options: RequestOptions, kept: Kept | None = None) -> PromptPlan:
+    def _plan(self, prompt: Prompt, options: RequestOptions, earlier_turns: EarlierTurns | None = None) -> PromptPlan:
         """Plan the prompt, split into its parts if it continues from KV that extends past its prefix."""
         method, goes_on = options.method, options.found and options.evict is None
         read: Prompt | Sequence[Part] = prompt
-        if kept is not None:
-            read = (*kept.earlier.prompt_parts(), *prompt.parts[1:])
+        if earlier_turns is not None:
+            read = (*earlier_turns.history.prompt_parts(), *prompt.parts[1:])
         elif goes_on and method.reuses_blocks:
             read = prompt.parts
         return PromptPlan.of(self.lm, method, read, self.block_keys.recipe, evict=options.evict)

@@ -24,7 +24,7 @@ from ragcache.engine.loader import Prefetch
 from ragcache.engine.notices import MINI_NOTICE, is_other_text
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextMode, GenerationOptions, retrieval
 from ragcache.engine.passages import Passage, find_passages
-from ragcache.engine.request import Clock, Kept, Request, RequestOptions
+from ragcache.engine.request import Clock, EarlierTurns, Request, RequestOptions
 from ragcache.engine.tool_use import tool_use
 from ragcache.engine.verdict import (
     AUTO,
@@ -154,7 +154,7 @@ class Questions:
             self._look(conversation.given_text, options)
             if passages is not None:
                 raise ConfigError('context="keep" takes passages in the messages, where each turn has its own, or k=')
-            return self._read_kept(conversation, k, keywords, options, system, drops)
+            return self._continue(conversation, k, keywords, options, system, drops)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, keywords, options)
         first = engine.prompts.block_keys.recipe.needs_prefix
@@ -323,7 +323,7 @@ class Questions:
 
         return self._answers(prepare, options.ahead)
 
-    def _read_kept(
+    def _continue(
         self,
         conversation: Conversation,
         k: int | None,
@@ -337,29 +337,29 @@ class Questions:
             options = options.exactly(cannot_keep(options.method))
 
         def prepare(clock: Clock) -> Request:
-            engine.prompts.check_keeps(options)
+            engine.prompts.check_continues(options)
             self._parts.generation.check()
-            kept_context = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
+            context = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
             inline = inline_passages(conversation).items()
             given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
             form = None if k is None else engine.prompts.format
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
                 hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
-                return *kept_context.read(read.in_pieces(form, system), given), hits
+                return *context.read(read.in_pieces(form, system), given), hits
 
-            fitted = partial(engine.prompts.shortened, conversation, pieces, _kept_tokens, options, drops=drops)
+            fitted = partial(engine.prompts.shortened, conversation, pieces, _history_tokens, options, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()
             engine.prompts.prompt(engine.prompts.fit(earlier, suffix_ids, [], options)[0], [], options)
             if k is not None:
                 hits = self.retrieve(conversation.question, k, retrieval(keywords), options.ahead)
                 hits = _not_held(hits, conversation.given_text)
-                if _kept_tokens((earlier, suffix_ids, hits)) > engine.prompts.room_before_answer(options):
+                if _history_tokens((earlier, suffix_ids, hits)) > engine.prompts.room_before_answer(options):
                     (earlier, suffix_ids, _), dropped = fitted(sum(hit.chunk.num_tokens for hit in hits))
             clock.retrieve_s = time.perf_counter() - clock.started
             ends, earlier, new = engine.prompts.fit(earlier, suffix_ids, hits, options)
             request_options = replace(options, dropped_turns=dropped)
-            return engine.prompts.request(ends, new, request_options, clock, Kept(earlier, kept_context.remember))
+            return engine.prompts.request(ends, new, request_options, clock, EarlierTurns(earlier, context.remember))
 
         return self._answers(prepare, options.ahead)
 
@@ -396,8 +396,8 @@ def _not_held(hits: Sequence[Hit], texts: Sequence[str]) -> list[Hit]:
     return [hit for hit in hits if not any(hit.chunk.text.strip() in text for text in texts)]
 
 
-def _kept_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
-    """Count the tokens of a kept conversation without the passages of earlier turns, which are dropped first."""
+def _history_tokens(read: tuple[History, list[int], Sequence[Hit]]) -> int:
+    """Count the tokens of a continued conversation without the passages of earlier turns, which are dropped first."""
     earlier, suffix_ids, hits = read
     texts = sum(len(part) for part in earlier.parts if not isinstance(part[0], Hit))
     return texts + len(suffix_ids) + sum(hit.chunk.num_tokens for hit in hits)

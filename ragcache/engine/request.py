@@ -80,13 +80,13 @@ class RequestOptions:
         return Limit.of(self.cancelled, self.timeout_s, started)
 
 
-class Kept(NamedTuple):
-    """A conversation that keeps its context.
+class EarlierTurns(NamedTuple):
+    """The turns of a conversation before this question, whose context the prompt continues.
 
     answered: called with this turn's new passages, the answer and its ids, before the answer is returned
     """
 
-    earlier: History
+    history: History
     answered: Callable[[Sequence[Hit], str, Sequence[int]], None]
 
 
@@ -107,7 +107,7 @@ class Request:
     options: RequestOptions
     clock: Clock
     limit: Limit
-    kept: Kept | None
+    earlier_turns: EarlierTurns | None
 
     def has_begun_thoughts(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether the prompt ends with the opening of the model's thoughts.
@@ -121,7 +121,7 @@ class Request:
     def context_key(self) -> Hashable | None:
         """Return the key of everything before the suffix, or None if other questions cannot share it."""
         prompt, options = self.prompt, self.options
-        if self.kept is not None or options.evict is not None or not options.method.shares_context:
+        if self.earlier_turns is not None or options.evict is not None or not options.method.shares_context:
             return None
         if not prompt.prefix_ids and not prompt.chunk_ids:
             return None

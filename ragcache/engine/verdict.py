@@ -168,9 +168,9 @@ def save_verdict(root: Path, verdict: Verdict) -> Path:
     Raises StoreReadOnlyError, StoreFullError.
     """
     path = root / FILE
-    kept = {**_read(path), verdict.fingerprint: verdict.to_json()}
+    verdicts = {**_read(path), verdict.fingerprint: verdict.to_json()}
     with atomic_write(path) as file:
-        write_all(file, json.dumps({"version": VERSION, "verdicts": kept}, indent=2).encode() + b"\n")
+        write_all(file, json.dumps({"version": VERSION, "verdicts": verdicts}, indent=2).encode() + b"\n")
     return path
 
 

@@ -213,17 +213,17 @@ def chosen(scores: Tensor, slots: Tensor, count: int, always: Tensor) -> Tensor:
 
 def in_rows(choose: Choose, slots: Tensor, num_candidates: int, narrows: bool = False) -> BeforeLayer:
     """Adapt `choose` to `lm.run`, which numbers the tokens of the pass by index and includes the suffix."""
-    from ragcache.models.layerwise import Kept
+    from ragcache.models.layerwise import RowsToRun
 
     suffix = torch.arange(num_candidates, slots.shape[0], device=slots.device)
 
-    def before_layer(point: LayerPoint) -> Tensor | Kept | None:
+    def before_layer(point: LayerPoint) -> Tensor | RowsToRun | None:
         running = point.rows[: point.rows.shape[0] - suffix.shape[0]]
         chosen = choose(Running(point.layer, slots[running], point))
         if chosen is None:
             return None
         rows = torch.cat([torch.searchsorted(slots[:num_candidates], chosen), suffix])
         late = 0 if running.shape[0] else chosen.shape[0]
-        return Kept(rows, late) if narrows or running.shape[0] in (0, num_candidates) else rows
+        return RowsToRun(rows, late) if narrows or running.shape[0] in (0, num_candidates) else rows
 
     return before_layer

@@ -98,12 +98,12 @@ class SnapKVObserver:
         for layer, votes in self._votes.items():
             end = votes.shape[1] - self._behind
             if end - self._before > self.choice.budget:
-                cache.retain(layer, self._kept(votes, end))
+                cache.retain(layer, self._most_voted(votes, end))
         if tuple(cache.lengths) != before:
             cache.shrink(reserve_tokens)
         return tuple(cache.lengths)
 
-    def _kept(self, votes: Tensor, end: int) -> Tensor:
+    def _most_voted(self, votes: Tensor, end: int) -> Tensor:
         """Return the entries that each head keeps: int64 [num_kv_heads, num_kept], ascending."""
         pooled = self.choice.pooled(votes[:, self._before : end])
         order = torch.sort(pooled, dim=1, descending=True, stable=True).indices

@@ -97,7 +97,7 @@ class BufferPool:
             self.arena, self._taken = arena, bytearray([True, *bytes(num_tokens // _SMALL_STEP - 1)])
         return arena
 
-    def take(self, capacity: int) -> KVBuffers:
+    def acquire(self, capacity: int) -> KVBuffers:
         """Return a part of the arena for `capacity` tokens, else the smallest idle buffers that fit, or new ones."""
         steps = -(-capacity // _SMALL_STEP)
         with self._lock:
@@ -111,7 +111,7 @@ class BufferPool:
                 return best
         return KVBuffers.allocate(self.shape, capacity_for(capacity))
 
-    def give(self, buffers: KVBuffers) -> None:
+    def release(self, buffers: KVBuffers) -> None:
         with self._lock:
             if buffers.start is not None:
                 at, steps = buffers.start // _SMALL_STEP, buffers.capacity // _SMALL_STEP
@@ -127,7 +127,7 @@ class BufferHandle:
 
     def __init__(self, pool: BufferPool, buffers: KVBuffers) -> None:
         self.buffers = buffers
-        weakref.finalize(self, pool.give, buffers)
+        weakref.finalize(self, pool.release, buffers)
 
 
 class SharedContext:

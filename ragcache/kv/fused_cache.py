@@ -73,7 +73,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         self._pool = pool
-        self._loan: BufferHandle | None = BufferHandle(pool, pool.take(max(capacity, 1)))
+        self._loan: BufferHandle | None = BufferHandle(pool, pool.acquire(max(capacity, 1)))
         self._buffers = self._loan.buffers
         self._shared: SharedContext | None = None
         self.base = base
@@ -179,7 +179,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         start = self.lengths[layer] - self._base_tokens
         end = start + count
         if end > self.capacity:
-            self._move_to(self._pool.take(max(end, self.capacity + self.capacity // 2)))
+            self._move_to(self._pool.acquire(max(end, self.capacity + self.capacity // 2)))
         buffers = self._buffers
         if positions.dim() == 1:
             buffers.positions[layer][start:end] = positions
@@ -280,11 +280,11 @@ class FusedCache(Cache):  # type: ignore[misc]
         needed = max(self.lengths) + room
         if needed >= self.capacity:
             return
-        smaller = self._pool.take(needed)
+        smaller = self._pool.acquire(needed)
         if smaller.capacity < self.capacity:
             self._move_to(smaller)
         else:
-            self._pool.give(smaller)
+            self._pool.release(smaller)
 
     def layer_state(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's keys and values, [1, num_kv_heads, length, head_dim], and key positions.
@@ -394,7 +394,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Make room for `num_tokens` more tokens, in larger buffers if necessary. Returns the tokens that fit."""
         used = self.own_tokens
         if used + num_tokens > self.capacity:
-            self._move_to(self._pool.take(used + num_tokens))
+            self._move_to(self._pool.acquire(used + num_tokens))
         return self.capacity - used
 
     def _move_to(self, new: KVBuffers) -> None:
@@ -410,13 +410,13 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Copy shared tokens before they are replaced or dropped, so that other caches see no change."""
         self._own_base()
         if self._shared is not None:
-            self._move_to(self._pool.take(self.capacity))
+            self._move_to(self._pool.acquire(self.capacity))
 
     def _own_base(self) -> None:
         """Copy the base's tokens into own buffers, before the own tokens."""
         if self.base is None:
             return
-        new = self._pool.take(self.base.num_tokens + self.capacity)
+        new = self._pool.acquire(self.base.num_tokens + self.capacity)
         for layer, length in enumerate(self.lengths):
             keys, values, positions = self.layer_state(layer)
             new.keys[layer][:, :, :length], new.values[layer][:, :, :length] = keys, values

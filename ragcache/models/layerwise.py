@@ -76,7 +76,7 @@ class LayerPoint:
         return *expand(self._attention, (keys, values)), positions
 
 
-class Kept(NamedTuple):
+class RowsToRun(NamedTuple):
     """Tokens that run from a layer on, for use if the host knows enough about them not to wait for the device.
 
     rows: of the pass, int64, ascending, including the last token
@@ -87,7 +87,7 @@ class Kept(NamedTuple):
     late: int
 
 
-BeforeLayer = Callable[[LayerPoint], Tensor | Kept | None]
+BeforeLayer = Callable[[LayerPoint], Tensor | RowsToRun | None]
 """Returns the tokens of the pass that run from this layer on: int64, ascending, including the last; None: no change.
 
 Tokens that were skipped in lower layers run through those layers first, over the cache as it is."""
@@ -153,25 +153,25 @@ def _before(
         walk.embedded = hidden
     current = walk.current
     rows = torch.arange(walk.num_tokens, device=hidden.device) if current.rows is None else current.rows
-    kept = walk.before_layer(LayerPoint(index, rows, hidden, call, current, attention))
-    if kept is not None:
-        hidden = _with_rows(walk, index, hidden, rows, kept)
-        rows = kept.rows if isinstance(kept, Kept) else kept
+    chosen = walk.before_layer(LayerPoint(index, rows, hidden, call, current, attention))
+    if chosen is not None:
+        hidden = _with_rows(walk, index, hidden, rows, chosen)
+        rows = chosen.rows if isinstance(chosen, RowsToRun) else chosen
         _set_rows(current, rows)
     return (hidden,), narrowed(call.kwargs, rows, walk.num_tokens)
 
 
-def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, kept: Tensor | Kept) -> Tensor:
-    """Return the hidden states of `kept` before layer `index`, given those of `rows`."""
-    if isinstance(kept, Kept):
-        late, known = kept.rows[: kept.late], hidden[:, torch.searchsorted(rows, kept.rows[kept.late :])]
-        return torch.cat([_caught_up(walk, index, late), known], dim=1) if kept.late else known
-    if not kept.numel() or int(kept[-1]) != walk.num_tokens - 1:
+def _with_rows(walk: _Walk, index: int, hidden: Tensor, rows: Tensor, chosen: Tensor | RowsToRun) -> Tensor:
+    """Return the hidden states of `chosen` before layer `index`, given those of `rows`."""
+    if isinstance(chosen, RowsToRun):
+        late, known = chosen.rows[: chosen.late], hidden[:, torch.searchsorted(rows, chosen.rows[chosen.late :])]
+        return torch.cat([_caught_up(walk, index, late), known], dim=1) if chosen.late else known
+    if not chosen.numel() or int(chosen[-1]) != walk.num_tokens - 1:
         raise ConfigError("the tokens that go on must end with the last one: the answer is read off it")
-    stood_aside = ~torch.isin(kept, rows)
-    out = hidden.new_empty(hidden.shape[0], kept.shape[0], hidden.shape[2])
-    out[:, ~stood_aside] = hidden[:, torch.isin(rows, kept)]
-    if (late := kept[stood_aside]).numel():
+    stood_aside = ~torch.isin(chosen, rows)
+    out = hidden.new_empty(hidden.shape[0], chosen.shape[0], hidden.shape[2])
+    out[:, ~stood_aside] = hidden[:, torch.isin(rows, chosen)]
+    if (late := chosen[stood_aside]).numel():
         out[:, stood_aside] = _caught_up(walk, index, late)
     return out
 

@@ -17,8 +17,8 @@ def never(_key: str) -> bool:
     return False
 
 
-class Claim(NamedTuple):
-    """Bytes claimed for a new block, and the blocks to evict for it."""
+class Reservation(NamedTuple):
+    """Bytes reserved for a new block, and the blocks to evict for it."""
 
     entry: Entry
     victims: list[Entry]
@@ -43,7 +43,7 @@ class ByteLedger:
     """The bytes of one tier under a budget. Used under the tier's lock: not thread-safe, except for the functions that
     `lease` returns.
 
-    used_bytes counts the blocks held, bytes claimed for new blocks, victims until they are freed, and removed blocks
+    used_bytes counts the blocks held, bytes reserved for new blocks, victims until they are freed, and removed blocks
     that are still in use. It is at most the budget at every moment.
 
     _is_pinned: whether a key is never evicted
@@ -78,10 +78,10 @@ class ByteLedger:
         holding.leases += 1
         return lambda: released.append(holding)
 
-    def claim(self, entry: Entry) -> Claim | None:
-        """Claim a new block's bytes. Return None, with nothing changed, if they cannot be freed or the policy refuses.
+    def reserve(self, entry: Entry) -> Reservation | None:
+        """Reserve a new block's bytes. Return None and change nothing if they cannot be freed or the policy refuses.
 
-        The victims are no longer held, but count until `settle`. Then call `add` or `give_back`.
+        The victims are no longer held, but count until `settle`. Then call `add` or `release`.
         """
         self.collect()
         victims = self.victims(self.used_bytes + entry.num_bytes - self.budget_bytes)
@@ -89,22 +89,22 @@ class ByteLedger:
             return None
         for victim in victims:
             self.evict(victim.key)
-        claim = Claim(entry, victims)
+        reservation = Reservation(entry, victims)
         # Count the larger: the victims until they are freed, or the new block from then on.
-        self.used_bytes += entry.num_bytes + claim.surplus_bytes
-        return claim
+        self.used_bytes += entry.num_bytes + reservation.surplus_bytes
+        return reservation
 
-    def settle(self, claim: Claim) -> None:
+    def settle(self, reservation: Reservation) -> None:
         """Record that the victims' memory is freed."""
-        self.used_bytes -= claim.surplus_bytes
+        self.used_bytes -= reservation.surplus_bytes
 
     def add(self, entry: Entry) -> None:
-        """Hold a new block whose bytes were claimed; its key is not held at this time."""
+        """Hold a new block whose bytes were reserved; its key is not held at this time."""
         self._held[entry.key] = _Holding(entry)
         self._policy.insert(entry)
 
-    def give_back(self, num_bytes: int) -> None:
-        """Return the claimed bytes of a block that was not stored."""
+    def release(self, num_bytes: int) -> None:
+        """Return the reserved bytes of a block that was not stored."""
         self.used_bytes -= num_bytes
 
     def remove(self, key: str) -> Entry | None:

@@ -161,8 +161,8 @@ def test_idle_buffers_stay_within_their_bytes(llama, missing):
     pool = BufferPool(lm.shape, 2 * one.num_bytes - missing)
     given = [KVBuffers.allocate(lm.shape, 256) for _ in range(2)]
     for buffers in given:
-        pool.give(buffers)
-    taken = [pool.take(256) for _ in range(2)]
+        pool.release(buffers)
+    taken = [pool.acquire(256) for _ in range(2)]
     assert sum(any(buffers is other for other in given) for buffers in taken) == 2 - missing
 
 

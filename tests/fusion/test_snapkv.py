@@ -138,9 +138,9 @@ def test_large_buffers_go_back_while_decoding_goes_on(llama):
     prompt = random_prompt(69, chunks=(150, 150))
     fused = rc.fuse(llama, prompt, evict=18)
     assert fused.cache.capacity == 128
-    again = llama.pool.take(320)
+    again = llama.pool.acquire(320)
     assert again.capacity == 384, "the large ones, which lie idle"
-    llama.pool.give(again)
+    llama.pool.release(again)
     fused.cache.release()
 
 

@@ -192,7 +192,7 @@ def test_askers_share_recorded_passes(tmp_path, monkeypatch):
 def test_what_no_graph_can_read_is_named_once(tiny, said, options, why):
     recorder, passes = graphed(tiny)
     if options.get("fill"):
-        held = tiny.pool.take(graphs_room(tiny))
+        held = tiny.pool.acquire(graphs_room(tiny))
     runs = requests(tiny, options["lengths"])
     if options.get("evict"):
         runs[0].cache.retain(1, torch.tensor([[0, 3, 8], [1, 2, 9]]))
@@ -385,15 +385,15 @@ def test_a_decoded_token_takes_one_upload_that_nobody_waits_for(tiny):
 
 def test_parts_of_the_arena_do_not_overlap_and_are_given_back(tiny):
     tiny.pool.open_arena(64 * 20)
-    taken = [tiny.pool.take(count) for count in (1, 64, 65, 500)]
+    taken = [tiny.pool.acquire(count) for count in (1, 64, 65, 500)]
     assert [one.start for one in taken] == [64, 128, 192, 320]
     assert [one.capacity for one in taken] == [64, 64, 128, 512]
     for before, after in pairwise(taken):
         assert before.start + before.capacity <= after.start
-    assert tiny.pool.take(600).start is None
+    assert tiny.pool.acquire(600).start is None
     for one in (taken[1], taken[2]):
-        tiny.pool.give(one)
-    assert tiny.pool.take(180).start == 128, "two that touch are one"
+        tiny.pool.release(one)
+    assert tiny.pool.acquire(180).start == 128, "two that touch are one"
     taken[0].keys[1].fill_(7.0)
     assert (tiny.pool.arena.keys[1][:, :, 64:128] == 7).all()
     assert not tiny.pool.arena.keys[1][:, :, :64].any()

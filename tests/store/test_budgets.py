@@ -41,8 +41,8 @@ from ragcache.store.tiers import (
     Tier,
     TierUsage,
     block_names,
+    budgeted,
     disk_budget,
-    memory,
 )
 from ragcache.store.tiers.block_names import BlockFiles
 
@@ -145,7 +145,7 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(make):
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
     live = LiveBytes()
-    monkeypatch.setattr(memory, "private_copy", live.copy)
+    monkeypatch.setattr(budgeted, "private_copy", live.copy)
     with threads_that_meet():
         yield live
 
@@ -232,7 +232,7 @@ def test_a_failed_copy_gives_its_reservation_back(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "private_copy", fail)
+        patch.setattr(budgeted, "private_copy", fail)
         with pytest.raises(MemoryError):
             tier.put(make_key(1), make_block(1, num_tokens=10))
     assert tier.usage() == TierUsage(0, 0)

@@ -35,9 +35,9 @@ class SimulatedTier:
     def put(self, entry: Entry) -> None:
         """Replace the entry with the same key, if there is room and the policy finds it worth the entries to evict."""
         self.ledger.remove(entry.key)
-        claim = self.ledger.claim(entry)
-        if claim is not None:
-            self.ledger.settle(claim)
+        reservation = self.ledger.reserve(entry)
+        if reservation is not None:
+            self.ledger.settle(reservation)
             self.ledger.add(entry)
             self.written_bytes += entry.num_bytes
 

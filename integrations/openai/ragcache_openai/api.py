@@ -60,19 +60,19 @@ class ListOf(AnswerModel):
 
 
 @dataclass
-class Kept:
+class SharedState:
     """The state that the routes share. work: set when there is something to index"""
 
     records: Records
     work: asyncio.Event
 
 
-def kept_of(app: FastAPI) -> Kept:
+def shared_state(app: FastAPI) -> SharedState:
     """Return the application's state, made at the first use."""
     if not hasattr(app.state, "openai"):
-        app.state.openai = Kept(Records(app.state.service.kb.store.documents.database), asyncio.Event())
-    kept: Kept = app.state.openai
-    return kept
+        app.state.openai = SharedState(Records(app.state.service.kb.store.documents.database), asyncio.Event())
+    state: SharedState = app.state.openai
+    return state
 
 
 @dataclass
@@ -125,8 +125,8 @@ class Caller:
 async def _caller(request: Request, service: ServiceParam) -> Caller:
     key = request.headers.get("authorization", "").partition(" ")[2].strip() if service.settings.api_keys else ""
     owner = hashlib.sha256(key.encode("latin-1")).hexdigest()[:32] if key else ""
-    kept = kept_of(request.app)
-    return Caller(service, kept.records, kept.work, owner)
+    state = shared_state(request.app)
+    return Caller(service, state.records, state.work, owner)
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]

@@ -63,8 +63,8 @@ async def create_file(request: Request, caller: CallerParam) -> FileObject:
             raise ApiError(400, "the file is empty; send one with text in it", "empty_file", "file")
         body = {"bytes": upload.size, "filename": plain_name(upload.filename), "purpose": purpose}
         file = Record(new_id("file-"), FILE, caller.owner, body, state=purpose)
-        [kept] = await caller.read(caller.records.add, [file], upload.file)
-    return FileObject(**shown(kept))
+        [record] = await caller.read(caller.records.add, [file], upload.file)
+    return FileObject(**shown(record))
 
 
 def _check_names(request: Request, unknown: list[str]) -> None:

@@ -357,15 +357,15 @@ def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
     param, next_id = "previous_response_id", id
     count = letters = 0
     while True:
-        kept = caller.records.get(RESPONSE, caller.owner, next_id)
-        if kept is None:
+        record = caller.records.get(RESPONSE, caller.owner, next_id)
+        if record is None:
             raise absent("previous response", next_id, param, 400)
-        response = kept.body["response"]
+        response = record.body["response"]
         if response["conversation"] is not None:
             name = response["conversation"]["id"]
             message = f"that answer belongs to a conversation; go on with conversation={name!r}"
             raise ApiError(400, message, "invalid_value", param)
-        found.append([*kept.body["input"], *response["output"]])
+        found.append([*record.body["input"], *response["output"]])
         count, letters = count + len(found[-1]), letters + sum(len(text_of(item)) for item in found[-1])
         check_room(count, letters, param)
         if (earlier := response["previous_response_id"]) is None:
@@ -377,8 +377,8 @@ def _chain(caller: Caller, id: str) -> list[dict[str, Any]]:
     "/v1/responses/{id}", summary="An answer that was kept", responses={200: {"model": ResponseObject}, **errors(404)}
 )
 async def get_response(caller: CallerParam, id: str) -> Response:
-    kept = await caller.find(RESPONSE, id, "response", "response_id")
-    return Response(json.dumps(kept.body["response"]), media_type="application/json")
+    record = await caller.find(RESPONSE, id, "response", "response_id")
+    return Response(json.dumps(record.body["response"]), media_type="application/json")
 
 
 @router.get(
@@ -388,8 +388,8 @@ async def get_response(caller: CallerParam, id: str) -> Response:
 )
 async def list_input_items(caller: CallerParam, id: str, bounds: Bounds) -> ListOf:
     limit, order, after = bounds.values()
-    kept = await caller.find(RESPONSE, id, "response", "response_id")
-    items = kept.body["input"][:: -1 if order == "desc" else 1]
+    record = await caller.find(RESPONSE, id, "response", "response_id")
+    items = record.body["input"][:: -1 if order == "desc" else 1]
     ids = [item["id"] for item in items]
     if after and after not in ids:
         raise unknown_bound("after", after)

@@ -18,7 +18,7 @@ from ragcache_openai import (
     vector_store_files,
     vector_stores,
 )
-from ragcache_openai.api import kept_of
+from ragcache_openai.api import shared_state
 from ragcache_openai.indexer import Indexer
 from ragcache_openai.own_documents import without_files
 
@@ -26,12 +26,12 @@ from ragcache_openai.own_documents import without_files
 @asynccontextmanager
 async def _running(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
-    kept = kept_of(app)
-    kept.work = asyncio.Event()  # an event of this loop
-    if kept.records.read_only:
+    state = shared_state(app)
+    state.work = asyncio.Event()  # an event of this loop
+    if state.records.read_only:
         yield
         return
-    indexer = Indexer(service, kept.records, kept.work)
+    indexer = Indexer(service, state.records, state.work)
     running = asyncio.create_task(indexer.run())
     try:
         yield

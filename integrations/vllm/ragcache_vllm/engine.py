@@ -114,8 +114,8 @@ class VllmEngine:
         finally:
             if answering is not None:
                 answering.close()
-        if request.kept is not None:
-            request.kept.answered(request.hits, output.turn, output.said(self.card))
+        if request.earlier_turns is not None:
+            request.earlier_turns.answered(request.hits, output.turn, output.said(self.card))
         yield Done(self._answer(request, completion, answering, output))
 
     def clear(self) -> None:
@@ -132,7 +132,7 @@ class VllmEngine:
 
     def _request(self, request: Request) -> CompletionRequest:
         """Return the request for the engine. Raises ConfigError for a layout by which no blocks can be placed."""
-        hits = [*(request.kept.earlier.hits if request.kept else ()), *request.hits]
+        hits = [*(request.earlier_turns.history.hits if request.earlier_turns else ()), *request.hits]
         layout = request.plan.layout
         handles = [self.prompts.block_keys.key(hit.chunk.token_ids) for hit in hits]
         if not layout.separate or not handles:
@@ -256,8 +256,8 @@ def _form(sampling: Sampling) -> dict[str, Any]:
 
 def _sources(request: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
     """Return this turn's passages, and earlier passages that are in it again."""
-    again = request.kept.earlier.again if request.kept is not None else ()
-    hits = [*request.kept.earlier.hits, *request.hits] if request.kept is not None else request.hits
+    again = request.earlier_turns.history.again if request.earlier_turns is not None else ()
+    hits = [*request.earlier_turns.history.hits, *request.hits] if request.earlier_turns is not None else request.hits
     found = {
         tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
     }

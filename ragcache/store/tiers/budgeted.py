@@ -137,11 +137,11 @@ class BudgetedTier(Tier):
         """Reserve bytes, demoting and freeing the victims; return False, changing nothing, if that is impossible."""
         with self._lock:
             self._forget(room.key)
-            claim = self._ledger.claim(Entry(room.key, num_bytes, 0))
-            if claim is None:
+            reservation = self._ledger.reserve(Entry(room.key, num_bytes, 0))
+            if reservation is None:
                 return False
-            room.num_bytes, room.is_spare = num_bytes, not claim.victims
-            going = {victim.key: self._blocks.pop(victim.key) for victim in claim.victims}
+            room.num_bytes, room.is_spare = num_bytes, not reservation.victims
+            going = {victim.key: self._blocks.pop(victim.key) for victim in reservation.victims}
             self._leaving |= dict.fromkeys(going, going)
         try:
             for key in list(going):
@@ -150,11 +150,11 @@ class BudgetedTier(Tier):
                 del going[key]
         finally:
             with self._lock:
-                for victim in claim.victims:
+                for victim in reservation.victims:
                     if self._leaving.get(victim.key) is going:
                         del self._leaving[victim.key]
                 going.clear()
-                self._ledger.settle(claim)
+                self._ledger.settle(reservation)
         return True
 
     def _forget(self, key: str) -> None:
@@ -164,7 +164,7 @@ class BudgetedTier(Tier):
 
 @dataclass(eq=False, repr=False)
 class BudgetedRoom(Room):
-    """Bytes claimed from a tier's budget (num_bytes), returned at the end of the `with` block unless they hold a block
+    """Bytes reserved from a tier's budget (num_bytes), returned at the end of the `with` block unless they hold a block
     by then."""
 
     tier: BudgetedTier
@@ -186,7 +186,7 @@ class BudgetedRoom(Room):
 
     def __exit__(self, *_error: object) -> None:
         with self.tier._lock:
-            self.tier._ledger.give_back(self.num_bytes)
+            self.tier._ledger.release(self.num_bytes)
 
 
 def private_copy(tensor: Tensor, **where: Any) -> Tensor:

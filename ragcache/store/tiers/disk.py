@@ -22,7 +22,7 @@ from ragcache.store.last_use import leased
 from ragcache.store.ledger import never
 from ragcache.store.lru import LRU
 from ragcache.store.tiers.block_names import BlockFiles
-from ragcache.store.tiers.disk_budget import BOOKS, Claimed, DiskBudget, NoRoomError
+from ragcache.store.tiers.disk_budget import BOOKS, DiskBudget, NoRoomError, Reservation
 from ragcache.store.tiers.tier import DurableTier, Room, TierUsage
 
 if TYPE_CHECKING:
@@ -77,20 +77,20 @@ class DiskTier(BlockFiles, DurableTier):
         path, budget, codec = self.path(key), self._budget, self.codec_for(block, encoded)
         if budget is None:
             return write_block(path, key, block, codec)
-        claims: list[Claimed] = []
+        reservations: list[Reservation] = []
 
-        def claim(file: BinaryIO, num_bytes: int) -> None:
-            claims.append(budget.claim(Entry(key, num_bytes, block.num_tokens), file))
+        def reserve(file: BinaryIO, num_bytes: int) -> None:
+            reservations.append(budget.reserve(Entry(key, num_bytes, block.num_tokens), file))
 
         try:
-            written = write_block(path, key, block, codec, claim=claim)
+            written = write_block(path, key, block, codec, reserve=reserve)
         except NoRoomError:
             return None
         except BaseException:
-            for claimed in claims:
-                budget.give_back(claimed)
+            for reservation in reservations:
+                budget.release(reservation)
             raise
-        budget.written(Entry(key, claims[0].num_bytes, block.num_tokens))
+        budget.written(Entry(key, reservations[0].num_bytes, block.num_tokens))
         return written
 
     def get(self, key: str, room: Room | None = None) -> KVBlock | None:
@@ -98,7 +98,7 @@ class DiskTier(BlockFiles, DurableTier):
         DamagedBlockError, SchemaVersionError."""
         path = self.path(key)
         if self._budget is not None:
-            return self._get_lent(path, key, self._budget, room)
+            return self._get_leased(path, key, self._budget, room)
         try:
             return read_block(path, key, self.codec.bases, partial(self._read, room))
         except MissingBlockError:
@@ -153,8 +153,8 @@ class DiskTier(BlockFiles, DurableTier):
             read_at(descriptor, offset, num_bytes, into)
         return buffer[:num_bytes]
 
-    def _get_lent(self, path: Path, key: str, budget: DiskBudget, room: Room | None) -> KVBlock | None:
-        release = budget.lend(key)
+    def _get_leased(self, path: Path, key: str, budget: DiskBudget, room: Room | None) -> KVBlock | None:
+        release = budget.lease(key)
         if release is None:
             return None
         try:

@@ -29,8 +29,8 @@ class NoRoomError(Exception):
     """A block does not fit, or is worth less than its victims. Never leaves the disk tier."""
 
 
-class Claimed(NamedTuple):
-    """Bytes that were claimed, and the epoch of the books at that time."""
+class Reservation(NamedTuple):
+    """Bytes that were reserved, and the epoch of the books at that time."""
 
     num_bytes: int
     epoch: int
@@ -77,7 +77,7 @@ class DiskBudget:
     def evictions(self) -> int:
         return self._ledger.evictions
 
-    def claim(self, entry: Entry, file: BinaryIO) -> Claimed:
+    def reserve(self, entry: Entry, file: BinaryIO) -> Reservation:
         """Free space for the entry and extend `file`, which is empty and below the root, to the entry's size.
 
         An earlier file of the key is deleted first. Raises NoRoomError; then nothing was evicted. Raises
@@ -91,22 +91,22 @@ class DiskBudget:
             # Write the sum first: it may be too high, but never too low.
             self._write(books, books.total_bytes + entry.num_bytes)
             os.truncate(file.fileno(), entry.num_bytes)
-            return Claimed(entry.num_bytes, books.epoch)
+            return Reservation(entry.num_bytes, books.epoch)
 
     def written(self, entry: Entry) -> None:
-        """Record that the claimed file has its final name."""
+        """Record that the reserved file has its final name."""
         with self._lock:
             if entry.key not in self._ledger:
                 self._ledger.add(entry)
 
-    def give_back(self, claimed: Claimed) -> None:
-        """Return the bytes of a claimed file that was deleted. If another process has counted since, the sum stays: it
+    def release(self, reservation: Reservation) -> None:
+        """Return the bytes of a reserved file that was deleted. If another process has counted since, the sum stays: it
         may already exclude them."""
         with suppress(OSError), self._alone() as books:
-            if books.epoch == claimed.epoch:
-                self._write(books, books.total_bytes - claimed.num_bytes)
+            if books.epoch == reservation.epoch:
+                self._write(books, books.total_bytes - reservation.num_bytes)
 
-    def lend(self, key: str) -> Callable[[], None] | None:
+    def lease(self, key: str) -> Callable[[], None] | None:
         """Mark a block as used and in use. Return a function that ends the use, or None if the block is absent."""
         self._index()
         with self._lock:
