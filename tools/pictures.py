@@ -1,13 +1,16 @@
-"""Draw the pictures of docs/how-it-works.md: python -m tools.pictures [DIRECTORY]."""
+"""Draw the pictures of README.md and docs/how-it-works.md: python -m tools.pictures [DIRECTORY]."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+MEASURED = ROOT / "benchmarks" / "results" / "answers-smollm2-company.json"
 TEXT, LINE, KV, RUN, PLAIN = "#1f2430", "#5c6370", "#cfe3f7", "#f7d9b0", "#f4f5f7"
 
 
@@ -84,7 +87,35 @@ def attention() -> Iterator[str]:
     yield label(20, 284, "orange: computed at the question; blue: computed at ingestion; grey: never computed")
 
 
-PICTURES = {"ingestion": (ingestion, 770, 170), "question": (question, 800, 200), "attention": (attention, 800, 300)}
+COMPANY = "recipe=primer:primer=64:neighbours=2"
+BARS = {
+    "full": "full prefill",
+    "cacheblend:ratio=0.3": "cacheblend, 36 % computed",
+    f"epic:first_tokens=16:{COMPANY}": "ragcache by default, 14 % computed",
+    f"reposition:{COMPANY}": "reposition, 3 % computed",
+}
+"""Methods of `MEASURED` and their labels in the picture of a real model."""
+
+
+def real_model() -> Iterator[str]:
+    """Yield the first token's seconds and the divergence of SmolLM2's answers, as bars."""
+    rows = {row["method"]: row for row in json.loads(MEASURED.read_text())["figures"]["rows"] if row["set"] == "all"}
+    scale = 380 / rows["full"]["first_token_s"]
+    for rank, (method, name) in enumerate(BARS.items()):
+        row, y = rows[method], 12 + 36 * rank
+        yield label(252, y + 18, name, "end")
+        width = row["first_token_s"] * scale
+        yield f'<rect x="260" y="{y}" width="{width:.0f}" height="26" rx="4" fill="{RUN if rank == 0 else KV}"/>'
+        distance = "the reference" if rank == 0 else f"KL {row['kl'][0]:.2f}"
+        yield label(round(268 + width), y + 18, f"{row['first_token_s']:.2g} s, {distance}")
+
+
+PICTURES = {
+    "real-model": (real_model, 790, 156),
+    "ingestion": (ingestion, 770, 170),
+    "question": (question, 800, 200),
+    "attention": (attention, 800, 300),
+}
 
 
 def picture(name: str) -> str:
