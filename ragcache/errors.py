@@ -35,9 +35,10 @@
     │   ├── StoreReadOnlyError
     │   ├── StoreFullError              no space left on the device
     │   ├── StoreUnreachableError       a database server or a remote does not answer
+    │   ├── SealError                   the store's key is missing, open to others, or of another store
     │   ├── PinError                    pinned blocks would fill a tier
     │   ├── BlockError
-    │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
+    │   │   ├── DamagedBlockError       broken seal, or bytes that cannot be parsed
     │   │   ├── StaleBlockError         another fingerprint, recipe or prefix
     │   │   ├── MissingBlockError
     │   │   └── UnencodableBlockError   numbers that the store's codec cannot keep
@@ -225,6 +226,10 @@ class StoreUnreachableError(StoreError):
         self.retry_s = retry_s
 
 
+class SealError(StoreError):
+    """The key that seals a store's files is missing, open to others, or not the key that they were sealed with."""
+
+
 class PinError(StoreError):
     """The blocks to pin would leave a tier no room for others."""
 
@@ -234,7 +239,7 @@ class BlockError(StoreError):
 
 
 class DamagedBlockError(BlockError):
-    """A block's bytes do not match their checksum or cannot be parsed."""
+    """A block's seal is broken or of another store, or its bytes cannot be parsed."""
 
 
 class StaleBlockError(BlockError):

@@ -30,8 +30,10 @@ PAGE = 4096
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield an unbuffered file that becomes `path` when the body ends without an error.
+
+    mode: its permissions, less the umask
 
     The directory is created if it is missing. If anything fails, the temporary file is removed. Raises StoreFullError,
     StoreReadOnlyError.
@@ -40,7 +42,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         make_directory(path.parent)
         temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
-            with open(temporary, "xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 yield file
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -20,6 +20,7 @@ from ragcache.codecs.none import RawCodec
 from ragcache.errors import ConfigError, DamagedBlockError, PluginError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
+from ragcache.seal import UNSEALED, Seal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,25 +29,28 @@ FORMAT_VERSION = 1
 _WAY_OUT = "use the version that wrote it, or delete the block's document and ingest it again"
 
 
-def write_block(path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Claim | None = None) -> KVBlock:
+def write_block(
+    path: Path, key: str, block: KVBlock, codec: Codec, *, claim: Claim | None = None, seal: Seal = UNSEALED
+) -> KVBlock:
     """Store a block under its key and return it as it will be read back (with other numbers if the codec is lossy).
 
     claim: see `write_container`
+    seal:  of the store; it covers the key
 
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
-    write_container(path, tensors, _metadata(key, block, codec), claim=claim)
+    write_container(path, tensors, _metadata(key, block, codec), claim=claim, seal=seal.of(key))
     return codec.decode(tensors)
 
 
-def pack_block(key: str, block: KVBlock, codec: Codec) -> tuple[bytes, KVBlock]:
+def pack_block(key: str, block: KVBlock, codec: Codec, seal: Seal) -> tuple[bytes, KVBlock]:
     """Return the bytes that `write_block` would write, and the block as it will be read back.
 
     Raises UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
-    return b"".join(pack_container(tensors, _metadata(key, block, codec))), codec.decode(tensors)
+    return b"".join(pack_container(tensors, _metadata(key, block, codec), seal.of(key))), codec.decode(tensors)
 
 
 def _metadata(key: str, block: KVBlock, codec: Codec) -> dict[str, str]:
@@ -76,33 +80,33 @@ def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
         raise UnencodableBlockError(f"block {key} cannot be stored with codec {codec.name!r}: {error}") from error
 
 
-def read_block(path: Path, key: str, bases: Bases | None = None, load: Load | None = None) -> KVBlock:
+def read_block(
+    path: Path, key: str, bases: Bases | None = None, load: Load | None = None, *, seal: Seal = UNSEALED
+) -> KVBlock:
     """Return the block of `key`, verified. Its tensors alias the mapped or read file if the codec allows that.
 
     bases: for codecs that need them
     load:  see `read_container`
 
-    Raises MissingBlockError, DamagedBlockError (also for another block's file) and SchemaVersionError (written by a
-    newer version: intact, but this version cannot read it).
+    Raises MissingBlockError, DamagedBlockError (also for the file of another key or store) and SchemaVersionError
+    (written by a newer version: intact, but this version cannot read it).
     """
-    return _block_of(str(path), key, read_container(path, load), bases)
+    return _block_of(str(path), read_container(path, load, seal.of(key)), bases)
 
 
-def unpack_block(where: str, key: str, data: bytearray, bases: Bases | None = None) -> KVBlock:
+def unpack_block(where: str, key: str, data: bytearray, bases: Bases | None, seal: Seal) -> KVBlock:
     """Return the block in bytes from elsewhere, as `read_block` does; its tensors alias the bytes.
 
     where: name of the source in errors
 
     Raises DamagedBlockError, SchemaVersionError.
     """
-    return _block_of(where, key, unpack_container(where, data), bases)
+    return _block_of(where, unpack_container(where, data, seal.of(key)), bases)
 
 
-def _block_of(where: str, key: str, container: Container, bases: Bases | None) -> KVBlock:
+def _block_of(where: str, container: Container, bases: Bases | None) -> KVBlock:
     tensors, metadata = container
     codec = _codec_of(where, metadata, bases)
-    if metadata.get("key") != key:
-        raise DamagedBlockError(f"{where}: holds block {metadata.get('key')}, not {key}")
     block = codec.decode(tensors)
     if metadata.get("num_tokens") != str(block.num_tokens):
         raise DamagedBlockError(f"{where}: holds {block.num_tokens} tokens, but says {metadata.get('num_tokens')}")
@@ -112,7 +116,7 @@ def _block_of(where: str, key: str, container: Container, bases: Bases | None) -
 def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> Codec:
     """Return the codec that can decode this file.
 
-    The checksum was right, so an unknown version is a newer one and an unknown codec belongs to another package: the
+    The seal is whole, so an unknown version is a newer one and an unknown codec belongs to another package: the
     file is not damaged.
     """
     name = metadata.get("codec", "")

@@ -130,7 +130,7 @@ def _check_index(store: StoreParts, kind: str) -> str:
     if reason is None:
         return "sound"
     generation = store.documents.generation()
-    index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
+    index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored, seal=store.kv.seal)
     index.follow(store.documents)
     index.generation = generation
     index.save(store.layout.index)
@@ -143,7 +143,7 @@ def _index_fault(store: StoreParts, stored: Stored) -> str | None:
     if not path.exists():
         return "rebuilt: it was absent"
     try:
-        index = VectorIndex.load(path, stored)
+        index = VectorIndex.load(path, stored, store.kv.seal)
     except DamagedIndexError as error:
         return f"rebuilt: {error}"
     if index.ids != store.documents.vector_ids():

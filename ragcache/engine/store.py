@@ -108,7 +108,8 @@ class Store:
         absent = AbsentEmbedder.of(self.store.documents)
         if absent is None:
             return None
-        return Retriever.open(self.store.documents, self.store.layout.index, absent, kind=self.config.index)
+        store = self.store
+        return Retriever.open(store.documents, store.layout.index, absent, kind=self.config.index, seal=store.kv.seal)
 
     def _forget_deleted(self) -> None:
         """Drop blocks that another process deleted: they may still be in this process's memory (law 10)."""

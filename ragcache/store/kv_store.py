@@ -13,6 +13,7 @@ from ragcache.codecs.basis import basis_name
 from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.counters import AccessCounts, KVStats, Loaded
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
@@ -53,6 +54,7 @@ class KVStore:
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but not deleted
     referenced:   returns which of the given keys chunks refer to. With it, this process does not write a block again
                   that another process deleted, and `refresh` keeps a referenced block that only this process holds
+    seal:         of the durable tier's files; the remote has its own
     foreign:      store of the blocks that belong to no document; it is searched after the tiers, and closed with them.
                   `passages` lists its blocks
 
@@ -82,18 +84,20 @@ class KVStore:
         read_only: bool = False,
         referenced: Callable[[Iterable[str]], set[str]] | None = None,
         foreign: KVStore | None = None,
+        seal: Seal = UNSEALED,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
         self.disk_bytes = disk_bytes
         self.foreign = foreign
+        self.seal = seal
         self.passages = None if foreign is None else PassageList(foreign.root, foreign, read_only=foreign.read_only)
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
         open_tier, budget = get_durable(durable), None if read_only else disk_bytes
         self._codec = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
-        self._durable = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__)
+        self._durable = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__, seal)
         if remote is not None:
             self._durable = CachedTier(self._durable, RemoteTier(remote, self._codec), fills=not read_only)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)

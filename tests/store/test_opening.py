@@ -75,7 +75,9 @@ def blocks_on_disk(root: Path) -> set[str]:
 
 
 def unnamed(root: Path) -> Path:
-    (root / "ragcache.json").write_text(json.dumps({"format": 1, "made_by": "ragcache"}) + "\n")
+    marker = json.loads((root / "ragcache.json").read_text())
+    del marker["documents"]
+    (root / "ragcache.json").write_text(json.dumps(marker) + "\n")
     return root
 
 
@@ -256,7 +258,8 @@ def test_create_makes_a_store_once(tmp_path):
     layout.check()
     assert layout.exists()
     assert layout.marker.read_bytes() == marker
-    assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json"]
+    assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json", "ragcache.key", "writer.lock"]
+    assert layout.key.stat().st_mode & 0o777 == 0o600
 
 
 @needs_proc

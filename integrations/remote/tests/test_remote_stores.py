@@ -76,7 +76,7 @@ def test_what_one_machine_puts_another_one_has(open_machine: Open, codec: str) -
 
 
 def test_copies_are_the_disks_own_files(open_machine: Open, url: str, tmp_path: Path) -> None:
-    """The same bytes lie in the remote and on the disk: one format, with one checksum from end to end."""
+    """The same bytes lie in the remote and on the disk: one format, with one seal from end to end."""
     open_machine("a", codec="int8").put(KEY, make_block(1))
     blobs = open_blobs(url)
     (copy,) = (tmp_path / "a").rglob("*.safetensors")
@@ -132,7 +132,7 @@ def test_a_damaged_block_is_reported_and_dropped(
     with caplog.at_level(logging.WARNING):
         assert store.get(KEY) is None
     assert KEY in caplog.text
-    assert "checksum" in caplog.text
+    assert "not sealed" in caplog.text
     assert store.stats().damaged == 1
     assert names(url) == []
 
