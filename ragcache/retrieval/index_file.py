@@ -54,7 +54,8 @@ def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview, se
         if is_leftover(leftover, older_than_s=0):
             leftover.unlink(missing_ok=True)
     with atomic_write(path) as file:
-        for part in (MAGIC, mark, length, text, *parts):
+        write_all(file, MAGIC + mark + length + text)
+        for part in parts:
             write_all(file, part)
 
 

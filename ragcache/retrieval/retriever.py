@@ -106,8 +106,8 @@ class Retriever:
     ) -> Retriever:
         """Return a retriever over the index saved at `path`, brought up to date.
 
-        The index is rebuilt from SQL if the file is absent, damaged, of another seal, or of another kind or embedder. Nothing is
-        written, except to the table of kind "pgvector".
+        The index is rebuilt from SQL if the file is absent, damaged, of another seal, or of another kind or embedder.
+        Nothing is written, except to the table of kind "pgvector".
 
         Raises EmbedderMismatchError, ConfigError (kind), StoreNotFoundError.
         """

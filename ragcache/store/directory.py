@@ -115,8 +115,8 @@ class StoreLayout:
         seal = open_seal(self.key, encrypts=encrypts)
         if marker.get("seal") not in seal.known:
             raise SealError(
-                f"{self.root}: sealed with the key {marker.get('seal')}, not with {seal.id} of {seal.file or VARIABLE}; "
-                f"restore {self.key.name} from a copy, or set {VARIABLE}. Where the key is lost, `ragcache reencrypt "
+                f"{self.root}: sealed with the key {marker.get('seal')}, not with {seal.id} of {seal.file or VARIABLE}"
+                f"; restore {self.key.name} from a copy, or set {VARIABLE}. Where the key is lost, `ragcache reencrypt "
                 "--lost` makes another, and KV is computed again"
             )
         return seal

@@ -195,8 +195,8 @@ class Connection:
             )
         if marker.get("seal") not in self.seal.known:
             raise SealError(
-                f"{self.where}: its blocks are sealed with the key {marker.get('seal')}, which this store does not have; "
-                f"give all stores that share it the same key: set {VARIABLE} where each is made and opened, or copy "
+                f"{self.where}: its blocks are sealed with the key {marker.get('seal')}, which this store does not have"
+                f"; give all stores that share it the same key: set {VARIABLE} where each is made and opened, or copy "
                 "ragcache.key of the first into the others' folders before they are made"
             )
 
