@@ -1,4 +1,4 @@
-"""The commands info, doctor, methods, pull, pin, unpin and reencode."""
+"""The commands info, doctor, reencrypt, methods, pull, pin, unpin and reencode."""
 
 from __future__ import annotations
 
@@ -131,6 +131,27 @@ def _print_diagnosis(report: DoctorReport) -> None:
     if report.advice is not None:
         say(f"Note: {report.advice}.")
     say("The store is sound." if report.sound else "The store was repaired.")
+
+
+@command
+def reencrypt(
+    store: StoreOptions,
+    lost: Annotated[
+        bool, option("--lost", "The key is lost: drop what it sealed, which is computed again on first use.")
+    ] = False,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Give the store a new key, and seal its KV and its index with it; --encrypt and --no-encrypt change what is said.
+
+    Run it again after an interruption: until it has ended, the old key is kept too. A key in RAGCACHE_STORE_KEY is
+    changed there: set NEW,OLD, run this, and take OLD away.
+    """
+    from ragcache.engine.reencrypt import reencrypt as give_key
+
+    report = give_key(store.store, store, lost=lost, timeout_s=wait)
+    text = f"{report.blocks} blocks sealed with the key {report.key}, {report.dropped} dropped"
+    print_result(as_json, report.to_json(), text + ("; encrypted" if report.encrypted else ""))
 
 
 @command

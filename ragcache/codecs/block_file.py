@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.container import (
@@ -20,6 +20,7 @@ from ragcache.codecs.none import RawCodec
 from ragcache.errors import ConfigError, DamagedBlockError, PluginError, SchemaVersionError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
+from ragcache.lazy_torch import torch
 from ragcache.seal import UNSEALED, Seal
 
 if TYPE_CHECKING:
@@ -75,9 +76,50 @@ def codec_of(block: KVBlock) -> Codec:
 def encode_block(key: str, block: KVBlock, codec: Codec) -> dict[str, Tensor]:
     """Return the codec's tensors for a block. Raises UnencodableBlockError that names the block."""
     try:
-        return codec.encode(block)
+        tensors = codec.encode(block)
+        if not are_finite(tensors.values()):
+            raise UnencodableBlockError(
+                "it holds NaN or an infinity; a model in float16 may have overflowed: load it with dtype bfloat16 or "
+                "float32"
+            )
     except UnencodableBlockError as error:
         raise UnencodableBlockError(f"block {key} cannot be stored with codec {codec.name!r}: {error}") from error
+    return tensors
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether no tensor holds NaN or an infinity.
+
+    Floats on the CPU are looked at as integers, in pieces that stay in the processor's cache: 8 GB/s, where
+    `torch.isfinite` takes 0.1 to 0.2.
+    """
+    for tensor in tensors:
+        if (bits := _EXPONENTS.get(str(tensor.dtype))) is None:
+            continue
+        if tensor.device.type != "cpu":
+            if not bool(tensor.isfinite().all()):
+                return False
+            continue
+        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().view(f"i{tensor.itemsize}")
+        pieces = (numbers[start : start + _PIECE] for start in range(0, len(numbers), _PIECE))
+        if any((piece & bits.without_sign).max() >= bits.exponent for piece in pieces):
+            return False
+    return True
+
+
+class _Bits(NamedTuple):
+    """A float's bits as an integer: all but its sign, and its exponent, whose bits are all set in NaN and infinity."""
+
+    without_sign: int
+    exponent: int
+
+
+_EXPONENTS = {
+    "torch.float32": _Bits(0x7FFFFFFF, 0x7F800000),
+    "torch.bfloat16": _Bits(0x7FFF, 0x7F80),
+    "torch.float16": _Bits(0x7FFF, 0x7C00),
+}
+_PIECE = 1 << 17
 
 
 def read_block(
@@ -92,6 +134,12 @@ def read_block(
     (written by a newer version: intact, but this version cannot read it).
     """
     return _block_of(str(path), read_container(path, load, seal.of(key)), bases)
+
+
+def check_finite(key: str, block: KVBlock) -> None:
+    """Raise DamagedBlockError if a stored block holds numbers that `encode_block` would have refused."""
+    if not are_finite(block.held_tensors()):
+        raise DamagedBlockError(f"block {key} holds NaN or an infinity; it has to be computed again")
 
 
 def unpack_block(where: str, key: str, data: bytearray, bases: Bases | None, seal: Seal) -> KVBlock:

@@ -6,11 +6,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.basis import basis_name
-from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
+from ragcache.errors import (
+    BasisError,
+    BlockError,
+    DamagedBlockError,
+    MissingBlockError,
+    StoreError,
+    StoreReadOnlyError,
+    UnencodableBlockError,
+)
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
 from ragcache.seal import UNSEALED, Seal
@@ -21,12 +29,15 @@ from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.pins import Pins
 from ragcache.store.remote import Connection
 from ragcache.store.retention import Expiry
-from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Tier, get_durable
+from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Room, Tier, get_durable
 from ragcache.store.tiers.demotion import Demotion
 from ragcache.store.tiers.key_locks import KeyLocks
 from ragcache.store.tiers.stack import Stored, TierStack
 from ragcache.store.trace import TraceWriter
 from ragcache.store.warn_once import WarnOnce
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Where = Literal["durable", "memory", "again", "nowhere"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
@@ -91,6 +102,7 @@ class KVStore:
         self.disk_bytes = disk_bytes
         self.foreign = foreign
         self.seal = seal
+        self._remote = remote
         self.passages = None if foreign is None else PassageList(foreign.root, foreign, read_only=foreign.read_only)
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
@@ -349,6 +361,39 @@ class KVStore:
         """
         self._durable.verify(key)
 
+    def reject(self, key: str, error: BlockError) -> None:
+        """Drop a block that was read and is not its passage's, wherever it is held; it is computed again."""
+        for tier in self._tiers.volatile if self.read_only else self._tiers:
+            self._remove(key, tier)
+        log.warning("block %s: %s; dropped", key, error)
+        self._counts.found_damaged()
+
+    def reseal(self) -> tuple[int, int]:
+        """Write every block again, under the secret that seals now. Return how many were written, and how many were
+        dropped because no secret of the store opens them.
+
+        The caller holds the store's writer lock. Raises StoreFullError, StoreReadOnlyError, StoreUnreachableError,
+        SchemaVersionError.
+        """
+        self._refuse_if_read_only()
+        written, dropped = (0, 0) if self.foreign is None else self.foreign.reseal()
+        for key in list(self._durable.keys()):
+            with self._key_locks.hold(key):
+                used_at = self._durable.used_at(key)
+                try:
+                    block = self._durable.get(key, _OwnMemory())
+                    kept = block and self._durable.put(key, block, encoded=True)
+                except (DamagedBlockError, UnencodableBlockError) as error:
+                    log.warning("%s; dropped", error)
+                    self._durable.delete(key)
+                    kept = None
+                if kept is not None and used_at is not None:
+                    self._durable.mark_used(key, used_at)
+            written, dropped = written + (kept is not None), dropped + (kept is None)
+        if self._remote is not None:
+            self._remote.reseal()
+        return written, dropped
+
     def refresh(self) -> int:
         """Drop the blocks that are not, or no longer, in the durable tier; return how many left memory.
 
@@ -440,8 +485,10 @@ class KVStore:
     def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:
         log.warning("%s; dropped from %s", error, tier.name)
         self._counts.found_damaged()
-        if self.read_only:
-            return
+        if not self.read_only:
+            self._remove(key, tier)
+
+    def _remove(self, key: str, tier: Tier) -> None:
         try:
             tier.delete(key)
         except (StoreError, OSError) as problem:  # it is not served, whether or not it can be removed
@@ -450,6 +497,17 @@ class KVStore:
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
+
+
+class _OwnMemory(Room):
+    """Memory outside of all tiers, so that a block does not keep the file in use that it was read from."""
+
+    is_spare = False
+    buffer: Tensor | None = None
+
+    def take(self, num_bytes: int) -> Tensor:
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.buffer
 
 
 def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ragcache.codecs import Codec
-from ragcache.codecs.block_file import read_block, write_block
+from ragcache.codecs.block_file import check_finite, read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.files import PAGE, flush_directory, is_cached, is_leftover, read_at
 from ragcache.kv.block import KVBlock
@@ -107,7 +107,7 @@ class DiskTier(BlockFiles, DurableTier):
             return None
 
     def verify(self, key: str) -> None:
-        read_block(self.path(key), key, self.codec.bases, seal=self.seal)
+        check_finite(key, read_block(self.path(key), key, self.codec.bases, seal=self.seal))
 
     def delete(self, key: str) -> None:
         """Delete a block's file and flush the deletion to the device. Raises StoreReadOnlyError."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from ragcache.codecs import Codec
-from ragcache.codecs.block_file import pack_block, unpack_block
+from ragcache.codecs.block_file import check_finite, pack_block, unpack_block
 from ragcache.errors import ConfigError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.store.remote import Blob, Blobs, Connection
@@ -70,7 +70,7 @@ class RemoteTier(DurableTier):
             data = blobs.get(name)
         if data is None:
             raise MissingBlockError(f"{self.where}: no block {key}")
-        unpack_block(f"{self.where}: {name}", key, data, self.codec.bases, self._seal)
+        check_finite(key, unpack_block(f"{self.where}: {name}", key, data, self.codec.bases, self._seal))
 
     def delete(self, key: str) -> None:
         names = [_block_name(key), _use_name(key)]
