@@ -103,13 +103,21 @@ def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
 
 
 @command
-def doctor(store: StoreOptions, wait: Wait = WAIT_S, as_json: Json = False) -> None:
+def doctor(
+    store: StoreOptions,
+    models: ModelOptions,
+    recompute: Annotated[
+        int, option("--recompute", "Blocks, chosen at random, that the model computes anew to compare them.", min=0)
+    ] = 0,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
     """Verify every block and the index, and repair: drop what is damaged, collect what nothing refers to.
 
     The exit status is 0 when the store is sound or was repaired. What is dropped is computed again on first use.
     """
-    with open_for_care(store) as kb:
-        report = kb.doctor(timeout_s=wait)
+    with open_with_models(store, models) if recompute else open_for_care(store) as kb:
+        report = kb.doctor(timeout_s=wait, recompute=recompute)
     if as_json:
         print_json(report.to_json())
     else:
@@ -120,6 +128,7 @@ def _print_diagnosis(report: DoctorReport) -> None:
     rows = [
         ("blocks verified", report.blocks),
         ("damaged, dropped", len(report.damaged)),
+        *([("computed anew, different", f"{report.recomputed}, {len(report.different)}")] if report.recomputed else []),
         ("missing, will be computed", len(report.missing)),
         ("not used for long, dropped", len(report.expired)),
         ("orphans, deleted", len(report.orphans)),

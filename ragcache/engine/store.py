@@ -177,11 +177,16 @@ class Store:
     def info(self) -> Info:
         return info(self.store, self._usage)
 
-    def doctor(self, *, timeout_s: float = 30.0) -> DoctorReport:
-        """Verify every block and the index, and repair them; see `ragcache.engine.doctor.doctor`."""
+    def doctor(self, *, timeout_s: float = 30.0, recompute: int = 0) -> DoctorReport:
+        """Verify every block and the index, and repair them; see `ragcache.engine.doctor.doctor`.
+
+        recompute: how many blocks, chosen at random, the model computes anew to compare them (`RagCache.open`)
+        """
         from ragcache.engine.doctor import doctor
 
-        return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
+        return doctor(
+            self.store, index_kind=self.config.index, timeout_s=timeout_s, recompute=recompute, encoder=self._encoder
+        )
 
     def close(self) -> None:
         """Write counts and measurements to disk, and release everything. May be called twice; other calls then raise

@@ -354,6 +354,10 @@ class KVStore:
         orphans."""
         return self._durable.keys()
 
+    def read(self, key: str) -> KVBlock | None:
+        """Return the durable tier's block, and keep it nowhere. Raises DamagedBlockError, SchemaVersionError."""
+        return self._durable.get(key)
+
     def verify(self, key: str) -> None:
         """Read a block from the durable tier and check it, without returning it.
 
