@@ -16,7 +16,6 @@ file.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
@@ -27,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
+from ragcache.errors import FAILED, DamagedBlockError, MissingBlockError, StoreError
 from ragcache.files import PAGE, atomic_write, write_all
 from ragcache.lazy_torch import torch
 from ragcache.seal import MARK_LENGTH, UNSEALED, FileSeal
@@ -126,7 +125,7 @@ def read_container(path: Path, load: Load | None = None, seal: FileSeal = NO_STO
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBlockError(f"{path}: no such block") from error
     except OSError as error:
-        raise StoreError(f"{path}: cannot be opened ({error.strerror}); check its permissions") from error
+        raise _unreadable(path, error, "opened") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size < _MARK.stop:
@@ -137,11 +136,15 @@ def read_container(path: Path, load: Load | None = None, seal: FileSeal = NO_STO
                 return _unpack(str(path), head, data, seal)
         return unpack_container(str(path), _map(descriptor, status.st_size), seal)
     except OSError as error:
-        if error.errno == errno.EIO:
-            raise DamagedBlockError(f"{path}: cannot be read; the block has to be computed again") from error
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error, "read") from error
     finally:
         os.close(descriptor)
+
+
+def _unreadable(path: Path, error: OSError, way: str) -> StoreError:
+    if error.errno in FAILED:
+        return DamagedBlockError(f"{path}: cannot be {way} ({error.strerror}); the block has to be computed again")
+    return StoreError(f"{path}: cannot be {way} ({error.strerror}); check its permissions")
 
 
 def unpack_container(where: str, data: mmap.mmap | bytearray, seal: FileSeal = NO_STORE) -> Container:

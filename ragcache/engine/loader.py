@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -20,6 +21,8 @@ from ragcache.errors import (
     NoSuchDocumentError,
     StaleBlockError,
     StoreBusyError,
+    StoreError,
+    StoreFailedError,
     StoreFullError,
     StoreNotFoundError,
     StoreReadOnlyError,
@@ -48,7 +51,14 @@ POLL_S = 0.02
 # A block that is read ahead must arrive before retrieval has ranked.
 AHEAD_S = 0.25
 # Errors of keeping a block that may not recur at the next question, or the next day.
-NOT_KEPT = (StoreReadOnlyError, StoreFullError, StoreBusyError, StoreUnreachableError, StoreNotFoundError)
+NOT_KEPT = (
+    StoreReadOnlyError,
+    StoreFullError,
+    StoreFailedError,
+    StoreBusyError,
+    StoreUnreachableError,
+    StoreNotFoundError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -460,6 +470,8 @@ class _Question:
             self._forget(handle)
         except NOT_KEPT as error:
             log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
+            with suppress(StoreError, OSError):  # the block may be stored, and its chunk not name it
+                self._forget(handle)
             stored = self._kv.put(handle, block, "memory")
         return stored
 

@@ -200,7 +200,7 @@ class Store:
         self._let_go()
 
     def _let_go(self) -> None:
-        if not self.config.read_only:
+        if not self.config.read_only and self.store.layout.exists():
             self._usage.record(self.store.kv.stats())
         self.store.close()
 

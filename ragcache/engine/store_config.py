@@ -55,10 +55,10 @@ def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> StoreP
         remote = _connect(documents, config, seal)
         if remote is not None:
             undo.callback(remote.close)
-        foreign = open_foreign(layout.foreign, config, seal)
+        foreign = open_foreign(layout.foreign, config, seal, layout.check)
         if foreign is not None:
             undo.callback(foreign.close)
-        kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign, seal)
+        kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign, seal, layout.check)
         undo.pop_all()
     return StoreParts(layout, documents, kv)
 
@@ -71,6 +71,7 @@ def open_kv(
     basis: str | None = None,
     foreign: KVStore | None = None,
     seal: Seal = UNSEALED,
+    alive: Callable[[], None] = lambda: None,
 ) -> KVStore:
     """Open a KV store with these settings. Raises ConfigError."""
     return KVStore(
@@ -89,10 +90,13 @@ def open_kv(
         read_only=config.read_only,
         foreign=foreign,
         seal=seal,
+        alive=alive,
     )
 
 
-def open_foreign(root: Path, config: StoreConfig, seal: Seal = UNSEALED) -> KVStore | None:
+def open_foreign(
+    root: Path, config: StoreConfig, seal: Seal = UNSEALED, alive: Callable[[], None] = lambda: None
+) -> KVStore | None:
     """Open the KV store of blocks that belong to no document, or return None if its budget is 0.
 
     They are evicted like other blocks. It has no codec, because the store's codec has already processed its blocks.
@@ -107,6 +111,7 @@ def open_foreign(root: Path, config: StoreConfig, seal: Seal = UNSEALED) -> KVSt
         eviction=config.eviction,
         read_only=config.read_only,
         seal=seal,
+        alive=alive,
     )
 
 

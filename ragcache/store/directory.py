@@ -87,7 +87,7 @@ class StoreLayout:
                     raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
                 if not taken:
                     make_directory(self.root)
-                    with self.writer():
+                    with self._locked(30.0):
                         self._create(encrypt)
         self.check()
 
@@ -186,9 +186,17 @@ class StoreLayout:
     def writer(self, timeout_s: float = 30.0) -> Iterator[None]:
         """Hold the store's writer lock against other processes and threads. If its holder is killed, the lock is free.
 
-        The same thread may hold it twice. Raises StoreBusyError, StoreReadOnlyError, ForkedError.
+        The same thread may hold it twice. Raises StoreNotFoundError if the directory was removed, StoreBusyError,
+        StoreReadOnlyError, ForkedError.
         """
         self.home.check()
+        self.check()  # a lock would make the directory anew
+        with self._locked(timeout_s):
+            self.check()
+            yield
+
+    @contextmanager
+    def _locked(self, timeout_s: float) -> Iterator[None]:
         with translate_os_errors(self.lock):
             try:
                 self._lock.acquire(timeout=max(0.0, timeout_s))

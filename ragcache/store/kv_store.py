@@ -66,6 +66,7 @@ class KVStore:
     referenced:   returns which of the given keys chunks refer to. With it, this process does not write a block again
                   that another process deleted, and `refresh` keeps a referenced block that only this process holds
     seal:         of the durable tier's files; the remote has its own
+    alive:        raises StoreNotFoundError once the store was removed, so that no write makes its folder anew
     foreign:      store of the blocks that belong to no document; it is searched after the tiers, and closed with them.
                   `passages` lists its blocks
 
@@ -96,6 +97,7 @@ class KVStore:
         referenced: Callable[[Iterable[str]], set[str]] | None = None,
         foreign: KVStore | None = None,
         seal: Seal = UNSEALED,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
@@ -103,6 +105,7 @@ class KVStore:
         self.foreign = foreign
         self.seal = seal
         self._remote = remote
+        self._alive = alive
         self.passages = None if foreign is None else PassageList(foreign.root, foreign, read_only=foreign.read_only)
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
@@ -207,6 +210,7 @@ class KVStore:
         """
         if self.foreign is None or self.passages is None or self.foreign.read_only:
             return
+        self.foreign._refuse_if_read_only()
         self.passages.add(*rows)  # before the blocks: a block that is not listed would outlive its documents
         for row, block in zip(rows, blocks, strict=True):
             self.foreign.put(row.handle, block)
@@ -501,6 +505,7 @@ class KVStore:
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
+        self._alive()
 
 
 class _OwnMemory(Room):

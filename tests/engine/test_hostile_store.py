@@ -1,8 +1,10 @@
 """Somebody who may write into a store's folder changes no answer; what is not a passage's KV is computed again."""
 
+import errno
 import logging
 import os
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from test_store_laws import ask, block_file
 import ragcache as rc
 from ragcache.codecs import RawCodec
 from ragcache.codecs.block_file import write_block
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, StoreFailedError
 from ragcache.kv.block import KVBlock
 from ragcache.seal import Seal, new_secret
 
@@ -96,3 +98,72 @@ def test_doctor_recomputes_nothing_without_a_model(kb, tmp_path):
     kb.close()
     with rc.Store.open(kb.store.layout.root) as store, pytest.raises(ConfigError, match=r"RagCache\.open"):
         store.doctor(recompute=1)
+
+
+# Failures of the disk
+
+
+def fail_at(monkeypatch, name, owner, count):
+    """Raise EIO at the `count`th call of this function, and at all later ones."""
+    real, calls = getattr(owner, name), []
+
+    def failing(*arguments, **options):
+        calls.append(name)
+        if len(calls) >= count:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_question_whose_block_cannot_be_written_is_answered(kb, open_kb, monkeypatch, caplog):
+    expected = ask(kb)
+    for hit in expected.hits:
+        block_file(kb, hit.handle).unlink()
+    again = open_kb()
+    fail_at(monkeypatch, "fsync", os, 1)
+    answer = ask(again)
+    monkeypatch.undo()
+    assert (answer.text, {hit.kv for hit in answer.hits}) == (expected.text, {"computed"})
+    assert "device fails" in caplog.text
+    assert list(again.store.kv.keys()) == []
+
+
+def test_a_block_whose_chunk_cannot_be_marked_is_no_orphan(open_kb, tmp_path, monkeypatch):
+    kb = open_kb(tmp_path / "lazy")
+    kb.ingest([rc.Document(id, text) for id, text in TEXTS.items()], kv="lazy")
+
+    def refuse(*_arguments):
+        raise StoreFailedError("the device fails")
+
+    monkeypatch.setattr(type(kb.store.documents), "set_handle", refuse)
+    assert ask(kb).text
+    assert list(kb.store.kv.keys()) == []
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 10])
+def test_a_failed_ingestion_leaves_no_orphans(open_kb, tmp_path, monkeypatch, at):
+    kb = open_kb(tmp_path / "failed")
+    fail_at(monkeypatch, "replace", os, at)
+    with suppress(StoreFailedError):
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    monkeypatch.undo()
+    named = {chunk.handle for chunk in kb.chunks() if chunk.handle is not None}
+    assert set(kb.store.kv.keys()) <= named | kb.store.documents.referenced(kb.store.kv.keys())
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    assert kb.doctor().sound
+
+
+def test_an_ingestion_that_cannot_commit_leaves_no_orphans(open_kb, tmp_path, monkeypatch):
+    kb = open_kb(tmp_path / "uncommitted")
+
+    def refuse(*_arguments):
+        raise StoreFailedError("the device fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(kb.store.documents), "replace_document", refuse)
+        with pytest.raises(StoreFailedError):
+            kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    held = kb.store.documents.referenced(kb.store.kv.keys())
+    assert set(kb.store.kv.keys()) == held
+    assert kb.doctor().orphans == []
