@@ -214,11 +214,13 @@ def _unpack(where: str, head: bytes | bytearray, data: Tensor, seal: FileSeal) -
         )
     try:  # the seal is whole, so anything invalid was written so
         header = json.loads(head[8:])
-        metadata = header.pop("__metadata__")
+        metadata: dict[str, str] = header.pop("__metadata__")
+        del metadata["seal"]
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("its metadata are not all texts")
         tensors = {name: _tensor(data, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise DamagedBlockError(f"{where}: not a block file ({error}); the block has to be computed again") from error
-    del metadata["seal"]
     return Container(tensors, metadata)
 
 

@@ -303,6 +303,7 @@ def test_markers_of_newer_or_other_makers_are_refused(tmp_path, marker):
 
 def test_one_writer_at_a_time_among_threads(tmp_path):
     layout = StoreLayout(tmp_path)
+    layout.create()
     inside = highest = 0
 
     def work() -> None:
@@ -319,6 +320,7 @@ def test_one_writer_at_a_time_among_threads(tmp_path):
 
 def test_the_same_thread_may_hold_the_lock_twice(tmp_path):
     layout = StoreLayout(tmp_path)
+    layout.create()
     with layout.writer(0), layout.writer(0):
         pass
     with StoreLayout(tmp_path).writer(0):
@@ -335,6 +337,7 @@ with StoreLayout(sys.argv[1]).writer(0):
 
 
 def test_another_process_holds_the_lock_until_it_is_killed(tmp_path):
+    StoreLayout(tmp_path).create()
     with forked.Forked(HOLDER, tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
         layout = StoreLayout(tmp_path)
