@@ -117,25 +117,22 @@ class IngestRun:
             self._remove_vanished()
         else:
             try:
-                self._store(given)
+                # A killed run may have left replaced blocks undeleted, and commits that the index has not seen.
+                self.to.collect_garbage()
+                self.to.retriever.refresh()
+                jobs = ((window, self._job(window)) for window in self._windows(given))
+                for window, vectors in self._work.compute(jobs):
+                    self._commit_window(window, vectors)
+                    self._uncommitted.difference_update(*(one.keys for one in window))
+                self.to.collect_garbage()  # blocks of documents that moved ones have replaced
+                self._save_index(force=True)
+                self._remove_vanished()
+                self._encode_behind_neighbours()
             except BaseException:
                 self._drop_uncommitted()
                 raise
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
-
-    def _store(self, given: Sequence[Input]) -> None:
-        # A killed run may have left replaced blocks undeleted, and commits that the index has not seen.
-        self.to.collect_garbage()
-        self.to.retriever.refresh()
-        jobs = ((window, self._job(window)) for window in self._windows(given))
-        for window, vectors in self._work.compute(jobs):
-            self._commit_window(window, vectors)
-            self._uncommitted.difference_update(*(one.keys for one in window))
-        self.to.collect_garbage()  # blocks of documents that moved ones have replaced
-        self._save_index(force=True)
-        self._remove_vanished()
-        self._encode_behind_neighbours()
 
     def _drop_uncommitted(self) -> None:
         """Delete the blocks that a failed run has written for documents that it has not stored."""
