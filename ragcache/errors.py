@@ -34,10 +34,12 @@
     │   ├── StoreBusyError              another process is writing
     │   ├── StoreReadOnlyError
     │   ├── StoreFullError              no space left on the device
+    │   ├── StoreFailedError            the device that holds the store fails (EIO)
     │   ├── StoreUnreachableError       a database server or a remote does not answer
+    │   ├── SealError                   the store's key is missing, open to others, or of another store
     │   ├── PinError                    pinned blocks would fill a tier
     │   ├── BlockError
-    │   │   ├── DamagedBlockError       bytes do not match their checksum, or cannot be parsed
+    │   │   ├── DamagedBlockError       broken seal, or bytes that cannot be parsed
     │   │   ├── StaleBlockError         another fingerprint, recipe or prefix
     │   │   ├── MissingBlockError
     │   │   └── UnencodableBlockError   numbers that the store's codec cannot keep
@@ -225,6 +227,14 @@ class StoreUnreachableError(StoreError):
         self.retry_s = retry_s
 
 
+class StoreFailedError(StoreError):
+    """The device or file system that holds the store fails: reading or writing it is an I/O error."""
+
+
+class SealError(StoreError):
+    """The key that seals a store's files is missing, open to others, or not the key that they were sealed with."""
+
+
 class PinError(StoreError):
     """The blocks to pin would leave a tier no room for others."""
 
@@ -234,7 +244,7 @@ class BlockError(StoreError):
 
 
 class DamagedBlockError(BlockError):
-    """A block's bytes do not match their checksum or cannot be parsed."""
+    """A block's seal is broken or of another store, or its bytes cannot be parsed."""
 
 
 class StaleBlockError(BlockError):
@@ -377,11 +387,16 @@ def check_least(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name} is {value}; it must be at least {least:g}", name)
 
 
+FAILED = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE}
+"""Errors of a device or file system that is broken or gone."""
+
+
 @contextmanager
 def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Translate the operating system's write errors into store errors that name `path`.
 
-    Raises StoreFullError (ENOSPC, EDQUOT) and StoreReadOnlyError (EROFS, EACCES, EPERM); others pass through.
+    Raises StoreFullError (ENOSPC, EDQUOT), StoreReadOnlyError (EROFS, EACCES, EPERM) and StoreFailedError (EIO and the
+    like); others pass through.
     """
     try:
         yield
@@ -391,4 +406,8 @@ def translate_os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
             raise StoreFullError(f"{where}: no space left on the device; free some space and run again") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{where}: cannot be written ({error.strerror}); check its permissions") from error
+        if error.errno in FAILED:
+            raise StoreFailedError(
+                f"{where}: the device fails ({error.strerror}); look at the system's log, and move the store to another"
+            ) from error
         raise

@@ -25,13 +25,16 @@ from ragcache.errors import translate_os_errors
 
 STORE_MARK = "ragcache.json"  # marks a directory as a store
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
+_FLUSHED: set[Path] = set()  # directories whose names are known to be on the device
 _DAY_S = 24 * 3600.0
 PAGE = 4096
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield an unbuffered file that becomes `path` when the body ends without an error.
+
+    mode: its permissions, less the umask
 
     The directory is created if it is missing. If anything fails, the temporary file is removed. Raises StoreFullError,
     StoreReadOnlyError.
@@ -40,7 +43,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         make_directory(path.parent)
         temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
-            with open(temporary, "xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 yield file
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -90,12 +93,18 @@ def file_digest(path: Path) -> bytes:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents so that they survive a power cut."""
-    if path.is_dir():
+    """Create a directory and its parents so that they survive a power cut.
+
+    Those that exist are flushed once a process too: another process may have made them a moment ago.
+    """
+    if path in _FLUSHED and path.is_dir():
         return
-    make_directory(path.parent)
-    path.mkdir(exist_ok=True)
-    flush_directory(path.parent)
+    if path != path.parent:
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # of a directory above the store, which it has not made
+            flush_directory(path.parent)
+    _FLUSHED.add(path)
 
 
 def flush_directory(path: Path) -> None:

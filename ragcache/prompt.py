@@ -19,7 +19,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ragcache.errors import ConfigError, PromptError, check_text
+from ragcache.errors import ConfigError, PromptError, TimedOutError, check_text
+from ragcache.runtime import bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ END_MARK = f"{MARK}end\ue000"  # after the last turn if the answer continues it
 TURN_MARK = MARK + "turn-{}\ue000"  # a place in a conversation, by its number
 _TURN_MARKS = re.compile(f"({TURN_MARK.format('[0-9]+')})")
 Message = Mapping[str, Any]  # JSON, as chat templates take it
+TEMPLATE_S = 5.0  # the longest that a chat template may take for a prompt: a good one takes milliseconds
 PART = 1 << 16  # characters of a long text that are counted at once
 CLOCK = "strftime_now"  # the function that a chat template calls for the time
 DEFAULT_QUESTION_FORMAT = "Question: {question}"  # chunks end with their own newline
@@ -438,7 +440,13 @@ def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown
     if shown.date is not None:
         told.setdefault(CLOCK, shown.date.strftime)
     try:
-        text: str = tokenizer.apply_chat_template(turns, tokenize=False, **told)
+        with bounded(TEMPLATE_S):
+            text: str = tokenizer.apply_chat_template(turns, tokenize=False, **told)
+    except TimeoutError as error:
+        raise TimedOutError(
+            f"the model's chat template takes over {TEMPLATE_S:g} s for these messages: it loops; use another model, "
+            "or its tokenizer with another chat_template"
+        ) from error
     except Exception as error:  # templates raise whatever they like (jinja2's TemplateError, mostly)
         raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
     if continued and text.count(END_MARK) != 1:

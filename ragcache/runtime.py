@@ -13,7 +13,10 @@ before it waits and when it has finished. Without an OpenMP library these functi
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -73,6 +76,57 @@ def team_ends() -> Iterator[None]:
         yield
     finally:
         end_team()
+
+
+class _OverError(BaseException):
+    """Raised in a thread whose time is over. No `except Exception` of other code may catch it."""
+
+
+_DEADLINES: dict[int, float] = {}  # by thread
+_DEADLINES_LOCK = threading.Lock()
+_LOOK_S = 0.25
+
+
+@contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if Python code of others takes longer in the `with` block. It is interrupted within a quarter
+    of a second, between two of its instructions; a single call into C is not."""
+    own = threading.get_ident()
+    _watch()
+    try:
+        _DEADLINES[own] = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            _forget(own)
+    except _OverError:
+        _forget(own)
+        raise TimeoutError(f"over {seconds:g} s") from None
+
+
+def _forget(thread: int) -> None:
+    """Interrupt this thread no more, and withdraw an interruption that is on its way."""
+    with _DEADLINES_LOCK:
+        _DEADLINES.pop(thread, None)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+
+@cache
+def _watch() -> None:
+    """Start the thread that interrupts others, once a process."""
+    threading.Thread(target=_interrupt_late, name="ragcache-watch", daemon=True).start()
+
+
+os.register_at_fork(after_in_child=_watch.cache_clear)
+
+
+def _interrupt_late() -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        with _DEADLINES_LOCK:
+            for thread, deadline in list(_DEADLINES.items()):
+                if time.monotonic() > deadline:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_OverError))
 
 
 @contextmanager

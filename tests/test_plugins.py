@@ -19,6 +19,7 @@ from ragcache.ingest.worker import WORKERS
 from ragcache.plugins import Registry, load
 from ragcache.retrieval.open_index import INDEXES
 from ragcache.retrieval.vector_index import KINDS
+from ragcache.seal import UNSEALED
 from ragcache.store.eviction import ADMISSIONS, POLICIES
 from ragcache.store.remote import SCHEMES
 
@@ -115,8 +116,9 @@ def test_a_codec_that_is_missing_is_to_be_installed_and_nothing_deleted(distribu
     distribution("codec-plugs", entries, plugins.CODECS)
     monkeypatch.setattr(codecs, "CODECS", Registry(plugins.CODECS))
     write_block(tmp_path / "block", make_key(1), make_block(1), RawCodec())
-    tensors, metadata = read_container(tmp_path / "block")
-    write_container(tmp_path / "block", tensors, {**metadata, "codec": "int16"})
+    seal = UNSEALED.of(make_key(1))
+    tensors, metadata = read_container(tmp_path / "block", seal=seal)
+    write_container(tmp_path / "block", tensors, {**metadata, "codec": "int16"}, seal=seal)
     for _ in range(2):
         with pytest.raises(SchemaVersionError, match=r"codec 'int16' is needed.*install the package") as refused:
             read_block(tmp_path / "block", make_key(1))

@@ -1,4 +1,4 @@
-"""The commands info, doctor, methods, pull, pin, unpin and reencode."""
+"""The commands info, doctor, reencrypt, methods, pull, pin, unpin and reencode."""
 
 from __future__ import annotations
 
@@ -103,13 +103,21 @@ def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
 
 
 @command
-def doctor(store: StoreOptions, wait: Wait = WAIT_S, as_json: Json = False) -> None:
+def doctor(
+    store: StoreOptions,
+    models: ModelOptions,
+    recompute: Annotated[
+        int, option("--recompute", "Blocks, chosen at random, that the model computes anew to compare them.", min=0)
+    ] = 0,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
     """Verify every block and the index, and repair: drop what is damaged, collect what nothing refers to.
 
     The exit status is 0 when the store is sound or was repaired. What is dropped is computed again on first use.
     """
-    with open_for_care(store) as kb:
-        report = kb.doctor(timeout_s=wait)
+    with open_with_models(store, models) if recompute else open_for_care(store) as kb:
+        report = kb.doctor(timeout_s=wait, recompute=recompute)
     if as_json:
         print_json(report.to_json())
     else:
@@ -120,6 +128,7 @@ def _print_diagnosis(report: DoctorReport) -> None:
     rows = [
         ("blocks verified", report.blocks),
         ("damaged, dropped", len(report.damaged)),
+        *([("computed anew, different", f"{report.recomputed}, {len(report.different)}")] if report.recomputed else []),
         ("missing, will be computed", len(report.missing)),
         ("not used for long, dropped", len(report.expired)),
         ("orphans, deleted", len(report.orphans)),
@@ -131,6 +140,27 @@ def _print_diagnosis(report: DoctorReport) -> None:
     if report.advice is not None:
         say(f"Note: {report.advice}.")
     say("The store is sound." if report.sound else "The store was repaired.")
+
+
+@command
+def reencrypt(
+    store: StoreOptions,
+    lost: Annotated[
+        bool, option("--lost", "The key is lost: drop what it sealed, which is computed again on first use.")
+    ] = False,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Give the store a new key, and seal its KV and its index with it; --encrypt and --no-encrypt change what is said.
+
+    Run it again after an interruption: until it has ended, the old key is kept too. A key in RAGCACHE_STORE_KEY is
+    changed there: set NEW,OLD, run this, and take OLD away.
+    """
+    from ragcache.engine.reencrypt import reencrypt as give_key
+
+    report = give_key(store.store, store, lost=lost, timeout_s=wait)
+    text = f"{report.blocks} blocks sealed with the key {report.key}, {report.dropped} dropped"
+    print_result(as_json, report.to_json(), text + ("; encrypted" if report.encrypted else ""))
 
 
 @command

@@ -1,21 +1,21 @@
-"""A safetensors file with a checksum over every byte of the file, mapped or read.
+"""A safetensors file with a seal over every byte of the file, mapped or read.
 
     bytes 0-7      length of the header, little endian, unsigned
-    header         JSON: {"__metadata__": {"checksum": "<32 hex digits>", ...}, "<tensor>": {dtype, shape,
+    header         JSON: {"__metadata__": {"seal": "<mark>", ...}, "<tensor>": {dtype, shape,
                    data_offsets}, ...}, padded with spaces so that the data begins at a multiple of 64, or of 4096 in
                    files of a megabyte and more, as reads that bypass the page cache require
     data           the tensors: first those whose size is a multiple of 64 bytes, each of which begins at a multiple of
                    64, as a GPU's kernel requires; then the others, wide dtypes first, so that each is aligned to its
                    element size
 
-Any safetensors reader can open it. The checksum is XXH3-128 over the whole file, with the checksum's own digits
-replaced by zeros. It is the first entry and so has the same place in every file, and it is checked before anything is
-parsed. Every later format version keeps that place, so that a newer file can be told from a damaged file.
+Any safetensors reader can open it, unless the store encrypts its data. The mark (`ragcache.seal`) covers the whole
+file, with zeros in its own place. It is the first entry and so has the same place in every file, and it is checked
+before anything is parsed. Every later format version keeps that place, so that a newer file can be told from a damaged
+file.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
@@ -26,11 +26,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import xxhash
-
-from ragcache.errors import DamagedBlockError, MissingBlockError, StoreError
+from ragcache.errors import FAILED, DamagedBlockError, MissingBlockError, StoreError
 from ragcache.files import PAGE, atomic_write, write_all
 from ragcache.lazy_torch import torch
+from ragcache.seal import MARK_LENGTH, UNSEALED, FileSeal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +51,9 @@ DTYPES = {
     "BOOL": "bool",
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PREFIX = b'{"__metadata__":{"checksum":"'
-_CHECKSUM = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
-_ZEROS = b"0" * 32
+_PREFIX = b'{"__metadata__":{"seal":"'
+_MARK = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + MARK_LENGTH)
+_ZEROS = b"0" * MARK_LENGTH
 _LARGE = _MOST_PEEKED = 1 << 20
 # Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of a fault for every 16. Python does not define it.
 _MADV_POPULATE_READ = 22
@@ -63,13 +62,15 @@ _MADV_POPULATE_READ = 22
 Reserve = Callable[[BinaryIO, int], None]
 # Reads (descriptor, offset, num_bytes) of an open file to uint8 [num_bytes]; None: the file is to be mapped.
 Load = Callable[[int, int, int], "Tensor | None"]
+NO_STORE = UNSEALED.of("")
+"""The seal of a file outside of stores."""
 
 
 class Container(NamedTuple):
     """The content of a container.
 
     tensors:  alias the bytes (of a file: copy on write), and keep them alive
-    metadata: without the checksum
+    metadata: without the seal
     """
 
     tensors: dict[str, Tensor]
@@ -77,7 +78,12 @@ class Container(NamedTuple):
 
 
 def write_container(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, reserve: Reserve | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    reserve: Reserve | None = None,
+    seal: FileSeal = NO_STORE,
 ) -> None:
     """Write tensors and metadata to `path`, either completely or not at all, flushed to the device.
 
@@ -86,7 +92,7 @@ def write_container(
 
     Raises StoreFullError, StoreReadOnlyError.
     """
-    buffers = pack_container(tensors, metadata)
+    buffers = pack_container(tensors, metadata, seal)
     with atomic_write(path) as file:
         if reserve is not None:
             reserve(file, sum(buffer.nbytes for buffer in buffers))
@@ -94,18 +100,20 @@ def write_container(
             write_all(file, buffer)
 
 
-def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return the bytes of a container, in order. They alias the tensors."""
+def pack_container(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], seal: FileSeal = NO_STORE
+) -> list[memoryview]:
+    """Return the bytes of a container, in order. They alias the tensors, unless they are encrypted."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT > 0, -item[1].itemsize, item[0]))
     flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
     buffers = [memoryview(one.numpy()) for one in flat]  # type: ignore[arg-type]
     header = bytearray(_header(ordered, metadata))
-    header[_CHECKSUM] = _checksum(header, *buffers)
+    header[_MARK], buffers = seal.close(header, buffers)
     return [memoryview(header), *buffers]
 
 
-def read_container(path: Path, load: Load | None = None) -> Container:
-    """Map a file, or `load` its data, check the checksum and return views of the bytes that were checked.
+def read_container(path: Path, load: Load | None = None, seal: FileSeal = NO_STORE) -> Container:
+    """Map a file, or `load` its data, check the seal and return views of the bytes that were checked.
 
     The map is private: writing to a tensor changes neither the file nor the tensors of other readers.
 
@@ -117,32 +125,38 @@ def read_container(path: Path, load: Load | None = None) -> Container:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingBlockError(f"{path}: no such block") from error
     except OSError as error:
-        raise StoreError(f"{path}: cannot be opened ({error.strerror}); check its permissions") from error
+        raise _unreadable(path, error, "opened") from error
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < _CHECKSUM.stop:
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _MARK.stop:
             raise DamagedBlockError(f"{path}: cut off, or no block at all; the block has to be computed again")
         if load is not None:
             head = os.pread(descriptor, _end_of_head(os.pread(descriptor, 8, 0), status.st_size), 0)
             if (data := load(descriptor, len(head), status.st_size - len(head))) is not None:
-                return _unpack(str(path), head, data)
-        return unpack_container(str(path), _map(descriptor, status.st_size))
+                return _unpack(str(path), head, data, seal)
+        return unpack_container(str(path), _map(descriptor, status.st_size), seal)
     except OSError as error:
-        if error.errno == errno.EIO:
-            raise DamagedBlockError(f"{path}: cannot be read; the block has to be computed again") from error
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error, "read") from error
     finally:
         os.close(descriptor)
 
 
-def unpack_container(where: str, data: mmap.mmap | bytearray) -> Container:
-    """Check the checksum of a container's bytes and return views of the bytes. where: name of the source in errors
+def _unreadable(path: Path, error: OSError, way: str) -> StoreError:
+    if error.errno in FAILED:
+        return DamagedBlockError(f"{path}: cannot be {way} ({error.strerror}); the block has to be computed again")
+    return StoreError(f"{path}: cannot be {way} ({error.strerror}); check its permissions")
+
+
+def unpack_container(where: str, data: mmap.mmap | bytearray, seal: FileSeal = NO_STORE) -> Container:
+    """Check the seal of a container's bytes and return views of the bytes. where: name of the source in errors
 
     Raises DamagedBlockError if any byte is wrong or missing.
     """
     end = _end_of_head(data[:8], len(data))
-    rest = torch.frombuffer(data, dtype=torch.uint8, offset=end) if end < len(data) else torch.empty(0)
-    return _unpack(where, data[:end], rest)
+    rest = (
+        torch.frombuffer(data, dtype=torch.uint8, offset=end) if end < len(data) else torch.empty(0, dtype=torch.uint8)
+    )
+    return _unpack(where, data[:end], rest, seal)
 
 
 def peek_metadata(path: Path) -> dict[str, str]:
@@ -171,7 +185,7 @@ def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"checksum": _ZEROS.decode(), **metadata}}
+    entries: dict[str, Any] = {"__metadata__": {"seal": _ZEROS.decode(), **metadata}}
     begin = 0
     for name, tensor in tensors:
         end = begin + tensor.nbytes
@@ -186,34 +200,27 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-def _checksum(head: bytes | bytearray, *rest: memoryview) -> bytes:
-    """Return the XXH3-128 of everything, with the checksum's own digits replaced by zeros."""
-    view = memoryview(head)
-    state = xxhash.xxh3_128()
-    state.update(view[: _CHECKSUM.start])
-    state.update(_ZEROS)
-    state.update(view[_CHECKSUM.stop :])
-    for part in rest:
-        state.update(part)
-    return str(state.hexdigest()).encode()
-
-
 def _end_of_head(length: bytes | bytearray, num_bytes: int) -> int:
     """Return the bytes before the data in a file of `num_bytes`. length: its first 8 bytes, which may be damaged"""
     return min(8 + int.from_bytes(length, "little"), num_bytes)
 
 
-def _unpack(where: str, head: bytes | bytearray, data: Tensor) -> Container:
-    whole = len(head) >= _CHECKSUM.stop and head[8 : _CHECKSUM.start] == _PREFIX
-    if not whole or _checksum(head, memoryview(data.numpy())) != head[_CHECKSUM]:  # type: ignore[arg-type]
-        raise DamagedBlockError(f"{where}: the bytes do not match their checksum; the block has to be computed again")
-    try:  # the checksum is right, so anything invalid was written so
+def _unpack(where: str, head: bytes | bytearray, data: Tensor, seal: FileSeal) -> Container:
+    mark, blank = bytes(head[_MARK]), head[: _MARK.start] + _ZEROS + head[_MARK.stop :]
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
+    if head[8 : _MARK.start] != _PREFIX or not seal.opens(mark, blank, view):
+        raise DamagedBlockError(
+            f"{where}: damaged, or not sealed by this store under this name; the block has to be computed again"
+        )
+    try:  # the seal is whole, so anything invalid was written so
         header = json.loads(head[8:])
-        metadata = header.pop("__metadata__")
+        metadata: dict[str, str] = header.pop("__metadata__")
+        del metadata["seal"]
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("its metadata are not all texts")
         tensors = {name: _tensor(data, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise DamagedBlockError(f"{where}: not a block file ({error}); the block has to be computed again") from error
-    del metadata["checksum"]
     return Container(tensors, metadata)
 
 

@@ -254,7 +254,7 @@ def _encodable(part: Part, block: KVBlock) -> Tensor:
     if numbers.numel() and not bool(numbers.float().abs().amax() <= LARGEST):
         layer = next(i for i, one in enumerate(numbers.float()) if not bool((one.abs() <= LARGEST).all()))
         raise UnencodableBlockError(
-            f"{part} of layer {layer} hold NaN, an infinity or a number beyond {LARGEST:.0e}, which only codec 'raw' "
-            "keeps; a model in float16 may have overflowed: load it with dtype bfloat16 or float32"
+            f"{part} of layer {layer} hold NaN, an infinity or a number beyond {LARGEST:.0e}, which this codec does "
+            "not keep; a model in float16 may have overflowed: load it with dtype bfloat16 or float32"
         )
     return numbers

@@ -348,7 +348,9 @@ def open_retriever(
     found = open_embedder(store.documents, embedder, device)
     if isinstance(reranker, str | Path):
         reranker = load_reranker(reranker, device)
-    retriever = Retriever.open(store.documents, store.layout.index, found, kind=config.index, reranker=reranker)
+    retriever = Retriever.open(
+        store.documents, store.layout.index, found, kind=config.index, reranker=reranker, seal=store.kv.seal
+    )
     refuse_other_embedder(store.documents, found)  # after the check of names, whose errors say more
     return retriever
 
@@ -358,7 +360,7 @@ def open_workers(store: StoreParts, config: StoreConfig, chosen: WorkersConfig) 
     bound = store.documents.properties()
     remote = (config.remote or str(bound["remote"])) if "remote" in bound else None
     root, owner = store.layout.kv.absolute(), str(bound.get("database_id", ""))
-    return chosen.workers(partial(open_kv_to_fill, root, config, remote, owner, store.documents.basis))
+    return chosen.workers(partial(open_kv_to_fill, root, config, store.kv.seal, remote, owner, store.documents.basis))
 
 
 def open_model(

@@ -1,19 +1,34 @@
-"""Checks and repairs a store. It needs no models."""
+"""Checks and repairs a store. It needs no models, unless blocks are to be computed anew."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from random import sample
+from typing import TYPE_CHECKING, Any
 
+from ragcache.codecs.block_file import codec_of
 from ragcache.engine.store_config import StoreParts
-from ragcache.errors import DamagedBlockError, DamagedIndexError, MissingBlockError, SchemaVersionError
+from ragcache.errors import (
+    ConfigError,
+    DamagedBlockError,
+    DamagedIndexError,
+    MissingBlockError,
+    SchemaVersionError,
+)
+from ragcache.kv.block import KVBlock
+from ragcache.lazy_torch import torch
 from ragcache.models.machine import advice_on
 from ragcache.retrieval.faiss_kinds import Stored
 from ragcache.retrieval.open_index import open_table
 from ragcache.retrieval.vector_index import KINDS, VectorIndex
 from ragcache.store.kv_store import collect_garbage
 
+if TYPE_CHECKING:
+    from ragcache.ingest.encoder import ModelEncoder
+
+log = logging.getLogger(__name__)
 OTHER_VECTORS = "rebuilt: it held other vectors than the documents"
 
 
@@ -31,6 +46,8 @@ class DoctorReport:
     index:    "sound", "absent" (nothing to search), or why it was rebuilt
     expired:  keys of blocks whose time to live was over; dropped
     gives_up: whether the store's disk tier may evict blocks
+    recomputed: how many blocks were computed anew and compared
+    different: keys of those that held other numbers; dropped
     advice:   about the store's dtype on this machine; None: no advice
     """
 
@@ -43,30 +60,49 @@ class DoctorReport:
     index: str
     expired: list[str] = field(default_factory=list)
     gives_up: bool = False
+    recomputed: int = 0
+    different: list[str] = field(default_factory=list)
     advice: str | None = None
 
     @property
     def sound(self) -> bool:
         """Return whether there was nothing to repair."""
         missing = self.missing and not self.gives_up
-        repaired = self.damaged or missing or self.orphans or self.leftovers
+        repaired = self.damaged or self.different or missing or self.orphans or self.leftovers
         return not repaired and self.index in ("sound", "absent")
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "sound": self.sound}
 
 
-def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30.0) -> DoctorReport:
+def doctor(
+    store: StoreParts,
+    *,
+    index_kind: str = "flat",
+    timeout_s: float = 30.0,
+    recompute: int = 0,
+    encoder: ModelEncoder | None = None,
+) -> DoctorReport:
     """Verify every block and the index; drop damaged and unreferenced blocks, and rebuild the index.
 
+    recompute: how many blocks, chosen at random, are computed anew by `encoder` and compared: numbers may differ by the
+               codec's bound and by what arithmetic rounds
+
     Everything that is dropped can be computed again: chunks keep their text, and a dropped block is made on first use.
-    Raises StoreBusyError, StoreReadOnlyError, StoreFullError.
+    Raises StoreBusyError, StoreReadOnlyError, StoreFullError; ConfigError if there is no encoder for `recompute`.
     """
+    if recompute and (encoder is None or not encoder.recipe.is_dense):
+        raise ConfigError(
+            "recompute compares whole KV with the model's: open the store with its models (RagCache.open), and "
+            "a store that keeps all of its KV",
+            "recompute",
+        )
     with store.layout.writer(timeout_s):
         collect_garbage(store.documents, store.kv)
         expired = store.kv.expire()
         referenced = store.documents.handles()
         damaged, newer, checked = _verify_blocks(store)
+        recomputed, different = (0, []) if encoder is None else _compare(store, encoder, recompute)
         orphans = [key for key in list(store.kv.keys()) if key not in referenced and key not in newer]
         for key in orphans:
             store.kv.delete(key)
@@ -74,7 +110,20 @@ def doctor(store: StoreParts, *, index_kind: str = "flat", timeout_s: float = 30
         leftovers = store.kv.sweep(0.0)
         index = _check_index(store, index_kind)
     advice = advice_on(store.documents.properties().get("model_dtype"))
-    return DoctorReport(checked, damaged, missing, orphans, newer, leftovers, index, expired, store.kv.gives_up, advice)
+    return DoctorReport(
+        checked,
+        damaged,
+        missing,
+        orphans,
+        newer,
+        leftovers,
+        index,
+        expired,
+        store.kv.gives_up,
+        recomputed,
+        different,
+        advice,
+    )
 
 
 def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
@@ -91,6 +140,46 @@ def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
         except MissingBlockError:  # deleted by a reader that found it damaged a moment ago
             continue
     return damaged, newer, checked
+
+
+def _compare(store: StoreParts, encoder: ModelEncoder, count: int) -> tuple[int, list[str]]:
+    """Compute the blocks of `count` chunks anew, chosen at random. Return how many were compared, and the keys of those
+    that hold other numbers, which are dropped."""
+    chunks = [chunk for one in store.documents.documents() for chunk in store.documents.chunks_of(one.id)]
+    compared, different = 0, list[str]()
+    for chunk in encoder.with_neighbours(sample(chunks, len(chunks)) if count else []):
+        key = encoder.key(chunk.token_ids, chunk.neighbours)
+        stored = store.kv.read(key) if chunk.handle == key else None  # else it was made under other options
+        if stored is None:
+            continue
+        compared += 1
+        (block,) = encoder.encode([chunk.token_ids], [chunk.neighbours])
+        if not _agree(stored, block):
+            log.warning(
+                "block %s of chunk %s is not its text's; dropped, and computed again when it is needed", key, chunk.id
+            )
+            store.kv.delete(key)
+            different.append(key)
+        if compared == count:
+            break
+    return compared, different
+
+
+def _agree(stored: KVBlock, block: KVBlock) -> bool:
+    """Return whether a stored block is this one, but for its codec and for what batches of other sizes round."""
+    if (stored.layers, stored.num_tokens) != (block.layers, block.num_tokens):
+        return False
+    bound = codec_of(stored).error_bound(block)
+    rounding = torch.finfo(block.dtype).eps ** 0.5
+    for layer in range(block.num_layers):
+        for one, other in (
+            (stored.layer_keys(layer), block.layer_keys(layer)),
+            (stored.layer_values(layer), block.layer_values(layer)),
+        ):
+            own = other.float().cpu()
+            if own.numel() and bool((one.float().cpu() - own).abs().max() > bound + rounding * own.abs().max()):
+                return False
+    return True
 
 
 def _forget_missing(store: StoreParts) -> list[str]:
@@ -130,7 +219,7 @@ def _check_index(store: StoreParts, kind: str) -> str:
     if reason is None:
         return "sound"
     generation = store.documents.generation()
-    index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
+    index = VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored, seal=store.kv.seal)
     index.follow(store.documents)
     index.generation = generation
     index.save(store.layout.index)
@@ -143,7 +232,7 @@ def _index_fault(store: StoreParts, stored: Stored) -> str | None:
     if not path.exists():
         return "rebuilt: it was absent"
     try:
-        index = VectorIndex.load(path, stored)
+        index = VectorIndex.load(path, stored, store.kv.seal)
     except DamagedIndexError as error:
         return f"rebuilt: {error}"
     if index.ids != store.documents.vector_ids():

@@ -51,7 +51,8 @@ class Info:
 
 def info(store: StoreParts, usage: UsageLog) -> Info:
     stats, counts, bound = store.kv.stats(), store.documents.counts(), store.documents.properties()
-    usage.record(stats)
+    if not store.kv.read_only:
+        usage.record(stats)
     near = NeighbourChoice.of(bound.get(NEIGHBOURS))
     seen = usage.read()
     return Info(

@@ -497,7 +497,7 @@ class RagCache(Store):
         if (loader := self._parts.loader) is not None:
             loader.close()
             figures = loader.rates.figures()
-            if loader.chooses and figures.is_measured and not self.config.read_only:
+            if loader.chooses and figures.is_measured and not self.config.read_only and self.store.layout.exists():
                 figures.write(self.store.rates, machine_key(self._parts.block_keys.encoder.lm))
         super()._let_go()
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -18,7 +19,10 @@ from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import ALWAYS, AUTO, LOADS, NEVER, Rates
 from ragcache.errors import (
     NoSuchDocumentError,
+    StaleBlockError,
     StoreBusyError,
+    StoreError,
+    StoreFailedError,
     StoreFullError,
     StoreNotFoundError,
     StoreReadOnlyError,
@@ -26,9 +30,11 @@ from ragcache.errors import (
     check_choice,
     check_least,
 )
+from ragcache.fusion.fuse import check_block
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock, part_of_block
 from ragcache.models.deadline import LIMIT
+from ragcache.models.kvzip import num_kept
 from ragcache.runtime import work_alone
 from ragcache.store.counters import Loaded
 from ragcache.store.documents import DocumentStore
@@ -45,7 +51,14 @@ POLL_S = 0.02
 # A block that is read ahead must arrive before retrieval has ranked.
 AHEAD_S = 0.25
 # Errors of keeping a block that may not recur at the next question, or the next day.
-NOT_KEPT = (StoreReadOnlyError, StoreFullError, StoreBusyError, StoreUnreachableError, StoreNotFoundError)
+NOT_KEPT = (
+    StoreReadOnlyError,
+    StoreFullError,
+    StoreFailedError,
+    StoreBusyError,
+    StoreUnreachableError,
+    StoreNotFoundError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,7 +389,7 @@ class _Question:
             if self._closed:
                 return
             try:
-                if (loaded := None if done.cancelled() else done.result()) is None:
+                if (loaded := self._checked(handle, None if done.cancelled() else done.result())) is None:
                     self._absent.add(handle)
                     self._plan.lost(handle)
                 else:
@@ -386,6 +399,19 @@ class _Question:
             except BaseException as error:
                 self._error = error
             self._changed.notify_all()
+
+    def _checked(self, handle: str, loaded: Loaded | None) -> Loaded | None:
+        """Return what was read if it is a block of the passage's text and of the model's shape; else drop it."""
+        if loaded is None:
+            return None
+        recipe, ids = self._encoder.recipe, self.chunks[handle].token_ids
+        tokens = len(recipe.marked(ids))
+        try:
+            check_block(self._encoder.lm, "a passage", loaded.block, tokens, num_kept(recipe, tokens))
+        except StaleBlockError as error:
+            self._kv.reject(handle, error)
+            return None
+        return loaded
 
     def _compute(self, batch: Sequence[str], started: float) -> None:
         """Compute blocks, keep them, and learn how long it took to make blocks as they would have been read.
@@ -444,6 +470,8 @@ class _Question:
             self._forget(handle)
         except NOT_KEPT as error:
             log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
+            with suppress(StoreError, OSError):  # the block may be stored, and its chunk not name it
+                self._forget(handle)
             stored = self._kv.put(handle, block, "memory")
         return stored
 

@@ -145,6 +145,13 @@ class StoreConfig(Config):
     foreign_cache: Annotated[
         int, Size("--foreign-cache", "Disk budget for KV of prompts, and of passages that are no document's; 0: none.")
     ] = 10 << 30
+    encrypt: Annotated[
+        bool | None,
+        Option(
+            "--encrypt/--no-encrypt",
+            "Encrypt a new store's KV and index (AES-256-GCM); as it was made if not given.",
+        ),
+    ] = None
     neighbours: Annotated[
         int | None,
         Option(

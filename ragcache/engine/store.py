@@ -108,7 +108,8 @@ class Store:
         absent = AbsentEmbedder.of(self.store.documents)
         if absent is None:
             return None
-        return Retriever.open(self.store.documents, self.store.layout.index, absent, kind=self.config.index)
+        store = self.store
+        return Retriever.open(store.documents, store.layout.index, absent, kind=self.config.index, seal=store.kv.seal)
 
     def _forget_deleted(self) -> None:
         """Drop blocks that another process deleted: they may still be in this process's memory (law 10)."""
@@ -176,11 +177,16 @@ class Store:
     def info(self) -> Info:
         return info(self.store, self._usage)
 
-    def doctor(self, *, timeout_s: float = 30.0) -> DoctorReport:
-        """Verify every block and the index, and repair them; see `ragcache.engine.doctor.doctor`."""
+    def doctor(self, *, timeout_s: float = 30.0, recompute: int = 0) -> DoctorReport:
+        """Verify every block and the index, and repair them; see `ragcache.engine.doctor.doctor`.
+
+        recompute: how many blocks, chosen at random, the model computes anew to compare them (`RagCache.open`)
+        """
         from ragcache.engine.doctor import doctor
 
-        return doctor(self.store, index_kind=self.config.index, timeout_s=timeout_s)
+        return doctor(
+            self.store, index_kind=self.config.index, timeout_s=timeout_s, recompute=recompute, encoder=self._encoder
+        )
 
     def close(self) -> None:
         """Write counts and measurements to disk, and release everything. May be called twice; other calls then raise
@@ -194,7 +200,7 @@ class Store:
         self._let_go()
 
     def _let_go(self) -> None:
-        if not self.config.read_only:
+        if not self.config.read_only and self.store.layout.exists():
             self._usage.record(self.store.kv.stats())
         self.store.close()
 

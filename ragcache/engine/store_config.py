@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ragcache.engine.options import StoreConfig
 from ragcache.errors import StoreNotFoundError
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.folder import database_id, open_documents
@@ -38,27 +39,27 @@ class StoreParts(NamedTuple):
 def open_store(path: str | Path, config: StoreConfig, *, create: bool) -> StoreParts:
     """Open the parts of a store's directory.
 
-    Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, DatabaseMismatchError, ConfigError, and
-    StoreError if the remote refuses.
+    Raises StoreNotFoundError, StoreReadOnlyError, SchemaVersionError, SealError, DatabaseMismatchError, ConfigError,
+    and StoreError if the remote refuses.
     """
     layout = StoreLayout(path)
     if config.remote is not None:  # refuse a wrong remote before creating a store
         open_blobs(config.remote).close()
     if create and not config.read_only:
-        layout.create()
+        layout.create(encrypt=bool(config.encrypt))
     elif not layout.exists():
         raise StoreNotFoundError(f"{path}: no store here; ingest something to make one")
-    layout.check()
+    seal = layout.seal(config.encrypt)
     with ExitStack() as undo:
         documents = open_documents(layout, config.database, read_only=config.read_only)
         undo.callback(documents.close)
-        remote = _connect(documents, config)
+        remote = _connect(documents, config, seal)
         if remote is not None:
             undo.callback(remote.close)
-        foreign = open_foreign(layout.foreign, config)
+        foreign = open_foreign(layout.foreign, config, seal, layout.check)
         if foreign is not None:
             undo.callback(foreign.close)
-        kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign)
+        kv = open_kv(layout.kv, config, remote, documents.referenced, documents.basis, foreign, seal, layout.check)
         undo.pop_all()
     return StoreParts(layout, documents, kv)
 
@@ -70,6 +71,8 @@ def open_kv(
     referenced: Callable[[Iterable[str]], set[str]] | None = None,
     basis: str | None = None,
     foreign: KVStore | None = None,
+    seal: Seal = UNSEALED,
+    alive: Callable[[], None] = lambda: None,
 ) -> KVStore:
     """Open a KV store with these settings. Raises ConfigError."""
     return KVStore(
@@ -87,10 +90,14 @@ def open_kv(
         trace=config.trace,
         read_only=config.read_only,
         foreign=foreign,
+        seal=seal,
+        alive=alive,
     )
 
 
-def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
+def open_foreign(
+    root: Path, config: StoreConfig, seal: Seal = UNSEALED, alive: Callable[[], None] = lambda: None
+) -> KVStore | None:
     """Open the KV store of blocks that belong to no document, or return None if its budget is 0.
 
     They are evicted like other blocks. It has no codec, because the store's codec has already processed its blocks.
@@ -104,11 +111,13 @@ def open_foreign(root: Path, config: StoreConfig) -> KVStore | None:
         ttl_s=config.ttl_s,
         eviction=config.eviction,
         read_only=config.read_only,
+        seal=seal,
+        alive=alive,
     )
 
 
 def open_kv_to_fill(
-    root: Path, config: StoreConfig, remote: str | None = None, owner: str = "", basis: str | None = None
+    root: Path, config: StoreConfig, seal: Seal, remote: str | None = None, owner: str = "", basis: str | None = None
 ) -> KVStore:
     """Open the store's KV in a process that only writes blocks: it keeps none in memory, and writes no trace.
 
@@ -117,10 +126,10 @@ def open_kv_to_fill(
     Raises the errors of `Connection.check`.
     """
     alone = replace(config, database=None, remote=None, memory_bytes=0, device_bytes=0, trace=None)
-    return open_kv(root, alone, None if remote is None else connect(remote, owner), basis=basis)
+    return open_kv(root, alone, None if remote is None else connect(remote, owner, seal), basis=basis, seal=seal)
 
 
-def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None:
+def _connect(documents: DocumentStore, config: StoreConfig, seal: Seal) -> Connection | None:
     """Connect the requested remote, or the remote that the store was created with.
 
     Otherwise that remote's blocks would outlive their documents. Only stores of the same database may share a remote,
@@ -133,7 +142,7 @@ def _connect(documents: DocumentStore, config: StoreConfig) -> Connection | None
     with closing(open_blobs(url)) as named:
         if bound is not None:
             documents.bind("remote", named.where)
-        connection = connect(url, database_id(documents), read_only=config.read_only)
+        connection = connect(url, database_id(documents), seal, read_only=config.read_only)
         try:
             documents.bind("remote", named.where)
         except BaseException:

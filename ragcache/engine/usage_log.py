@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
+from ragcache.errors import StoreError
 from ragcache.files import atomic_write, write_all
 from ragcache.store.counters import KVStats
 
@@ -53,7 +54,7 @@ class UsageLog:
                 with atomic_write(self.path) as file:
                     write_all(file, json.dumps(dict(total)).encode())
             self._counted = now
-        except (OSError, Timeout) as error:
+        except (OSError, Timeout, StoreError) as error:
             log.warning("%s: hit counts are not recorded (%s)", self.path, error)
 
     def _load(self) -> Counter[str]:

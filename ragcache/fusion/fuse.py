@@ -248,7 +248,7 @@ def prefill(
     if prefix_block is not None and layout.separate:
         if exact is not None:
             raise ConfigError("prefix_block and exact exclude each other: both are the prefix's KV; give one")
-        _check_block(lm, "the prefix", prefix_block, len(prefix_ids))
+        check_block(lm, "the prefix", prefix_block, len(prefix_ids))
         exact = ExactBlock(prefix_block, lm.rope, lm.shape)
     if exact is not None:
         must_run = 1 if evict is None else suffix_tokens
@@ -454,10 +454,10 @@ def _check_blocks(
             "to be placed; pass one a chunk"
         )
     for rank, (block, chunk) in enumerate(zip(blocks, chunks, strict=True)):
-        _check_block(lm, f"chunk {rank}", block, len(chunk), num_kept(recipe, len(chunk)))
+        check_block(lm, f"chunk {rank}", block, len(chunk), num_kept(recipe, len(chunk)))
 
 
-def _check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
+def check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
     """Raise StaleBlockError if the block does not fit the model or the text.
 
     held: tokens that each head should hold, as a mean over the layers; None: all tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from ragcache.errors import (
     IngestError,
     PromptError,
     ReaderError,
+    StoreError,
 )
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import TextChunk, headings_above
@@ -39,6 +41,7 @@ from ragcache.models.deadline import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
+log = logging.getLogger(__name__)
 Input = str | os.PathLike[str] | SourceFile | Document
 
 
@@ -101,6 +104,7 @@ class IngestRun:
         self._done = {"embed": 0, "encode": 0, "commit": 0}
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
+        self._uncommitted: set[str] = set()  # keys of blocks that no chunk may name yet
 
     def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
         started = time.perf_counter()
@@ -112,18 +116,33 @@ class IngestRun:
                 self._foretell(window)
             self._remove_vanished()
         else:
-            # A killed run may have left replaced blocks undeleted, and commits that the index has not seen.
-            self.to.collect_garbage()
-            self.to.retriever.refresh()
-            jobs = ((window, self._job(window)) for window in self._windows(given))
-            for window, vectors in self._work.compute(jobs):
-                self._commit_window(window, vectors)
-            self.to.collect_garbage()  # blocks of documents that moved ones have replaced
-            self._save_index(force=True)
-            self._remove_vanished()
-            self._encode_behind_neighbours()
+            try:
+                # A killed run may have left replaced blocks undeleted, and commits that the index has not seen.
+                self.to.collect_garbage()
+                self.to.retriever.refresh()
+                jobs = ((window, self._job(window)) for window in self._windows(given))
+                for window, vectors in self._work.compute(jobs):
+                    self._commit_window(window, vectors)
+                    self._uncommitted.difference_update(*(one.keys for one in window))
+                self.to.collect_garbage()  # blocks of documents that moved ones have replaced
+                self._save_index(force=True)
+                self._remove_vanished()
+                self._encode_behind_neighbours()
+            except BaseException:
+                self._drop_uncommitted()
+                raise
         self.report.seconds.total_s = time.perf_counter() - started
         return self.report
+
+    def _drop_uncommitted(self) -> None:
+        """Delete the blocks that a failed run has written for documents that it has not stored."""
+        try:
+            for key in self._uncommitted - self.to.documents.referenced(self._uncommitted):
+                self.to.kv.delete(key)
+        except (StoreError, OSError) as error:
+            log.warning(
+                "blocks of documents that were not stored may be left; `ragcache doctor` collects them: %s", error
+            )
 
     # Reading
 
@@ -314,6 +333,7 @@ class IngestRun:
         wanted = {key: chunk.token_ids for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
         self._say("skip", sum(one.num_tokens for one in window) - sum(map(len, wanted.values())))
         self._calibrate(wanted)
+        self._uncommitted |= wanted.keys()
         return EncodeJob(texts, wanted)
 
     def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
@@ -343,6 +363,7 @@ class IngestRun:
         behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
         self._total["encode"] += sum(map(len, wanted.values()))
         self._calibrate(wanted)
+        self._uncommitted |= wanted.keys()
         for done, _ in self._work.compute([(keys, EncodeJob([], wanted, behind))]):
             with self.report.seconds.timed("commit_s"):
                 handles = {chunk.id: key for chunk, key in zip(chunks, done, strict=True)}

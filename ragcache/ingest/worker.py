@@ -193,17 +193,26 @@ class Worker:
         behind = {key: job.neighbours.get(key, ()) for key in missing}
         read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
         writes: list[Future[None]] = []
-        for batch in plan_batches(read, self.batch_tokens or self.block_keys.encoder.batch_tokens) if missing else ():
-            keys = [missing[rank] for rank in batch]
-            with report.seconds.timed("encode_s"):
-                blocks = self.block_keys.encoder.encode([wanted[key] for key in keys], [behind[key] for key in keys])
-            _wait(writes)  # writes of the previous batch: at most two batches are in memory
-            writes = [
-                self._writing.submit(self._write, key, block, report) for key, block in zip(keys, blocks, strict=True)
-            ]
-            report.computed_tokens += sum(read[rank] for rank in batch)
-            say("encode", sum(len(wanted[key]) for key in keys))
-        _wait(writes)
+        try:
+            for batch in (
+                plan_batches(read, self.batch_tokens or self.block_keys.encoder.batch_tokens) if missing else ()
+            ):
+                keys = [missing[rank] for rank in batch]
+                with report.seconds.timed("encode_s"):
+                    blocks = self.block_keys.encoder.encode(
+                        [wanted[key] for key in keys], [behind[key] for key in keys]
+                    )
+                _wait(writes)  # writes of the previous batch: at most two batches are in memory
+                writes = [
+                    self._writing.submit(self._write, key, block, report)
+                    for key, block in zip(keys, blocks, strict=True)
+                ]
+                report.computed_tokens += sum(read[rank] for rank in batch)
+                say("encode", sum(len(wanted[key]) for key in keys))
+            _wait(writes)
+        except BaseException:
+            wait(writes)  # a failed run deletes what it has written, and nothing may be written after that
+            raise
         while not wait([embedding], POLL_S).done:
             LIMIT.get().check()
         vectors = embedding.result()

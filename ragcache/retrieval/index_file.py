@@ -2,12 +2,13 @@
 
     offset  bytes
     0       8     magic "RAGCIDX1"
-    8       16    XXH3-128 over everything that follows
-    24      8     length of the header, little-endian
-    32      n     header: JSON (IndexHeader)
-    32+n    ...   faiss.serialize_index
+    8       84    mark of the store's seal (`ragcache.seal`)
+    92      8     length of the header, little-endian
+    100     n     header: JSON (IndexHeader)
+    100+n   ...   faiss.serialize_index
 
-FAISS trusts the lengths that it reads, so a damaged file could crash the process. That is why the checksum comes first.
+FAISS trusts the lengths that it reads, so a damaged file could crash the process. That is why the seal is checked
+first.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from ragcache.errors import DamagedIndexError
 from ragcache.files import atomic_write, is_leftover, write_all
+from ragcache.seal import MARK_LENGTH, Seal
 
-MAGIC = b"RAGCIDX1"
-_BODY = len(MAGIC) + 16
+MAGIC = b"RAGCIDX2"
+_BODY = len(MAGIC) + MARK_LENGTH
+_NAME = "index"
 
 
 class IndexHeader(NamedTuple):
@@ -41,34 +42,33 @@ class IndexHeader(NamedTuple):
     removed: list[int]
 
 
-def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview) -> None:
+def write_index(path: Path, header: IndexHeader, payload: bytes | memoryview, seal: Seal) -> None:
     """Replace the file at `path` atomically: a kill at any instant leaves the old file or the new file.
 
     Raises StoreFullError, StoreReadOnlyError.
     """
     text = json.dumps(header._asdict(), sort_keys=True).encode()
     length = struct.pack("<Q", len(text))
-    digest = xxhash.xxh3_128()
-    for part in (length, text, payload):
-        digest.update(part)
+    mark, parts = seal.of(_NAME).close(length + text, [memoryview(payload)])
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         if is_leftover(leftover, older_than_s=0):
             leftover.unlink(missing_ok=True)
     with atomic_write(path) as file:
-        for part in (MAGIC, digest.digest(), length, text, payload):
+        write_all(file, MAGIC + mark + length + text)
+        for part in parts:
             write_all(file, part)
 
 
-def read_index(path: Path) -> tuple[IndexHeader, memoryview]:
+def read_index(path: Path, seal: Seal) -> tuple[IndexHeader, memoryview]:
     """Return the file's header and the bytes for FAISS. Raises DamagedIndexError unless every byte is as written."""
     try:
-        data = memoryview(path.read_bytes())
+        data = memoryview(bytearray(path.read_bytes()))
     except OSError as error:
         raise DamagedIndexError(f"{path}: cannot be read ({error.strerror}); it is rebuilt from the store") from error
     if len(data) < _BODY + 8 or data[: len(MAGIC)] != MAGIC:
         raise DamagedIndexError(f"{path}: not a vector index of this version; it is rebuilt from the store")
-    if xxhash.xxh3_128(data[_BODY:]).digest() != data[len(MAGIC) : _BODY]:
-        raise DamagedIndexError(f"{path}: bytes do not match their checksum; it is rebuilt from the store")
     (length,) = struct.unpack_from("<Q", data, _BODY)
-    start = _BODY + 8
-    return IndexHeader(**json.loads(bytes(data[start : start + length]))), data[start + length :]
+    start, end = _BODY + 8, min(_BODY + 8 + length, len(data))
+    if not seal.of(_NAME).opens(bytes(data[len(MAGIC) : _BODY]), bytes(data[_BODY:end]), data[end:]):
+        raise DamagedIndexError(f"{path}: damaged, or not sealed by this store; it is rebuilt from the store")
+    return IndexHeader(**json.loads(bytes(data[start:end]))), data[end:]

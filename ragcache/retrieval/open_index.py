@@ -10,6 +10,7 @@ from pathlib import Path
 from ragcache.errors import DamagedIndexError, check_choice
 from ragcache.plugins import load
 from ragcache.retrieval.vector_index import KINDS, SearchIndex, TableIndex, VectorIndex
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.documents import DocumentStore
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,9 @@ INDEXES: dict[str, Callable[..., TableIndex] | str] = {"pgvector": "ragcache_pos
 `stored=`, which mean the same as for `VectorIndex`."""
 
 
-def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int) -> SearchIndex:
+def open_index(
+    documents: DocumentStore, path: Path, kind: str, embedder: str, dimension: int, seal: Seal = UNSEALED
+) -> SearchIndex:
     """Return the index saved at `path`, not yet brought up to date.
 
     The index is empty if the file is absent, damaged, or of another kind or embedder. Kind "pgvector" is a table of the
@@ -28,13 +31,13 @@ def open_index(documents: DocumentStore, path: Path, kind: str, embedder: str, d
         return open_table(documents, kind, embedder, dimension)
     stored = partial(documents.vectors_by_ids, dimension=dimension)
     try:
-        saved = VectorIndex.load(path, stored) if path.exists() else None
+        saved = VectorIndex.load(path, stored, seal) if path.exists() else None
     except DamagedIndexError as error:
         log.warning("%s", error)
         saved = None
     if saved is not None and (saved.embedder, saved.dimension, saved.kind) == (embedder, dimension, kind):
         return saved
-    return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored)
+    return VectorIndex(dimension, kind=kind, embedder=embedder, stored=stored, seal=seal)
 
 
 def open_table(documents: DocumentStore, kind: str, embedder: str, dimension: int) -> TableIndex:

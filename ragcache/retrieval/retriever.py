@@ -20,6 +20,7 @@ from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.search import SEARCHES, Search
 from ragcache.retrieval.vector_index import SearchIndex
 from ragcache.retrieval.windows import embed_question
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk
@@ -102,15 +103,16 @@ class Retriever:
         *,
         kind: str = "flat",
         reranker: Reranker | None = None,
+        seal: Seal = UNSEALED,
     ) -> Retriever:
         """Return a retriever over the index saved at `path`, brought up to date.
 
-        The index is rebuilt from SQL if the file is absent, damaged, or of another kind or embedder. Nothing is
-        written, except to the table of kind "pgvector".
+        The index is rebuilt from SQL if the file is absent, damaged, of another seal, or of another kind or embedder.
+        Nothing is written, except to the table of kind "pgvector".
 
         Raises EmbedderMismatchError, ConfigError (kind), StoreNotFoundError.
         """
-        index = open_index(documents, path, kind, embedder.name, embedder.dimension)
+        index = open_index(documents, path, kind, embedder.name, embedder.dimension, seal)
         retriever = cls(documents, index, embedder, reranker)
         retriever.refresh()
         return retriever

@@ -16,6 +16,7 @@ from ragcache.errors import ConfigError, DamagedIndexError, check_least
 from ragcache.plugins import load
 from ragcache.retrieval.faiss_kinds import Flat, Hnsw, Ids, IdSet, IndexKind, Stored, Vectors, faiss
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
@@ -79,14 +80,24 @@ class VectorIndex:
     embedder:   name of the model that made the vectors; saved in the file
     generation: generation of the SQL store that the index reflects, -1 for none; saved in the file
     saved_generation: generation of the file last written or read; None without a file
+    seal:       of the store, for the file
     """
 
-    def __init__(self, dimension: int, *, kind: str = "flat", embedder: str = "", stored: Stored | None = None) -> None:
+    def __init__(
+        self,
+        dimension: int,
+        *,
+        kind: str = "flat",
+        embedder: str = "",
+        stored: Stored | None = None,
+        seal: Seal = UNSEALED,
+    ) -> None:
         make = load("index kind", kind, KINDS)
         check_least("dimension", dimension, 1)
         self.kind = kind
         self.dimension = dimension
         self.embedder = embedder
+        self.seal = seal
         self.generation = -1
         self.saved_generation: int | None = None
         self._lock = threading.RLock()
@@ -204,15 +215,15 @@ class VectorIndex:
             removed = sorted(self._index.removed)
             header = IndexHeader(self.kind, self.dimension, self.embedder, self.generation, removed)
             payload = memoryview(faiss.serialize_index(self._index.faiss))
-        write_index(path, header, payload)
+        write_index(path, header, payload, self.seal)
         self.saved_generation = header.generation
 
     @classmethod
-    def load(cls, path: Path, stored: Stored | None = None) -> VectorIndex:
+    def load(cls, path: Path, stored: Stored | None = None, seal: Seal = UNSEALED) -> VectorIndex:
         """Load the index saved at `path`. Raises DamagedIndexError if the file is absent or any byte differs."""
-        header, payload = read_index(path)
+        header, payload = read_index(path, seal)
         try:
-            index = cls(header.dimension, kind=header.kind, embedder=header.embedder, stored=stored)
+            index = cls(header.dimension, kind=header.kind, embedder=header.embedder, stored=stored, seal=seal)
             saved = faiss.deserialize_index(np.frombuffer(payload, dtype=np.uint8))
         except (ConfigError, RuntimeError) as error:
             raise DamagedIndexError(f"{path}: {error}; it is rebuilt from the store") from error

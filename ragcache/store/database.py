@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -52,7 +53,11 @@ class Database:
         self.home = Home(f"{self.where}: this store was opened", "open it")
         build = self._sqlite_engine if _is_sqlite(parsed) else self._postgres_engine
         self._engine = build(parsed)
+        self._file: tuple[int, int] | None = None
         try:
+            if self.dialect == "sqlite" and not read_only:
+                self._use_wal()  # makes the file
+            self._file = self._present_file()
             self._prepare()
         except BaseException:
             self._engine.dispose()
@@ -81,6 +86,10 @@ class Database:
         self.home.check()
         if self.read_only:
             raise StoreReadOnlyError(f"{self.where}: opened read-only; open it for writing to change it")
+        if self._file != self._present_file():  # SQLite would write on, into a file that nobody finds any more
+            raise StoreNotFoundError(
+                f"{self.where}: the database was removed or replaced since it was opened; open the store again"
+            )
         with self._translated_write_errors(), self._engine.connect() as connection:
             connection.execution_options(ragcache_writes=True)
             with connection.begin():
@@ -97,8 +106,6 @@ class Database:
             with self.read() as connection:
                 schema.check(connection, self.where)
             return
-        if self.dialect == "sqlite":
-            self._use_wal()
         with self.write() as connection:
             schema.prepare(connection, self.where, create=self._create)
 
@@ -113,6 +120,16 @@ class Database:
             if self.dialect != "sqlite" or not Path(self.where).absolute().parent.is_dir():
                 raise
             raise StoreReadOnlyError(f"{self.where}: cannot be written; check its permissions") from error
+
+    def _present_file(self) -> tuple[int, int] | None:
+        """Return what identifies SQLite's file; None without such a file."""
+        if self.dialect != "sqlite":
+            return None
+        try:
+            status = os.stat(self.where)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def _use_wal(self) -> None:
         """Switch to a write-ahead log, so that readers see the last commit while a writer works. The file keeps the
@@ -215,8 +232,8 @@ def _sqlite_uri(path: Path, read_only: bool) -> str:
 
 
 def _is_frozen(path: Path, uri: str) -> bool:
-    """Return whether no write-ahead log exists or can be created beside the file (a read-only medium). SQLite would
-    then refuse to open the file, and no process can be writing it."""
+    """Return whether no write-ahead log exists or can be created beside the file (a read-only medium, a full disk).
+    SQLite would then refuse to open the file, and no process can be writing it."""
     log = path.with_name(path.name + "-wal")
     if log.exists() and log.stat().st_size:
         return False
@@ -224,7 +241,12 @@ def _is_frozen(path: Path, uri: str) -> bool:
         with closing(sqlite3.connect(f"{uri}?mode=ro", uri=True)) as connection:
             connection.execute("SELECT 1 FROM sqlite_master")
     except sqlite3.OperationalError as error:
-        return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        return error.sqlite_errorcode & 0xFF in (
+            sqlite3.SQLITE_CANTOPEN,
+            sqlite3.SQLITE_READONLY,
+            sqlite3.SQLITE_FULL,
+            sqlite3.SQLITE_IOERR,
+        )
     except sqlite3.DatabaseError:  # not a database: reading it raises the error
         return False
     return False

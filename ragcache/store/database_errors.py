@@ -13,6 +13,7 @@ from ragcache.errors import (
     SchemaVersionError,
     StoreBusyError,
     StoreError,
+    StoreFailedError,
     StoreFullError,
     StoreNotFoundError,
     StoreReadOnlyError,
@@ -35,6 +36,7 @@ _SQLITE: dict[int, _Translation] = {
     sqlite3.SQLITE_READONLY: _READ_ONLY,
     sqlite3.SQLITE_PERM: _READ_ONLY,
     sqlite3.SQLITE_CANTOPEN: _UNREACHABLE,
+    sqlite3.SQLITE_IOERR: (StoreFailedError, "the device fails; look at the system's log"),
     sqlite3.SQLITE_NOTADB: (SchemaVersionError, "not a database of ragcache; name another file"),
     sqlite3.SQLITE_CORRUPT: (StoreError, "the database is damaged; restore it from a copy, or ingest again"),
 }
@@ -49,6 +51,7 @@ _POSTGRES: dict[str, _Translation] = {
     "08": _LOST,
     "57P": _LOST,
     "3D": _UNREACHABLE,
+    "42P01": (StoreNotFoundError, "its tables were removed; restore them from a copy, or make a new store"),
     "28": (StoreError, "the server refuses the login; check user and password"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError, translate_os_errors
-from ragcache.files import STORE_MARK, atomic_write, write_all
+from ragcache.errors import (
+    ConfigError,
+    SchemaVersionError,
+    SealError,
+    StoreBusyError,
+    StoreError,
+    StoreNotFoundError,
+    translate_os_errors,
+)
+from ragcache.files import STORE_MARK, atomic_write, make_directory, write_all
 from ragcache.forks import Home
+from ragcache.seal import VARIABLE, Seal, new_secret, open_seal, write_key
 from ragcache.store.tiers.block_names import BlockFiles
 
 FORMAT_VERSION = 1
@@ -32,7 +42,8 @@ class NamedDatabase(NamedTuple):
 class StoreLayout:
     """Paths below a store's root:
 
-    ragcache.json   says that the directory is a store, of which format, and which database has its documents
+    ragcache.json   says that the directory is a store, of which format and seal, and which database has its documents
+    ragcache.key    the secret that seals blocks and index, unless it is in the environment
     store.sqlite3   documents (unless they are in PostgreSQL)
     kv/             blocks
     index.faiss*    the vector index, derived from the documents
@@ -47,6 +58,7 @@ class StoreLayout:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         self.marker = self.root / STORE_MARK
+        self.key = self.root / "ragcache.key"
         self.database = self.root / "store.sqlite3"
         self.kv = self.root / "kv"
         self.index = self.root / "index.faiss"
@@ -61,9 +73,12 @@ class StoreLayout:
         """Return whether the directory holds a store, of any format."""
         return self.marker.is_file()
 
-    def create(self) -> None:
+    def create(self, *, encrypt: bool = False) -> None:
         """Create a store in the directory, unless it holds one. Raises StoreNotFoundError if the directory holds other
-        files, SchemaVersionError, StoreReadOnlyError, StoreFullError."""
+        files, SchemaVersionError, SealError, StoreReadOnlyError, StoreFullError.
+
+        encrypt: whether a new store encrypts its blocks and its index
+        """
         if not self.exists():
             with translate_os_errors(self.root):
                 taken = self.root.exists() and (not self.root.is_dir() or any(self._foreign_entries()))
@@ -71,13 +86,66 @@ class StoreLayout:
                 if taken and not self.exists():
                     raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
                 if not taken:
-                    self._write_marker({"format": FORMAT_VERSION, "made_by": "ragcache"})
-                    return
+                    make_directory(self.root)
+                    with self._locked(30.0):
+                        self._create(encrypt)
         self.check()
 
     def check(self) -> None:
         """Raise StoreNotFoundError if there is no store, SchemaVersionError if this version cannot read it."""
         self._read_marker()
+
+    def _create(self, encrypt: bool) -> None:
+        if self.exists():  # another process was faster
+            return
+        if VARIABLE not in os.environ and not self.key.exists():
+            write_key(self.key, [new_secret()])
+        seal = open_seal(self.key)
+        self._write_marker({"format": FORMAT_VERSION, "made_by": "ragcache", "seal": seal.id, "encrypt": encrypt})
+
+    def seal(self, encrypt: bool | None = None) -> Seal:
+        """Return the store's seal. Raises SealError if its secret is missing or another, ConfigError if `encrypt` is
+        not what the store was made with."""
+        marker = self._read_marker()
+        encrypts = bool(marker.get("encrypt"))
+        if encrypt not in (None, encrypts):
+            raise ConfigError(
+                f"{self.root}: {'is' if encrypts else 'is not'} encrypted; `ragcache reencrypt` changes that", "encrypt"
+            )
+        seal = open_seal(self.key, encrypts=encrypts)
+        if marker.get("seal") not in seal.known:
+            raise SealError(
+                f"{self.root}: sealed with the key {marker.get('seal')}, not with {seal.id} of {seal.file or VARIABLE}"
+                f"; restore {self.key.name} from a copy, or set {VARIABLE}. Where the key is lost, `ragcache reencrypt "
+                "--lost` makes another, and KV is computed again"
+            )
+        return seal
+
+    def rotate(self, encrypt: bool | None, *, lost: bool = False) -> None:
+        """Seal with a new secret from now on; what others have sealed can be read until `forget_old`.
+
+        encrypt: whether the store encrypts from now on; None: as before
+        lost:    the old secret is lost
+
+        The caller holds the writer lock. Raises ConfigError if the environment holds the secret alone.
+        """
+        marker = self._read_marker()
+        encrypts = bool(marker.get("encrypt")) if encrypt is None else encrypt
+        if VARIABLE in os.environ:
+            seal = open_seal(self.key)
+            if not lost and encrypts == bool(marker.get("encrypt")) and next(reversed(seal.known)) == seal.id:
+                raise ConfigError(
+                    f"write a new key before the old: {VARIABLE}=NEW,OLD, NEW from `openssl rand -hex 32`"
+                )
+        else:
+            write_key(self.key, [new_secret(), *([] if lost else self.seal().known.values())])
+            seal = open_seal(self.key)
+        self._write_marker({**marker, "seal": seal.id, "encrypt": encrypts})
+
+    def forget_old(self) -> None:
+        """Remove the secrets from the key file that seal no longer. The caller holds the writer lock."""
+        if VARIABLE not in os.environ:
+            write_key(self.key, [next(iter(self.seal().known.values()))])
 
     def documents_in(self) -> NamedDatabase | None:
         """Return the database that has the documents, or None if it is not recorded yet. Raises the same errors as
@@ -118,9 +186,17 @@ class StoreLayout:
     def writer(self, timeout_s: float = 30.0) -> Iterator[None]:
         """Hold the store's writer lock against other processes and threads. If its holder is killed, the lock is free.
 
-        The same thread may hold it twice. Raises StoreBusyError, StoreReadOnlyError, ForkedError.
+        The same thread may hold it twice. Raises StoreNotFoundError if the directory was removed, StoreBusyError,
+        StoreReadOnlyError, ForkedError.
         """
         self.home.check()
+        self.check()  # a lock would make the directory anew
+        with self._locked(timeout_s):
+            self.check()
+            yield
+
+    @contextmanager
+    def _locked(self, timeout_s: float) -> Iterator[None]:
         with translate_os_errors(self.lock):
             try:
                 self._lock.acquire(timeout=max(0.0, timeout_s))
@@ -139,5 +215,5 @@ class StoreLayout:
 
     def _foreign_entries(self) -> Iterator[Path]:
         """Yield the directory's entries, except those left by a killed `create`."""
-        own = (self.lock.name, f".{self.marker.name}.")
+        own = (self.lock.name, self.key.name, f".{self.key.name}.", f".{self.marker.name}.")
         return (path for path in self.root.iterdir() if not path.name.startswith(own))

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import StoreBusyError, StoreFullError
+from ragcache.errors import StoreBusyError, StoreFullError, translate_os_errors
+from ragcache.files import make_directory
 from ragcache.store.json_values import as_text, as_values
 
 _T = TypeVar("_T")
@@ -244,7 +245,8 @@ class PassageList:
         if self._opened is None and (create or self.path.exists()):
             mode = "ro" if self._read_only else "rwc"
             if create:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with translate_os_errors(self.path):
+                    make_directory(self.path.parent)
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"
             self._opened = sqlite3.connect(uri, timeout=30.0, uri=True, check_same_thread=False)
             if not self._read_only:

@@ -6,13 +6,22 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.basis import basis_name
-from ragcache.errors import BasisError, DamagedBlockError, MissingBlockError, StoreError, StoreReadOnlyError
+from ragcache.errors import (
+    BasisError,
+    BlockError,
+    DamagedBlockError,
+    MissingBlockError,
+    StoreError,
+    StoreReadOnlyError,
+    UnencodableBlockError,
+)
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.counters import AccessCounts, KVStats, Loaded
 from ragcache.store.documents import DocumentStore
 from ragcache.store.eviction import EvictionPolicy, get_policy
@@ -20,12 +29,15 @@ from ragcache.store.foreign import ForeignUsage, Listed, PassageList
 from ragcache.store.pins import Pins
 from ragcache.store.remote.connection import Connection
 from ragcache.store.retention import Expiry
-from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Tier, get_durable
+from ragcache.store.tiers import CachedTier, DeviceTier, MemoryTier, RemoteTier, Room, Tier, get_durable
 from ragcache.store.tiers.demotion import Demotion
 from ragcache.store.tiers.key_locks import KeyLocks
 from ragcache.store.tiers.stack import Stored, TierStack
 from ragcache.store.trace import TraceWriter
 from ragcache.store.warn_once import WarnOnce
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Where = Literal["durable", "memory", "again", "nowhere"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
@@ -53,6 +65,8 @@ class KVStore:
     read_only:    `put`, `delete` and `sweep` raise StoreReadOnlyError; damaged blocks are not served, but not deleted
     referenced:   returns which of the given keys chunks refer to. With it, this process does not write a block again
                   that another process deleted, and `refresh` keeps a referenced block that only this process holds
+    seal:         of the durable tier's files; the remote has its own
+    alive:        raises StoreNotFoundError once the store was removed, so that no write makes its folder anew
     foreign:      store of the blocks that belong to no document; it is searched after the tiers, and closed with them.
                   `passages` lists its blocks
 
@@ -82,18 +96,23 @@ class KVStore:
         read_only: bool = False,
         referenced: Callable[[Iterable[str]], set[str]] | None = None,
         foreign: KVStore | None = None,
+        seal: Seal = UNSEALED,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.root = Path(root)
         self.read_only = read_only
         self.disk_bytes = disk_bytes
         self.foreign = foreign
+        self.seal = seal
+        self._remote = remote
+        self._alive = alive
         self.passages = None if foreign is None else PassageList(foreign.root, foreign, read_only=foreign.read_only)
         self._new_policy: Callable[[], EvictionPolicy] = lambda: get_policy(eviction, admission)
         self._pins = Pins(self.root)
         self._device_bytes = device_bytes
         open_tier, budget = get_durable(durable), None if read_only else disk_bytes
         self._codec = get_codec(codec, Bases(lambda name: self._durable.get(name), basis))
-        self._durable = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__)
+        self._durable = open_tier(self.root, self._codec, budget, self._new_policy(), self._pins.__contains__, seal)
         if remote is not None:
             self._durable = CachedTier(self._durable, RemoteTier(remote, self._codec), fills=not read_only)
         self._expiry = Expiry(ttl_s, self._durable, writable=not read_only)
@@ -191,6 +210,7 @@ class KVStore:
         """
         if self.foreign is None or self.passages is None or self.foreign.read_only:
             return
+        self.foreign._refuse_if_read_only()
         self.passages.add(*rows)  # before the blocks: a block that is not listed would outlive its documents
         for row, block in zip(rows, blocks, strict=True):
             self.foreign.put(row.handle, block)
@@ -338,12 +358,49 @@ class KVStore:
         orphans."""
         return self._durable.keys()
 
+    def read(self, key: str) -> KVBlock | None:
+        """Return the durable tier's block, and keep it nowhere. Raises DamagedBlockError, SchemaVersionError."""
+        return self._durable.get(key)
+
     def verify(self, key: str) -> None:
         """Read a block from the durable tier and check it, without returning it.
 
         Raises MissingBlockError, DamagedBlockError, SchemaVersionError.
         """
         self._durable.verify(key)
+
+    def reject(self, key: str, error: BlockError) -> None:
+        """Drop a block that was read and is not its passage's, wherever it is held; it is computed again."""
+        for tier in self._tiers.volatile if self.read_only else self._tiers:
+            self._remove(key, tier)
+        log.warning("block %s: %s; dropped", key, error)
+        self._counts.found_damaged()
+
+    def reseal(self) -> tuple[int, int]:
+        """Write every block again, under the secret that seals now. Return how many were written, and how many were
+        dropped because no secret of the store opens them.
+
+        The caller holds the store's writer lock. Raises StoreFullError, StoreReadOnlyError, StoreUnreachableError,
+        SchemaVersionError.
+        """
+        self._refuse_if_read_only()
+        written, dropped = (0, 0) if self.foreign is None else self.foreign.reseal()
+        for key in list(self._durable.keys()):
+            with self._key_locks.hold(key):
+                used_at = self._durable.used_at(key)
+                try:
+                    block = self._durable.get(key, _OwnMemory())
+                    kept = block and self._durable.put(key, block, encoded=True)
+                except (DamagedBlockError, UnencodableBlockError) as error:
+                    log.warning("%s; dropped", error)
+                    self._durable.delete(key)
+                    kept = None
+                if kept is not None and used_at is not None:
+                    self._durable.mark_used(key, used_at)
+            written, dropped = written + (kept is not None), dropped + (kept is None)
+        if self._remote is not None:
+            self._remote.reseal()
+        return written, dropped
 
     def refresh(self) -> int:
         """Drop the blocks that are not, or no longer, in the durable tier; return how many left memory.
@@ -436,8 +493,10 @@ class KVStore:
     def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:
         log.warning("%s; dropped from %s", error, tier.name)
         self._counts.found_damaged()
-        if self.read_only:
-            return
+        if not self.read_only:
+            self._remove(key, tier)
+
+    def _remove(self, key: str, tier: Tier) -> None:
         try:
             tier.delete(key)
         except (StoreError, OSError) as problem:  # it is not served, whether or not it can be removed
@@ -446,6 +505,18 @@ class KVStore:
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
+        self._alive()
+
+
+class _OwnMemory(Room):
+    """Memory outside of all tiers, so that a block does not keep the file in use that it was read from."""
+
+    is_spare = False
+    buffer: Tensor | None = None
+
+    def take(self, num_bytes: int) -> Tensor:
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.buffer
 
 
 def collect_garbage(documents: DocumentStore, kv: KVStore) -> int:

@@ -1,6 +1,7 @@
 """The file format: other readers open it, and no damage gets through; files appear whole or not at all."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -14,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from blocks import DTYPES, make_block, make_key
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from flushes import needs_proc, record_calls
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -33,6 +34,7 @@ from ragcache.errors import (
     StoreReadOnlyError,
 )
 from ragcache.files import atomic_write, is_leftover, make_directory, write_all
+from ragcache.seal import MARK_LENGTH, UNSEALED, Seal
 
 KEY = make_key(0)
 
@@ -44,9 +46,10 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, **metadata: str) -> None:
-    """Change the metadata of a block file and give it the right checksum, as another version would have."""
-    tensors, old = read_container(path)
-    write_container(path, {name: tensor.clone() for name, tensor in tensors.items()}, {**old, **metadata})
+    """Change the metadata of a block file and give it the right seal, as another version would have."""
+    tensors, old = read_container(path, seal=UNSEALED.of(KEY))
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    write_container(path, copies, {**old, **metadata}, seal=UNSEALED.of(KEY))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,16 +61,16 @@ def test_safetensors_own_reader_sees_the_same_tensors(tmp_path: Path, dtype: tor
     assert torch.equal(loaded["values"], block.values)
     with safe_open(tmp_path / "b.safetensors", "pt") as file:
         metadata = file.metadata()
-    del metadata["checksum"]
+    del metadata["seal"]
     assert metadata == {"key": KEY, "codec": "raw", "codec_version": "1", "format_version": "1", "num_tokens": "5"}
 
 
 def test_every_dtype_and_shape_comes_back_aligned(tmp_path: Path) -> None:
     tensors = {name: torch.arange(3).to(getattr(torch, dtype)) for name, dtype in CONTAINER_DTYPES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "matrix": torch.eye(3)[:, :2]}
-    write_container(tmp_path / "c", tensors, {"quote": '"checksum":"'})
+    write_container(tmp_path / "c", tensors, {"quote": '"seal":"'})
     read, metadata = read_container(tmp_path / "c")
-    assert metadata == {"quote": '"checksum":"'}
+    assert metadata == {"quote": '"seal":"'}
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
@@ -80,12 +83,46 @@ def test_data_begins_at_a_multiple_of_64(path: Path) -> None:
     assert (8 + length) % 64 == 0
 
 
-def test_checksum_is_xxh3_over_the_file_with_its_digits_as_zeros(path: Path) -> None:
-    data = path.read_bytes()
+def mark_of(data: bytes) -> str:
     (length,) = struct.unpack("<Q", data[:8])
-    checksum = json.loads(data[8 : 8 + length])["__metadata__"]["checksum"]
-    assert data.count(checksum.encode()) == 1
-    assert xxhash.xxh3_128_hexdigest(data.replace(checksum.encode(), b"0" * 32)) == checksum
+    mark = json.loads(data[8 : 8 + length])["__metadata__"]["seal"]
+    assert data.count(mark.encode()) == 1
+    return mark
+
+
+def oracle(secret: bytes, name: str, mark: str) -> tuple[AESGCM, bytes]:
+    """The cipher of the file that has this mark, and the tag in it."""
+    made = hashlib.blake2b(key=secret, person=b"ragcache id", digest_size=8).hexdigest()
+    assert mark[4:20] == made
+    salt = bytes.fromhex(mark[20:52])
+    key = hashlib.blake2b(name.encode(), key=secret, salt=salt, person=b"ragcache file", digest_size=32).digest()
+    return AESGCM(key), bytes.fromhex(mark[52:])
+
+
+def test_seal_is_the_tag_of_aes_gcm_over_name_and_file(path: Path) -> None:
+    data = path.read_bytes()
+    mark = mark_of(data)
+    cipher, tag = oracle(bytes(32), KEY, mark)
+    assert tag == cipher.encrypt(bytes(12), b"", b"mac:" + data.replace(mark.encode(), b"0" * len(mark)))
+
+
+def test_encrypted_data_is_that_of_aes_gcm(path: Path) -> None:
+    secret, plain = b"s" * 32, path.read_bytes()
+    write_block(path, KEY, make_block(0), RawCodec(), seal=Seal([secret], encrypts=True))
+    data = path.read_bytes()
+    mark, (length,) = mark_of(data), struct.unpack("<Q", data[:8])
+    cipher, tag = oracle(secret, KEY, mark)
+    head = b"gcm:" + data[: 8 + length].replace(mark.encode(), b"0" * len(mark))
+    assert cipher.decrypt(bytes(12), data[8 + length :] + tag, head) == plain[8 + length :]
+    assert read_block(path, KEY, seal=Seal([secret])).equal(make_block(0))
+
+
+def test_other_secrets_and_names_open_nothing(path: Path) -> None:
+    write_block(path, KEY, make_block(0), RawCodec(), seal=Seal([b"s" * 32]))
+    for key, seal in ((KEY, UNSEALED), (KEY, Seal([b"t" * 32])), (make_key(1), Seal([b"s" * 32]))):
+        with pytest.raises(DamagedBlockError, match="not sealed by this store under this name"):
+            read_block(path, key, seal=seal)
+    assert read_block(path, KEY, seal=Seal([b"t" * 32, b"s" * 32])).equal(make_block(0))
 
 
 def test_tensors_alias_a_private_map(path: Path) -> None:
@@ -102,7 +139,7 @@ def test_tensors_alias_a_private_map(path: Path) -> None:
 
 
 def test_every_flipped_byte_is_found(path: Path) -> None:
-    """Each byte of the file in turn, header, checksum and padding included."""
+    """Each byte of the file in turn, header, seal and padding included."""
     data = path.read_bytes()
     rng = random.Random(0)
     for position in range(len(data)):
@@ -132,7 +169,7 @@ def bare(path: Path) -> None:
     save_file({"keys": block.keys, "values": block.values}, path, {"key": KEY, "codec": "raw"})
 
 
-CONTENTS = [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"checksum":"' * 9]
+CONTENTS = [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"seal":"' * 9]
 NEWER = [{"format_version": "2"}, {"codec_version": "2"}, {"format_version": "99"}]
 WRONG = [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}]
 OTHER_FILES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
@@ -141,7 +178,6 @@ OTHER_FILES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     *((lambda path, one=one: rewrite(path, **one), SchemaVersionError, "use the version that wrote") for one in NEWER),
     (lambda path: rewrite(path, codec="int3"), SchemaVersionError, "'int3' is needed .* install the package"),
     *((lambda path, one=one: rewrite(path, **one), DamagedBlockError, "block") for one in WRONG),
-    (lambda path: rewrite(path, key=make_key(1)), DamagedBlockError, f"holds block {make_key(1)}, not {KEY}"),
     (lambda path: (path.unlink(), path.mkdir()), DamagedBlockError, "block"),
 ]
 
@@ -168,15 +204,16 @@ def test_other_files_are_damage_or_of_a_newer_version(
     ],
 )
 def test_headers_that_were_written_wrong_are_damage(path: Path, change: Any) -> None:
-    """Their checksum is right: they stand for a writer with a bug."""
+    """Their seal is whole: they stand for a writer with a bug."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     change(header)
-    header["__metadata__"]["checksum"] = "0" * 32
+    header["__metadata__"]["seal"] = "0" * MARK_LENGTH
     text = json.dumps(header, separators=(",", ":")).encode()
-    rest = struct.pack("<Q", len(text)) + text + data[8 + length :]
-    path.write_bytes(rest.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(rest).encode(), 1))
+    head, rest = struct.pack("<Q", len(text)) + text, data[8 + length :]
+    mark, _ = UNSEALED.of(KEY).close(head, [memoryview(rest)])
+    path.write_bytes(head.replace(b"0" * MARK_LENGTH, mark, 1) + rest)
     with pytest.raises(DamagedBlockError):
         read_block(path, KEY)
 

@@ -20,6 +20,7 @@ from ragcache.codecs import CODECS, Bases, Codec, get_codec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import read_container, write_container
 from ragcache.kv.block import KVBlock
+from ragcache.seal import MARK_LENGTH, UNSEALED
 from ragcache_papers.kvtc import KvtcCodec
 from ragcache_papers.kvtc_fit import stand_in
 
@@ -27,6 +28,7 @@ FROZEN = Path(__file__).parent / "frozen"
 BASIS = FROZEN / "basis-v1.safetensors"
 DIGESTS = FROZEN / "written.json"
 KEY = make_key(1)
+SEAL = UNSEALED.of(KEY)
 COMPRESSED = ("cachegen", "kvtc")  # another version of zstandard may compress the same codes differently
 
 EXACT_TOKENS = 4  # first ones, that kvtc kept exact when its files were written
@@ -60,6 +62,13 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """The file's, but for the mark of its seal, which holds a random salt."""
+    data = path.read_bytes()
+    start = data.index(b'"seal":"') + 8
+    return hashlib.sha256(data[:start] + data[start + MARK_LENGTH :]).hexdigest()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_a_frozen_block_is_read_to_the_same_bits(codec: str, dtype: torch.dtype) -> None:
@@ -77,18 +86,19 @@ def test_the_same_block_is_written_to_the_same_bytes(codec: str, dtype: torch.dt
     """But for those that zstandard compresses. The tensors are those of the first files, in another order."""
     path, name = tmp_path / "block", name_of(codec, dtype)
     write_block(path, KEY, plain_block(dtype), get_codec(codec))
-    written, frozen = read_container(path), read_container(FROZEN / f"{name}.safetensors")
+    written, frozen = (read_container(one, seal=SEAL) for one in (path, FROZEN / f"{name}.safetensors"))
     assert written.metadata == frozen.metadata
     assert {one: digest(tensor) for one, tensor in written.tensors.items()} == {
         one: digest(tensor) for one, tensor in frozen.tensors.items()
     }
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == json.loads(DIGESTS.read_text())[name]
+    assert file_digest(path) == json.loads(DIGESTS.read_text())[name]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", COMPRESSED)
 def test_codes_are_the_same_whatever_compresses_them(codec: str, dtype: torch.dtype) -> None:
-    coder, frozen = frozen_codec(codec), read_container(FROZEN / f"{name_of(codec, dtype)}.safetensors").tensors
+    coder, path = frozen_codec(codec), FROZEN / f"{name_of(codec, dtype)}.safetensors"
+    frozen = read_container(path, seal=SEAL).tensors
     written = coder.encode(plain_block(dtype))
     for name in frozen.keys() - {"keys.stream", "values.stream", "keys.ends", "values.ends"}:
         assert torch.equal(frozen[name], written[name])
@@ -96,18 +106,18 @@ def test_codes_are_the_same_whatever_compresses_them(codec: str, dtype: torch.dt
 
 
 PROCESS = """
-import hashlib, sys
+import sys
 from pathlib import Path
 import torch
 from ragcache.codecs import CODECS, get_codec
 from ragcache.codecs.block_file import write_block
-from test_frozen import KEY, digest, plain_block
+from test_frozen import KEY, digest, file_digest, plain_block
 torch.set_num_threads(int(sys.argv[2]))
 for name in sorted(CODECS):
     path = Path(sys.argv[1]) / name
     block = plain_block(torch.bfloat16, 200, 64)
     block = write_block(path, KEY, block, get_codec(name).for_trial(block))
-    print(name, digest(block.keys), digest(block.values), hashlib.sha256(path.read_bytes()).hexdigest())
+    print(name, digest(block.keys), digest(block.values), file_digest(path))
 """
 
 
@@ -143,7 +153,7 @@ def freeze() -> None:
         for codec in sorted(set(CODECS) - set(COMPRESSED)):
             for dtype in DTYPES:
                 write_block(Path(directory) / "block", KEY, plain_block(dtype), get_codec(codec))
-                hashes[name_of(codec, dtype)] = hashlib.sha256((Path(directory) / "block").read_bytes()).hexdigest()
+                hashes[name_of(codec, dtype)] = file_digest(Path(directory) / "block")
     DIGESTS.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
 
 

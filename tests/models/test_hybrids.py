@@ -214,7 +214,7 @@ def test_a_block_file_with_states_is_read_back_and_damage_is_noticed(world, tmp_
     place = whole.find(block.states[0].q.numpy().tobytes())
     whole[place] ^= 1
     path.write_bytes(whole)
-    with pytest.raises(DamagedBlockError, match="checksum"):
+    with pytest.raises(DamagedBlockError, match="not sealed"):
         read_block(path, "key")
 
 

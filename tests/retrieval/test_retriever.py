@@ -179,7 +179,7 @@ def test_a_damaged_index_is_reported_and_rebuilt(documents, tmp_path, caplog):
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
         retriever = Retriever.open(documents, path, BagOfWords())
-    assert "checksum" in caplog.text
+    assert "not sealed" in caplog.text
     assert found(retriever, "Osby river", 5) == brute_force("Osby river")[:5]
 
 

@@ -25,6 +25,7 @@ from ragcache.errors import (
     TraceError,
 )
 from ragcache.kv.block import KVBlock
+from ragcache.seal import UNSEALED
 from ragcache.store import trace as trace_module
 from ragcache.store.counters import KVStats, Loaded
 from ragcache.store.kv_store import KVStore
@@ -145,8 +146,9 @@ def test_a_damaged_block_that_cannot_be_removed_is_still_not_served(root, store,
 
 def test_a_newer_versions_block_is_refused_and_stays(root, store):
     store.put(KEY, make_block(1))
-    tensors, metadata = read_container(path_of(root, KEY))
-    write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"})
+    seal = UNSEALED.of(KEY)
+    tensors, metadata = read_container(path_of(root, KEY), seal=seal)
+    write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"}, seal=seal)
     with KVStore(root) as other:
         for action in (lambda: other.get(KEY), lambda: other.verify(KEY)):
             with pytest.raises(SchemaVersionError, match="version 7 of codec 'raw'"):

@@ -75,7 +75,9 @@ def blocks_on_disk(root: Path) -> set[str]:
 
 
 def unnamed(root: Path) -> Path:
-    (root / "ragcache.json").write_text(json.dumps({"format": 1, "made_by": "ragcache"}) + "\n")
+    marker = json.loads((root / "ragcache.json").read_text())
+    del marker["documents"]
+    (root / "ragcache.json").write_text(json.dumps(marker) + "\n")
     return root
 
 
@@ -256,7 +258,8 @@ def test_create_makes_a_store_once(tmp_path):
     layout.check()
     assert layout.exists()
     assert layout.marker.read_bytes() == marker
-    assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json"]
+    assert sorted(path.name for path in layout.root.iterdir()) == ["ragcache.json", "ragcache.key", "writer.lock"]
+    assert layout.key.stat().st_mode & 0o777 == 0o600
 
 
 @needs_proc
@@ -300,6 +303,7 @@ def test_markers_of_newer_or_other_makers_are_refused(tmp_path, marker):
 
 def test_one_writer_at_a_time_among_threads(tmp_path):
     layout = StoreLayout(tmp_path)
+    layout.create()
     inside = highest = 0
 
     def work() -> None:
@@ -316,6 +320,7 @@ def test_one_writer_at_a_time_among_threads(tmp_path):
 
 def test_the_same_thread_may_hold_the_lock_twice(tmp_path):
     layout = StoreLayout(tmp_path)
+    layout.create()
     with layout.writer(0), layout.writer(0):
         pass
     with StoreLayout(tmp_path).writer(0):
@@ -332,6 +337,7 @@ with StoreLayout(sys.argv[1]).writer(0):
 
 
 def test_another_process_holds_the_lock_until_it_is_killed(tmp_path):
+    StoreLayout(tmp_path).create()
     with forked.Forked(HOLDER, tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
         layout = StoreLayout(tmp_path)

@@ -23,6 +23,7 @@ from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
 from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store import tiers
 from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
 from ragcache.store.kv_store import KVStore
@@ -64,6 +65,7 @@ class SharedTier(DurableTier):
         budget_bytes: int | None = None,
         policy: EvictionPolicy | None = None,
         is_pinned: Callable[[str], bool] = bool,
+        seal: Seal = UNSEALED,
     ) -> None:
         self._kept = self.services.setdefault(root, {})
         self.codec = codec

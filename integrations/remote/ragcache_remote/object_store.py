@@ -23,6 +23,7 @@ from ragcache.errors import (
     StoreUnreachableError,
     translate_os_errors,
 )
+from ragcache.files import make_directory
 from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, WRITE_S, Blob, Blobs
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _open_folder(url: str, folder: Path) -> ObjectBlobs:
     from obstore.store import LocalStore
 
     with translate_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder.absolute())
     store = LocalStore(folder)
     return ObjectBlobs(url, store, store, folder)
 

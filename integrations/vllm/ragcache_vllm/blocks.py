@@ -25,20 +25,20 @@ class StoredBlocks:
     owner:      id of the database that the remote belongs to
     disk_bytes: budget of the copies; None: unlimited
 
-    Raises SchemaVersionError, StoreNotFoundError, ConfigError.
+    Raises SchemaVersionError, SealError, StoreNotFoundError, ConfigError.
     """
 
     def __init__(self, root: str | Path, remote: str = "", owner: str = "", disk_bytes: int | None = None) -> None:
         layout = StoreLayout(root)
-        layout.check()
+        seal = layout.seal()
         self._has_remote = bool(remote)
         self._files = BlockFiles(layout.kv)
         self._verified: dict[str, tuple[int, ...]] = {}
         if not remote:
-            self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True)
+            self._kv = KVStore(layout.kv, memory_bytes=0, read_only=True, seal=seal)
             return
-        connection = connect(os.environ.get(REMOTE_VARIABLE) or remote, owner, read_only=True)
-        self._kv = KVStore(layout.kv, memory_bytes=0, disk_bytes=disk_bytes, remote=connection)
+        connection = connect(os.environ.get(REMOTE_VARIABLE) or remote, owner, seal, read_only=True)
+        self._kv = KVStore(layout.kv, memory_bytes=0, disk_bytes=disk_bytes, remote=connection, seal=seal)
 
     def verify(self, key: str) -> None:
         """Check that `get` can return a block, and copy a remote block to this machine.

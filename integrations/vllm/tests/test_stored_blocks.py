@@ -26,8 +26,10 @@ def remote(open_kb, tmp_path):
 
 
 @pytest.fixture
-def elsewhere(tmp_path):
-    """A machine with nothing of its own."""
+def elsewhere(remote, tmp_path):
+    """A machine with nothing of its own but the store's key."""
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(tmp_path / "kb" / "ragcache.key", tmp_path / "elsewhere")
     layout = StoreLayout(tmp_path / "elsewhere")
     layout.create()
     return layout

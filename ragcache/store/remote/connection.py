@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 
-from ragcache.errors import ConfigError, SchemaVersionError, StoreUnreachableError
+from ragcache.errors import ConfigError, SchemaVersionError, SealError, StoreUnreachableError
+from ragcache.seal import UNSEALED, VARIABLE, Seal
 from ragcache.store.remote import Blobs, open_blobs
 
 log = logging.getLogger(__name__)
@@ -28,12 +29,14 @@ class Connection:
     owner:     id of the store's database. A remote belongs to one database, because blocks that no document there
                refers to are deleted; the first store to open the remote writes the id to a marker
     read_only: the marker is read, but not created
+    seal:      of the store; all stores that share the remote share its secret, whose id is in the marker
     """
 
     blobs: Blobs
     owner: str
     _: KW_ONLY
     read_only: bool = False
+    seal: Seal = UNSEALED
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class Connection:
         """Lend the remote for one call.
 
         Raises StoreUnreachableError at once for some seconds after a call has failed; ConfigError if the remote belongs
-        to another store; SchemaVersionError.
+        to another store; SealError if its blocks have another seal; SchemaVersionError.
         """
         wait_s = self._failed_at + (WRITE_AFTER_S if to_write else RETRY_AFTER_S) - self.clock()
         if wait_s > 0:
@@ -83,15 +86,23 @@ class Connection:
         with self._lock:
             if self._is_ours:
                 return
-            mark = json.dumps({"format": FORMAT_VERSION, "owner": self.owner, "made_by": "ragcache"}).encode()
             found = self.blobs.get(MARKER)
             if found is None and self.read_only:
                 return
-            if found is None and not self.blobs.create(MARKER, mark):
+            if found is None and not self.blobs.create(MARKER, self._mark()):
                 found = self.blobs.get(MARKER)
             if found is not None:
                 self._refuse_other(found)
             self._is_ours = True
+
+    def reseal(self) -> None:
+        """Note the secret that seals now, once all blocks have its seal."""
+        with self.use(to_write=True) as blobs:
+            blobs.put(MARKER, self._mark())
+
+    def _mark(self) -> bytes:
+        marker = {"format": FORMAT_VERSION, "owner": self.owner, "seal": self.seal.id, "made_by": "ragcache"}
+        return json.dumps(marker).encode()
 
     def _refuse_other(self, found: bytearray) -> None:
         try:
@@ -109,11 +120,17 @@ class Connection:
                 f"{self.where}: holds the blocks of another store, and each would delete what only the other one's "
                 "documents refer to; name another prefix, or share that store's database too (PostgreSQL, --database)"
             )
+        if marker.get("seal") not in self.seal.known:
+            raise SealError(
+                f"{self.where}: its blocks are sealed with the key {marker.get('seal')}, which this store does not have"
+                f"; give all stores that share it the same key: set {VARIABLE} where each is made and opened, or copy "
+                "ragcache.key of the first into the others' folders before they are made"
+            )
 
 
-def connect(url: str, owner: str, *, read_only: bool = False) -> Connection:
+def connect(url: str, owner: str, seal: Seal, *, read_only: bool = False) -> Connection:
     """Return a store's checked connection to its remote. Raises the errors of `open_blobs` and `Connection.check`."""
-    connection = Connection(open_blobs(url), owner, read_only=read_only)
+    connection = Connection(open_blobs(url), owner, read_only=read_only, seal=seal)
     try:
         connection.check()
     except BaseException:

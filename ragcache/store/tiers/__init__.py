@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ragcache.codecs import Codec
 from ragcache.errors import check_choice
+from ragcache.seal import Seal
 from ragcache.store.eviction import EvictionPolicy
 from ragcache.store.tiers.budgeted import BudgetedTier as BudgetedTier
 from ragcache.store.tiers.device import DeviceTier as DeviceTier
@@ -20,8 +21,8 @@ from ragcache.store.tiers.tier import Tier as Tier
 from ragcache.store.tiers.tier import TierUsage as TierUsage
 
 # Arguments: root (the store's directory), codec (of new blocks), budget_bytes (None: unlimited), policy (which blocks
-# to evict), is_pinned (which keys never to evict).
-OpenDurable = Callable[[Path, Codec, int | None, EvictionPolicy, Callable[[str], bool]], DurableTier]
+# to evict), is_pinned (which keys never to evict), seal (of the store).
+OpenDurable = Callable[[Path, Codec, int | None, EvictionPolicy, Callable[[str], bool], Seal], DurableTier]
 
 DURABLE: dict[str, OpenDurable] = {"disk": DiskTier}
 

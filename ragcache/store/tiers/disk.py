@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ragcache.codecs import Codec
-from ragcache.codecs.block_file import read_block, write_block
+from ragcache.codecs.block_file import check_finite, read_block, write_block
 from ragcache.errors import MissingBlockError, translate_os_errors
 from ragcache.files import PAGE, flush_directory, is_cached, is_leftover, read_at
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
+from ragcache.seal import UNSEALED, Seal
 from ragcache.store.eviction import Entry, EvictionPolicy
 from ragcache.store.last_use import leased
 from ragcache.store.ledger import never
@@ -50,9 +51,11 @@ class DiskTier(BlockFiles, DurableTier):
         budget_bytes: int | None = None,
         policy: EvictionPolicy | None = None,
         is_pinned: Callable[[str], bool] = never,
+        seal: Seal = UNSEALED,
     ) -> None:
         super().__init__(root)
         self.codec = codec
+        self.seal = seal
         self._direct = False
         self._budget = None if budget_bytes is None else DiskBudget(self, budget_bytes, policy or LRU(), is_pinned)
 
@@ -76,14 +79,14 @@ class DiskTier(BlockFiles, DurableTier):
         """
         path, budget, codec = self.path(key), self._budget, self.codec_for(block, encoded)
         if budget is None:
-            return write_block(path, key, block, codec)
+            return write_block(path, key, block, codec, seal=self.seal)
         reservations: list[Reservation] = []
 
         def reserve(file: BinaryIO, num_bytes: int) -> None:
             reservations.append(budget.reserve(Entry(key, num_bytes, block.num_tokens), file))
 
         try:
-            written = write_block(path, key, block, codec, reserve=reserve)
+            written = write_block(path, key, block, codec, reserve=reserve, seal=self.seal)
         except NoRoomError:
             return None
         except BaseException:
@@ -100,12 +103,12 @@ class DiskTier(BlockFiles, DurableTier):
         if self._budget is not None:
             return self._get_leased(path, key, self._budget, room)
         try:
-            return read_block(path, key, self.codec.bases, partial(self._read, room))
+            return read_block(path, key, self.codec.bases, partial(self._read, room), seal=self.seal)
         except MissingBlockError:
             return None
 
     def verify(self, key: str) -> None:
-        read_block(self.path(key), key, self.codec.bases)
+        check_finite(key, read_block(self.path(key), key, self.codec.bases, seal=self.seal))
 
     def delete(self, key: str) -> None:
         """Delete a block's file and flush the deletion to the device. Raises StoreReadOnlyError."""
@@ -158,7 +161,7 @@ class DiskTier(BlockFiles, DurableTier):
         if release is None:
             return None
         try:
-            block = read_block(path, key, self.codec.bases, partial(self._read, room))
+            block = read_block(path, key, self.codec.bases, partial(self._read, room), seal=self.seal)
         except MissingBlockError:
             release()
             budget.forget(key)

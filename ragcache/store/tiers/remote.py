@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from ragcache.codecs import Codec
-from ragcache.codecs.block_file import pack_block, unpack_block
+from ragcache.codecs.block_file import check_finite, pack_block, unpack_block
 from ragcache.errors import ConfigError, MissingBlockError, StoreError, StoreReadOnlyError
 from ragcache.kv.block import KVBlock
 from ragcache.store.remote import Blob, Blobs
@@ -39,6 +39,7 @@ class RemoteTier(DurableTier):
     def __init__(self, connection: Connection, codec: Codec) -> None:
         self.where = connection.where
         self._connection = connection
+        self._seal = connection.seal
         self.codec = codec
         self._complaints = WarnOnce(log)
 
@@ -52,7 +53,7 @@ class RemoteTier(DurableTier):
 
     def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock:
         name = _block_name(key)
-        data, held = pack_block(key, block, self.codec_for(block, encoded))
+        data, held = pack_block(key, block, self.codec_for(block, encoded), self._seal)
         with self._writing() as blobs:
             blobs.put(name, data)
         return held
@@ -62,7 +63,7 @@ class RemoteTier(DurableTier):
         SchemaVersionError."""
         name = _block_name(key)
         data = self._read(lambda blobs: blobs.get(name), None)
-        return None if data is None else unpack_block(f"{self.where}: {name}", key, data, self.codec.bases)
+        return None if data is None else unpack_block(f"{self.where}: {name}", key, data, self.codec.bases, self._seal)
 
     def verify(self, key: str) -> None:
         name = _block_name(key)
@@ -70,7 +71,7 @@ class RemoteTier(DurableTier):
             data = blobs.get(name)
         if data is None:
             raise MissingBlockError(f"{self.where}: no block {key}")
-        unpack_block(f"{self.where}: {name}", key, data, self.codec.bases)
+        check_finite(key, unpack_block(f"{self.where}: {name}", key, data, self.codec.bases, self._seal))
 
     def delete(self, key: str) -> None:
         names = [_block_name(key), _use_name(key)]

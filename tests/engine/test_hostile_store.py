@@ -1,0 +1,169 @@
+"""Somebody who may write into a store's folder changes no answer; what is not a passage's KV is computed again."""
+
+import errno
+import logging
+import os
+import shutil
+from contextlib import suppress
+
+import pytest
+import torch
+from engine_texts import TEXTS
+from test_store_laws import ask, block_file
+
+import ragcache as rc
+from ragcache.codecs import RawCodec
+from ragcache.codecs.block_file import write_block
+from ragcache.errors import ConfigError, StoreFailedError
+from ragcache.kv.block import KVBlock
+from ragcache.seal import Seal, new_secret
+
+
+def swapped(kb, hits):
+    """Another passage's KV, cut from its file, under the first passage's key."""
+    shutil.copy(block_file(kb, hits[1].handle), block_file(kb, hits[0].handle))
+
+
+def forged(kb, hits):
+    """KV that the attacker has computed, of the right shape."""
+    block = kb.store.kv.get(hits[0].handle).block
+    changed = KVBlock(block.keys + 1, block.values - 1)
+    write_block(block_file(kb, hits[0].handle), hits[0].handle, changed, RawCodec(), seal=Seal([new_secret()]))
+
+
+def not_finite(kb, hits):
+    block = kb.store.kv.get(hits[0].handle).block
+    write_block(block_file(kb, hits[0].handle), hits[0].handle, KVBlock(block.keys, block.values), RawCodec())
+    data = bytearray(block_file(kb, hits[0].handle).read_bytes())
+    data[-4:] = b"\x00\x00\xc0\x7f"  # NaN
+    block_file(kb, hits[0].handle).write_bytes(data)
+
+
+def cut(kb, hits):
+    os.truncate(block_file(kb, hits[0].handle), 4096)
+
+
+@pytest.mark.parametrize("attack", [swapped, forged, not_finite, cut])
+def test_foreign_kv_under_a_passages_key_changes_no_answer(kb, open_kb, attack, caplog):
+    expected = ask(kb)
+    attack(kb, expected.hits)
+    again = open_kb()
+    with caplog.at_level(logging.WARNING):
+        answer = ask(again)
+    assert answer.text == expected.text
+    assert [hit.kv for hit in answer.hits] == ["computed", "disk", "disk", "disk"]
+    assert again.store.kv.stats().damaged == 1
+    assert expected.hits[0].handle in caplog.text
+
+
+@pytest.mark.parametrize("change", ["tokens", "layers"])
+def test_kv_of_another_shape_is_dropped_and_computed_again(kb, open_kb, change, caplog):
+    """Whole and sealed: a bug, or another machine's."""
+    expected = ask(kb)
+    handle = expected.hits[0].handle
+    block = kb.store.kv.get(handle).block
+    keys, values = (
+        (block.keys[:, :, :-1], block.values[:, :, :-1]) if change == "tokens" else (block.keys[1:], block.values[1:])
+    )
+    kb.store.kv._durable.put(handle, KVBlock(keys.contiguous(), values.contiguous()))
+    again = open_kb()
+    with caplog.at_level(logging.WARNING):
+        answer = ask(again)
+    assert answer.text == expected.text
+    assert [hit.kv for hit in answer.hits] == ["computed", "disk", "disk", "disk"]
+    assert again.store.kv.stats().damaged == 1
+    assert f"block {handle}" in caplog.text
+    third = open_kb()
+    assert [hit.kv for hit in ask(third).hits] == ["disk"] * 4, "the right block was stored"
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_doctor_finds_kv_that_is_not_its_texts(open_kb, tmp_path, codec):
+    options = {"store": rc.StoreConfig(codec=codec)}
+    kb = open_kb(tmp_path / codec, **options)
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    report = kb.doctor(recompute=100)
+    assert (report.recomputed, report.different, report.sound) == (len(kb.chunks()), [], True)
+    handle = kb.chunks()[0].handle
+    block = kb.store.kv.read(handle)
+    changed = KVBlock(block.keys.clone(), block.values + 0.2 * torch.rand_like(block.values))
+    kb.store.kv._durable.put(handle, changed)
+    report = kb.doctor(recompute=100)
+    assert (report.different, report.sound) == ([handle], False)
+    assert kb.doctor(recompute=2).recomputed == 2
+    assert ask(kb).text
+
+
+def test_doctor_recomputes_nothing_without_a_model(kb, tmp_path):
+    kb.close()
+    with rc.Store.open(kb.store.layout.root) as store, pytest.raises(ConfigError, match=r"RagCache\.open"):
+        store.doctor(recompute=1)
+
+
+# Failures of the disk
+
+
+def fail_at(monkeypatch, name, owner, count):
+    """Raise EIO at the `count`th call of this function, and at all later ones."""
+    real, calls = getattr(owner, name), []
+
+    def failing(*arguments, **options):
+        calls.append(name)
+        if len(calls) >= count:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_question_whose_block_cannot_be_written_is_answered(kb, open_kb, monkeypatch, caplog):
+    expected = ask(kb)
+    for hit in expected.hits:
+        block_file(kb, hit.handle).unlink()
+    again = open_kb()
+    fail_at(monkeypatch, "fsync", os, 1)
+    answer = ask(again)
+    monkeypatch.undo()
+    assert (answer.text, {hit.kv for hit in answer.hits}) == (expected.text, {"computed"})
+    assert "device fails" in caplog.text
+    assert list(again.store.kv.keys()) == []
+
+
+def test_a_block_whose_chunk_cannot_be_marked_is_no_orphan(open_kb, tmp_path, monkeypatch):
+    kb = open_kb(tmp_path / "lazy")
+    kb.ingest([rc.Document(id, text) for id, text in TEXTS.items()], kv="lazy")
+
+    def refuse(*_arguments):
+        raise StoreFailedError("the device fails")
+
+    monkeypatch.setattr(type(kb.store.documents), "set_handle", refuse)
+    assert ask(kb).text
+    assert list(kb.store.kv.keys()) == []
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 10])
+def test_a_failed_ingestion_leaves_no_orphans(open_kb, tmp_path, monkeypatch, at):
+    kb = open_kb(tmp_path / "failed")
+    fail_at(monkeypatch, "replace", os, at)
+    with suppress(StoreFailedError):
+        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    monkeypatch.undo()
+    named = {chunk.handle for chunk in kb.chunks() if chunk.handle is not None}
+    assert set(kb.store.kv.keys()) <= named | kb.store.documents.referenced(kb.store.kv.keys())
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    assert kb.doctor().sound
+
+
+def test_an_ingestion_that_cannot_commit_leaves_no_orphans(open_kb, tmp_path, monkeypatch):
+    kb = open_kb(tmp_path / "uncommitted")
+
+    def refuse(*_arguments):
+        raise StoreFailedError("the device fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(kb.store.documents), "replace_document", refuse)
+        with pytest.raises(StoreFailedError):
+            kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    held = kb.store.documents.referenced(kb.store.kv.keys())
+    assert set(kb.store.kv.keys()) == held
+    assert kb.doctor().orphans == []

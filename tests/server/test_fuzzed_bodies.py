@@ -1,0 +1,58 @@
+"""Random bodies are answered or refused with 4xx, within seconds."""
+
+import json
+
+import pytest
+from fuzzing import counts, inputs, json_values
+from hypothesis import given
+from hypothesis import strategies as st
+
+PATHS = [
+    "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/search",
+    "/v1/completions",
+    "/tokenize",
+    "/api/chat",
+    "/api/show",
+]
+NAMES = [
+    "model", "messages", "role", "content", "prompt", "input", "query", "documents", "k", "filter", "stop", "n",
+    "stream", "tools", "tool_choice", "response_format", "type", "temperature", "top_p", "seed", "user",
+    "metadata", "name", "function", "parameters", "encoding_format", "dimensions", "options", "text",
+    "passages", "id", "source", "method", "method_options", "logit_bias", "logprobs", "top_logprobs",
+    "reasoning_effort", "extra_body", "ragcache", "search",
+]  # fmt: skip
+LONG = ("max_tokens", "max_completion_tokens", "num_predict")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@counts
+def test_random_bodies_are_answered_or_refused(shared, path, count):
+    texts = [shared.service.chat_model, "user", "assistant", "system", "Who?", "text", "function", "auto", "full"]
+    fields = st.dictionaries(st.sampled_from(NAMES), json_values(NAMES, texts), max_size=7)
+    message = st.fixed_dictionaries({"role": st.sampled_from(texts), "content": json_values(NAMES, texts)})
+    chats = st.builds(lambda rest, turns: {**rest, "messages": turns}, fields, st.lists(message, max_size=3))
+    bodies = st.one_of(fields, chats, json_values(NAMES, texts))
+
+    @inputs(max(20, count // len(PATHS)))
+    @given(bodies)
+    def check(body):
+        if isinstance(body, dict):
+            body = {**body, **dict.fromkeys(LONG, 1)}
+        answer = shared.http.post(path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+        assert answer.status_code < 500, (body, answer.text)
+
+    check()
+    assert shared.http.get("/healthz").status_code == 200
+
+
+@counts
+def test_random_bytes_are_refused(shared, count):
+    @inputs(max(20, count // 10))
+    @given(st.binary(max_size=256), st.sampled_from(PATHS))
+    def check(data, path):
+        answer = shared.http.post(path, content=data, headers={"Content-Type": "application/json"})
+        assert 400 <= answer.status_code < 500, answer.text
+
+    check()

@@ -1,0 +1,132 @@
+"""Random block files, indexes and filters end in a result or a typed error, within seconds."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from blocks import make_block, make_key, make_mixed_block
+from fuzzing import counts, inputs, json_values, mutated
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache.codecs import get_codec
+from ragcache.codecs.block_file import pack_block, unpack_block
+from ragcache.errors import DamagedBlockError, DamagedIndexError, FilterError, SchemaVersionError
+from ragcache.retrieval.vector_index import VectorIndex
+from ragcache.seal import MARK_LENGTH, UNSEALED
+from ragcache.store.documents import DocumentStore
+from ragcache.store.records import NewChunk, NewDocument
+
+KEY = make_key(1)
+SEEDS = [
+    pack_block(KEY, block, get_codec(codec), UNSEALED)[0]
+    for codec, block in (("raw", make_block(1)), ("int8", make_block(2)), ("int4", make_mixed_block(3)))
+]
+HEADER_WORDS = ["seal", "codec", "format_version", "codec_version", "num_tokens", "dtype", "shape", "data_offsets"]
+
+
+def read(data: bytes) -> None:
+    try:
+        unpack_block("a fuzzed file", KEY, bytearray(data), None, UNSEALED).equal(make_block(1))
+    except (DamagedBlockError, SchemaVersionError):
+        return
+
+
+def sealed(head: bytes, rest: bytes) -> bytes:
+    """The bytes of a file with a whole seal, as a writer with a bug would leave them."""
+    blank = head.replace(b"?" * MARK_LENGTH, b"0" * MARK_LENGTH, 1)
+    mark, _ = UNSEALED.of(KEY).close(blank, [memoryview(rest)])
+    return head.replace(b"?" * MARK_LENGTH, mark, 1) + rest
+
+
+@counts
+def test_random_block_files_are_damage(count):
+    @inputs(count)
+    @given(st.sampled_from(SEEDS).flatmap(mutated) | st.binary(max_size=4096))
+    def check(data):
+        read(data)
+
+    check()
+
+
+@counts
+def test_sealed_files_of_a_broken_writer_are_damage(count):
+    """The seal is whole, so that the parsers see what is in them."""
+
+    @inputs(count)
+    @given(st.data())
+    def check(data):
+        file = data.draw(st.sampled_from(SEEDS))
+        (length,) = struct.unpack("<Q", file[:8])
+        header = json.loads(file[8 : 8 + length])
+        for _ in range(data.draw(st.integers(0, 3))):
+            part = data.draw(st.sampled_from(sorted(header)))
+            entry = header[part]
+            value = data.draw(json_values(HEADER_WORDS, ["F32", "I8", "raw", "int8", "1", "5"]))
+            if isinstance(entry, dict) and data.draw(st.booleans()):
+                entry[data.draw(st.sampled_from([*sorted(entry), "x"]))] = value
+            else:
+                header[part] = value
+        header.pop("__metadata__", None) if data.draw(st.integers(0, 20)) == 0 else None
+        if isinstance(about := header.get("__metadata__"), dict):
+            header["__metadata__"] = {"seal": "?" * MARK_LENGTH, **{k: v for k, v in about.items() if k != "seal"}}
+        text = json.dumps({"__metadata__": header.pop("__metadata__", None), **header}, separators=(",", ":")).encode()
+        read(sealed(struct.pack("<Q", len(text)) + text, file[8 + length :]))
+
+    check()
+
+
+@counts
+def test_random_indexes_are_damage(tmp_path, count):
+    index = VectorIndex(4)
+    index.add([1, 2], np.eye(2, 4, dtype=np.float32))
+    index.save(tmp_path / "index")
+    seed = (tmp_path / "index").read_bytes()
+
+    @inputs(count)
+    @given(mutated(seed))
+    def check(data):
+        (tmp_path / "fuzzed").write_bytes(data)
+        try:
+            VectorIndex.load(tmp_path / "fuzzed")
+        except DamagedIndexError:
+            return
+        assert data == seed
+
+    check()
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    with_documents = DocumentStore(_database(tmp_path_factory.mktemp("fuzzed")))
+    row = np.ones(4, np.float32)
+    for id, metadata in (("a", {"year": 2024, "tags": ["x"]}), ("b", {"name": "Alna", "ok": True, "none": None})):
+        new = NewDocument(id, id, "hash", metadata)
+        with_documents.replace_document(new, [NewChunk(f"{id}#0", "words", [1], row)])
+    yield with_documents
+    with_documents.close()
+
+
+def _database(folder):
+    from ragcache.store.database import Database
+
+    return Database(folder / "store.sqlite3")
+
+
+@counts
+def test_random_filters_are_answered_or_refused(documents, count):
+    names = [
+        "$and", "$or", "$not", "$eq", "$ne", "$in", "$nin", "$gt", "$gte", "$lt", "$lte", "$contains",
+        "$glob", "$exists", "year", "tags", "name", "ok", "none", "source",
+    ]  # fmt: skip
+
+    @inputs(count)
+    @given(st.dictionaries(st.sampled_from(names), json_values(names, ["Alna", "*", "x", "a"]), max_size=4))
+    def check(where):
+        try:
+            assert len(documents.documents(where)) <= 2
+        except FilterError:
+            return
+
+    check()
