@@ -38,6 +38,8 @@ from ragcache_plan.optimum import optimum
 from ragcache_plan.replay import SimulatedTier
 
 OURS, PREFIXES = "passages and prefixes", "prefix cache"
+OURS_LIVE = "ragcache reposition"
+VARIANTS = {"ragcache": ("reposition", "full")}  # full: the engine's own prefix cache
 SIX_HOURS_S = 6 * 3600.0
 DECIDING_ROOM = 690_000
 QUANTILES = (50, 95, 99)
@@ -49,6 +51,7 @@ SYSTEM_FIRST = ("system", *REUSED)
 class Settings:
     """rooms: tokens of passages that are held; prefix_room: tokens of system prompts
     requests: of the slice that is replayed, from `start` seconds on; 0: none. answer: the most tokens of an answer
+    ingested: the slice's passages are read before its first request, as a store's are, by peers that can
     shape, dtype: of the model that replays; kv_mib: of each peer's cache; peers: see `peers`
     """
 
@@ -59,6 +62,7 @@ class Settings:
     start: float = 0.0
     speed: float = 1.0
     answer: int = 32
+    ingested: bool = True
     peers: tuple[str, ...] = ("ragcache", "vllm", "ragcache-vllm")
     shape: str = "SmolLM2-135M"
     dtype: str = "float32"
@@ -183,17 +187,20 @@ def _ids(vocab_size: int, seed: int, hash: str, count: int) -> list[int]:
 
 
 def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> dict[str, Any]:
-    """Return the figures of each row: a peer with the variant that reuses passages, else its first."""
+    """Return the figures of each peer and variant. A peer that does not run is named with the reason."""
     write_checkpoint(run.workdir / "model", settings.shape, settings.seed, sharp=True)
     due, left_out = slice_of(settings, requests)
     at = [(request.at - due[0].at) / settings.speed for request in due]
     tokens = [min(request.output_tokens, settings.answer) for request in due]
     prompts = [prompt_of(request, settings) for request in due]
     longest = max(request.num_tokens for request in due) + settings.answer
+    known = _ingested(due, settings) if settings.ingested else []
     rows: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for name in settings.peers:
-        directory = run.workdir / name
+    asked = {name: VARIANTS.get(name, PEERS[name].variants[:1]) for name in settings.peers}
+    for name, variant in ((name, variant) for name, variants in asked.items() for variant in variants):
+        row = PEERS[name].labels()[variant]
+        directory = run.workdir / row.replace(" ", "-")
         directory.mkdir()
         config = {
             "model": str(run.workdir / "model"),
@@ -204,16 +211,25 @@ def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> d
             "askers": 8,
             "directory": str(directory),
         }
-        _say(f"replaying {len(due)} requests with {name}")
+        _say(f"{row}: replaying {len(due)} requests in {at[-1]:.0f} s")
         try:
             with PeerProcess(PEERS[name], settings.environments.resolve(), config, directory / "log.txt") as peer:
-                peer.ask(PEERS[name].variants[0], [{"passages": [[1] * 16], "suffix": [2]}], 2)
-                answers = peer.replay(PEERS[name].variants[0], prompts, tokens, at)
+                peer.ask(variant, [{"passages": [[1] * 16], "suffix": [2]}], 2)
+                if known and variant != "full":
+                    peer.read(known)
+                answers = peer.replay(variant, prompts, tokens, at)
         except PeerError as error:
-            missing[name] = str(error).replace(str(ROOT), ".")
+            missing[row] = str(error).replace(str(ROOT), ".")
         else:
-            rows[name] = replayed(answers, at, [request.num_tokens for request in due])
+            rows[row] = replayed(answers, at, [request.num_tokens for request in due])
     return {"rows": rows, "not_run": missing, "requests": len(due), "left_out": left_out, "span_s": at[-1]}
+
+
+def _ingested(requests: Sequence[LoggedRequest], settings: Settings) -> list[list[int]]:
+    """Return the token ids of each passage of the requests, once."""
+    parts = {part.hash: part for request in requests for part in request.parts if part.kind in REUSED}
+    vocab_size = int(SHAPES[settings.shape]["vocab_size"])
+    return [_ids(vocab_size, settings.seed, part.hash, part.num_tokens) for part in parts.values()]
 
 
 def replayed(answers: Sequence[Answer], at: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
@@ -251,8 +267,8 @@ def goals(figures: Mapping[str, Any]) -> Iterator[Goal]:
         if row["room"] == 200_000:
             yield Goal("passage tokens found, room for 200,000", "at least", 0.76, ours["found"]["passage"], True)
     rows = figures.get("replay", {}).get("rows", {})
-    if {"ragcache", "vllm"} <= set(rows):
-        first, other = (rows[name]["first_s"]["p50"] for name in ("ragcache", "vllm"))
+    if {OURS_LIVE, "vllm"} <= set(rows):
+        first, other = (rows[name]["first_s"]["p50"] for name in (OURS_LIVE, "vllm"))
         yield Goal("p50 of the first token / vLLM's with prefix caching", "at most", 0.35, first / other, True, 1)
 
 
@@ -290,7 +306,8 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
 def _replay_lines(replay: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{replay['requests']} requests in {replay['span_s']:.0f} s ({settings['speed']:g} times the log's speed), "
-        f"{settings['shape']}, {settings['dtype']}; {replay['left_out']} were too long for the shape."
+        f"{settings['shape']}, {settings['dtype']}; {replay['left_out']} were too long for the shape. Passages "
+        f"{'were' if settings['ingested'] else 'were not'} read beforehand."
     )
     yield ""
     yield "| replayed by | tokens found | p50 of the first token, s | p95 | p99 | answers/s | behind at the end, s |"

@@ -99,7 +99,7 @@ def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path):
     found = main("week", [*given, *peers, "--answer", "3", "--out", str(tmp_path)]).to_json()
     replay = found["figures"]["replay"]
     assert replay["requests"] == 4
-    assert replay["rows"]["ragcache"]["found"] > 0
+    assert replay["rows"]["ragcache reposition"]["found"] > replay["rows"]["ragcache full"]["found"]
     assert "environment was not made" in replay["not_run"]["vllm"]
     page = (tmp_path / "week.md").read_text()
     assert "| vllm | not run" in page

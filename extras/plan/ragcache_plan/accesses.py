@@ -67,10 +67,10 @@ def recorded(path: Path, bytes_per_token: int = BYTES_PER_TOKEN) -> Accesses:
 
     Raises TraceError naming the line that is wrong, or the file if it is empty.
     """
-    if not path.is_dir() and "handle" in next(json_lines(path), (0, {}))[1]:
-        found = from_accesses(read_trace(path))
-    else:
+    if path.is_dir() or "hash_ids" in next(json_lines(path), (0, {}))[1]:
         found = from_requests(read_log(path), bytes_per_token)
+    else:
+        found = from_accesses(read_trace(path))
     if not len(found):
         raise TraceError(path, "there is no access in it")
     return found
