@@ -131,7 +131,7 @@ def draw_week(found: Found) -> Figure:
     rooms = found["figures"]["rooms"]
     at = [row["room"] / 1000 for row in rooms]
     left.fill_between(at, *([100 * row["optimum"][end] for row in rooms] for end in (0, 1)), color="0.85")
-    left.annotate("optimum", (at[0], 100 * rooms[0]["optimum"][1] + 1), fontsize=8)
+    left.annotate("optimum", (at[0], 100 * rooms[0]["optimum"][1] + 8), fontsize=8)
     for colour, policy in zip((OURS, FLOOR), rooms[0]["policies"], strict=False):
         values = [100 * row["policies"][policy]["found"]["passage"] for row in rooms]
         left.plot(at, values, "o-", color=colour, markersize=4, label=f"passages, {policy}")

@@ -5,7 +5,7 @@
 
 The whole log is counted without a model: passages by their content with room for so many tokens, system prompts as
 prefixes, and beside them a cache of whole prefixes with as much room in all. Then `requests` of it are put to each peer
-at the log's own distances in time, divided by `speed`: each part of a prompt is a run of random tokens of the logged
+at the log's own distances in time, divided by `speed`; each part of a prompt is a run of random tokens of the logged
 length, the same for the same hash, and the weights are random. `trace`: a directory of RAGPulse or a file of `ragcache
 record` or of Mooncake; see `ragcache_plan.logs`. Prompts of a real tokenizer would repeat whitespace and templates that
 random tokens do not, which no cache here looks at: only equal parts are found.
@@ -55,7 +55,7 @@ class Settings:
     shape, dtype: of the model that replays; kv_mib: of each peer's cache; peers: see `peers`
     """
 
-    trace: Path
+    trace: Path = Path("ragpulse")
     rooms: tuple[int, ...] = (100_000, 200_000, 400_000, DECIDING_ROOM)
     prefix_room: int = DECIDING_ROOM
     requests: int = 0
