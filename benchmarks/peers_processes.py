@@ -109,6 +109,13 @@ class PeerProcess:
         request = {"do": "ask", "variant": variant, "prompts": prompts, "tokens": tokens}
         return [Answer(**answer) for answer in self._request(request, ASK_TIMEOUT_S)["answers"]]
 
+    def replay(
+        self, variant: str, prompts: Sequence[dict[str, Any]], tokens: Sequence[int], at: Sequence[float]
+    ) -> list[Answer]:
+        """Put prompts to the peer `at` seconds from now each; the seconds of an answer count from then."""
+        request = {"do": "replay", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
+        return [Answer(**answer) for answer in self._request(request, at[-1] + ASK_TIMEOUT_S)["answers"]]
+
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         if self._process.stdin is not None:

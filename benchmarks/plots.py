@@ -124,7 +124,43 @@ def draw_soak(found: Found) -> Figure:
     return figure
 
 
-DRAWN: dict[str, Callable[[Found], Figure]] = {"answers": draw_answers, "soak": draw_soak, "ttft": draw_ttft}
+def draw_week(found: Found) -> Figure:
+    """Draw what each cache finds of the passages by its room, and what remains to be computed over the week."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2)
+    rooms = found["figures"]["rooms"]
+    at = [row["room"] / 1000 for row in rooms]
+    left.fill_between(at, *([100 * row["optimum"][end] for row in rooms] for end in (0, 1)), color="0.85")
+    left.annotate("optimum", (at[0], 100 * rooms[0]["optimum"][1] + 8), fontsize=8)
+    for colour, policy in zip((OURS, FLOOR), rooms[0]["policies"], strict=False):
+        values = [100 * row["policies"][policy]["found"]["passage"] for row in rooms]
+        left.plot(at, values, "o-", color=colour, markersize=4, label=f"passages, {policy}")
+    values = [100 * row["prefix cache"]["found"]["passage"] for row in rooms]
+    left.plot(at, values, "o-", color=THEIRS, markersize=4, label="prefix cache")
+    left.set_xlabel("room, thousand tokens", fontsize=9)
+    left.set_title("Passage tokens found, %", fontsize=10)
+    row = rooms[-1]
+    first = next(iter(row["policies"]))
+    ours = (OURS, f"passages, {first}", row["policies"][first])
+    for colour, label, one in (ours, (THEIRS, "prefix cache", row["prefix cache"])):
+        periods = one["periods"]
+        days = [period["hours"] / 24 for period in periods]
+        right.plot(days, [100 * period["computed"] for period in periods], color=colour, label=label)
+    right.set_xlabel(f"days; room for {row['room']:,} tokens", fontsize=9)
+    right.set_title("Prompt tokens computed, %, by six hours", fontsize=10)
+    for ax in (left, right):
+        ax.set_ylim(0, 100)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=8, loc="lower right" if ax is left else "upper right")
+    return figure
+
+
+DRAWN: dict[str, Callable[[Found], Figure]] = {
+    "answers": draw_answers,
+    "soak": draw_soak,
+    "ttft": draw_ttft,
+    "week": draw_week,
+}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ from ragcache.errors import ConfigError, RagCacheError
 
 NAMES = (
     *("answers", "askers", "decode", "gpu", "ingest", "methods", "peers", "quality", "reuse", "soak", "ttft"),
-    "vllm_placing",
+    *("vllm_placing", "week"),
 )
 
 

@@ -58,6 +58,12 @@ class Worker(Protocol):
         """Answer prompts that come at the same moment, `tokens` each. Seconds count from that moment."""
         ...
 
+    def replay(
+        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
+    ) -> list[Answer]:
+        """Answer prompts that come `at` seconds from now, `tokens` each. Seconds count from then."""
+        ...
+
 
 def serve(make: Callable[[dict[str, Any]], Worker]) -> None:
     """Answer requests until stdin ends. What libraries print goes to stderr."""
@@ -81,6 +87,9 @@ def _handle(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         worker.read(request["passages"])
         return {"seconds": time.perf_counter() - started}
     prompts = [Prompt(one["passages"], one["suffix"]) for one in request["prompts"]]
+    if request["do"] == "replay":
+        answers = worker.replay(request["variant"], prompts, request["tokens"], request["at"])
+        return {"answers": [vars(answer) for answer in answers]}
     answers = worker.ask(request["variant"], prompts, request["tokens"])
     return {"answers": [vars(answer) for answer in answers]}
 

@@ -81,6 +81,12 @@ class RagCacheVLLMWorker(VLLMWorker):
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
+    def prepare(self, prompt: Prompt) -> int:
+        new = {tuple(one) for one in prompt.passages if self._encoder.key(one) not in self._store}
+        if new:
+            self._keep(list(new))
+        return sum(len(one) for one in prompt.passages if tuple(one) in new)
+
     def _keep(self, passages: Sequence[Sequence[int]]) -> None:
         for ids, block in zip(passages, self._encoder.encode(passages), strict=True):
             self._store.put(self._encoder.key(ids), block)

@@ -32,6 +32,7 @@ from ragcache.store.kv_store import KVStore
 
 LINK_TOKENS = 5
 NAMESPACE = "peers"
+MOST_AT_ONCE = 16
 
 
 class RagCacheWorker:
@@ -75,6 +76,17 @@ class RagCacheWorker:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as askers:
             return list(askers.map(lambda prompt: self._answer(variant, prompt, tokens, started), prompts))
+
+    def replay(
+        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
+    ) -> list[Answer]:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(MOST_AT_ONCE) as askers:
+            answers = []
+            for prompt, count, due in zip(prompts, tokens, at, strict=True):
+                time.sleep(max(0.0, began + due - time.perf_counter()))
+                answers.append(askers.submit(self._answer, variant, prompt, count, began + due))
+            return [answer.result() for answer in answers]
 
     @team_ends()
     def _answer(self, variant: str, prompt: Prompt, tokens: int, started: float) -> Answer:

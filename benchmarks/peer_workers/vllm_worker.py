@@ -55,6 +55,10 @@ class VLLMWorker:
         """Return the data that a request carries beside its tokens."""
         return None
 
+    def prepare(self, prompt: Prompt) -> int:
+        """Prepare a request that has arrived; return how many of its tokens were read for that."""
+        return 0
+
     def about(self) -> dict[str, Any]:
         import torch
         import vllm
@@ -75,22 +79,35 @@ class VLLMWorker:
         return
 
     def ask(self, variant: str, prompts: Sequence[Prompt], tokens: int) -> list[Answer]:
+        return self.replay(variant, prompts, [tokens] * len(prompts), [0.0] * len(prompts))
+
+    def replay(
+        self, variant: str, prompts: Sequence[Prompt], tokens: Sequence[int], at: Sequence[float]
+    ) -> list[Answer]:
         engine = self._llm.llm_engine
         names = [f"{self._asked + rank}" for rank in range(len(prompts))]
         self._asked += len(prompts)
+        due = dict(zip(names, at, strict=True))
         first: dict[str, float] = {}
         done: dict[str, Answer] = {}
+        read: dict[str, int] = {}
+        waiting = list(zip(names, prompts, tokens, strict=True))[::-1]
         started = time.perf_counter()
-        for name, prompt in zip(names, prompts, strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt.ids}, self._sampling(prompt, tokens))
-        while engine.has_unfinished_requests():
+        while waiting or engine.has_unfinished_requests():
+            while waiting and due[waiting[-1][0]] <= time.perf_counter() - started:
+                name, prompt, count = waiting.pop()
+                read[name] = self.prepare(prompt)
+                engine.add_request(name, {"prompt_token_ids": prompt.ids}, self._sampling(prompt, count))
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, started + due[waiting[-1][0]] - time.perf_counter()))
+                continue
             for output in engine.step():
-                now = time.perf_counter() - started
+                now = time.perf_counter() - started - due[output.request_id]
                 ids = list(output.outputs[0].token_ids)
                 if ids:
                     first.setdefault(output.request_id, now)
                 if output.finished:
-                    reused = output.num_cached_tokens or 0
+                    reused = (output.num_cached_tokens or 0) - read[output.request_id]
                     done[output.request_id] = Answer(first[output.request_id], now, ids, reused)
         return [done[name] for name in names]
 

@@ -83,7 +83,7 @@ class StoreConfig(Config):
         str, Option("--codec", "How new KV blocks are kept; `ragcache plan` lists the codecs. All are read.")
     ] = "raw"
     eviction: Annotated[str, Option("--eviction", f"What a tier gives up when it is full: {', '.join(POLICIES)}.")] = (
-        "lru"
+        "hyperbolic"
     )
     index: Annotated[
         Literal["flat", "hnsw", "ivfpq", "pgvector"],

@@ -75,7 +75,7 @@ async def respond(
     context, as those of different users do.
     """
     service, request = writer.service, writer.request
-    work = service.answer(*(_counted(service, request, one) for one in events), timeout_s=timeout_s)
+    work = service.answer(*(_counted(service, request, asked, one) for one in events), timeout_s=timeout_s)
     index, first = await work.unless_gone(request, anext(work))
     if isinstance(first, Sources):
         tell_method(request, first.method)
@@ -89,9 +89,11 @@ async def _answers(work: Work[Event]) -> list[Answer]:
     return [_answer(last.get(index)) for index in range(len(work.tasks))]
 
 
-async def _counted(service: Service, request: Request, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
-    """Yield the events with timings that begin at the request's arrival. The answer is counted even if its reader has
-    hung up.
+async def _counted(
+    service: Service, request: Request, asked: SampledRequest, events: AsyncIterator[Event]
+) -> AsyncGenerator[Event, None]:
+    """Yield the events with timings that begin at the request's arrival. The answer is counted, and recorded if there
+    is a log of requests, even if its reader has hung up.
     """
     queue_s = waited_s(request)
     async with aclosing(events) as open_events:  # type: ignore[type-var]
@@ -99,6 +101,8 @@ async def _counted(service: Service, request: Request, events: AsyncIterator[Eve
             if isinstance(one, Done):
                 answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
                 service.metrics.count_answer(answer)
+                if service.log is not None and isinstance(asked, ChatRequest):
+                    service.log.write(asked.messages, answer)
                 yield Done(answer)
             else:
                 yield one

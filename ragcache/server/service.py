@@ -20,10 +20,12 @@ from ragcache import RagCache
 from ragcache.engine.info import Info
 from ragcache.errors import StoreError, StoreUnreachableError
 from ragcache.models.deadline import Limit, limited
+from ragcache.prompt import encode_text
 from ragcache.server import observe as logs
 from ragcache.server.http_errors import NO_RETRY, OWN_FAULTS, ApiError, ClientGoneError, as_api_error
 from ragcache.server.limits import Slots, Writers
 from ragcache.server.metrics import Metrics
+from ragcache.server.record import RequestLog
 from ragcache.server.settings import ServerSettings
 from ragcache.server.uploads import UploadFolder
 
@@ -43,6 +45,7 @@ class Service:
     chat_model, embedding_model, reranking_model: names that requests use; None if there is no reranker
     plain_model: the chat model's name for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
+    log:      the log of requests, if the server keeps one
     """
 
     def __init__(self, kb: RagCache, settings: ServerSettings, views: Iterable[View] = ()) -> None:
@@ -56,6 +59,9 @@ class Service:
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
         tiers = list(kb.info().bytes_by_tier)
         self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
+        self.log: RequestLog | None = None
+        if settings.record is not None:
+            self.log = RequestLog(settings.record, lambda text: len(encode_text(kb.lm.tokenizer, text)))
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
         self.plain_model = f"{self.chat_model}:plain"
         self.embedding_model = kb.embedder.name
@@ -105,6 +111,8 @@ class Service:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
         self.uploads.close()
+        if self.log is not None:
+            self.log.close()
 
     async def in_thread(self, function: Callable[..., T], *args: Any, cancelled: threading.Event | None = None) -> T:
         """Run a blocking function in a thread. If cancelled, wait until it returns: a thread cannot be stopped, and

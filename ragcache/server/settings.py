@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from ragcache.engine.options import AnswerDefaults, Option, Size
@@ -26,6 +27,7 @@ class ServerSettings:
     api_keys:         keys that open /v1; if empty, every client that reaches the port has access
     allowed_hosts:    names in the Host header; empty: any
     answers:          defaults of chat requests
+    record:           file to which hashes and lengths of each chat request are appended; see `RequestLog`
 
     Raises ConfigError naming the field that is out of range.
     """
@@ -55,6 +57,7 @@ class ServerSettings:
     model_name: Annotated[
         str | None, Option("--model-name", "What clients call the model; its own name if not given.")
     ] = None
+    record: Path | None = None
     answers: AnswerDefaults = field(default_factory=AnswerDefaults)
 
     def __post_init__(self) -> None:

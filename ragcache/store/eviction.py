@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 from ragcache.plugins import load
-from ragcache.store.prefill_rate import PrefillRate
 
 # The eviction contract: which block a full tier evicts. A policy knows keys and sizes, but no tensors or files.
 
@@ -21,18 +20,9 @@ class Entry(NamedTuple):
 
 
 class EvictionPolicy(ABC):
-    """The order in which one tier's entries are evicted. Called under the tier's lock: a policy needs no lock itself.
-
-    weighs_tokens: whether the policy reads `Entry.num_tokens`; if not, the tier need not look the number up
-    """
+    """The order in which one tier's entries are evicted. The tier's lock is held at every call."""
 
     name: ClassVar[str]
-    weighs_tokens: bool = False
-
-    @classmethod
-    def priced(cls, prefill: PrefillRate) -> Self:
-        """Return a new policy for a machine whose recomputation costs follow `prefill`."""
-        return cls()
 
     @abstractmethod
     def insert(self, entry: Entry) -> None:
@@ -62,9 +52,8 @@ class EvictionPolicy(ABC):
 
 # An admission filter wraps a policy, for about so many entries, so that it may refuse new ones; None: all are admitted.
 POLICIES: dict[str, type[EvictionPolicy] | str] = {
+    "hyperbolic": "ragcache.store.hyperbolic:Hyperbolic",
     "lru": "ragcache.store.lru:LRU",
-    "gdsf": "ragcache_papers.gdsf:GDSF",
-    "pgdsf": "ragcache_papers.gdsf:PGDSF",
 }
 ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | None] = {
     "all": None,
@@ -72,17 +61,13 @@ ADMISSIONS: dict[str, Callable[[EvictionPolicy, int], EvictionPolicy] | str | No
 }
 
 
-def get_policy(
-    name: str, admission: str = "all", prefill: PrefillRate | None = None, entries: int = 0
-) -> EvictionPolicy:
+def get_policy(name: str, admission: str = "all", entries: int = 0) -> EvictionPolicy:
     """Return a new policy, wrapped in an admission filter unless admission is "all".
 
-    prefill: cost of computing an entry again; None: the policy's own estimate
     entries: expected number of entries, roughly
 
     Raises ConfigError that lists the known names.
     """
     kind = load("eviction policy", name, POLICIES)
     admit = load("admission filter", admission, ADMISSIONS)
-    policy = kind() if prefill is None else kind.priced(prefill)
-    return policy if admit is None else admit(policy, entries)
+    return kind() if admit is None else admit(kind(), entries)

@@ -90,7 +90,7 @@ class KVStore:
         ttl_s: float | None = None,
         codec: str = "raw",
         basis: str | None = None,
-        eviction: str = "lru",
+        eviction: str = "hyperbolic",
         admission: str = "all",
         trace: str | Path | None = None,
         read_only: bool = False,

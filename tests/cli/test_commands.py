@@ -443,7 +443,7 @@ def test_answers_are_the_same_under_another_policy(store, tmp_path):
     arguments = ["ask", "Where is the cat?", "--store", store, "--method", "reposition", "--max-tokens", 4, "--json"]
     plain = json.loads(invoke(*arguments).stdout)
     trace = tmp_path / "trace.jsonl"
-    result = invoke(*arguments, "--eviction", "pgdsf", "--admission", "tinylfu", "--memory", "64KiB", "--trace", trace)
+    result = invoke(*arguments, "--eviction", "lru", "--admission", "tinylfu", "--memory", "64KiB", "--trace", trace)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["text"], found["hits"]) == (plain["text"], plain["hits"])

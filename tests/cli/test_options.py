@@ -94,7 +94,7 @@ def test_the_environment_stands_for_options_that_are_not_given(store):
         (["ask", "hi", "--dtype", "int3"], 2, "int3"),
         (["ask", "hi", "--device", "abacus"], 2, "abacus"),
         (["list", "--database", "nonsense://"], 2, "nonsense"),
-        (["info", "--eviction", "random"], 2, "lru, gdsf, pgdsf"),
+        (["info", "--eviction", "random"], 2, "hyperbolic, lru"),
         (["info", "--admission", "bouncer"], 2, "all, tinylfu"),
         (["info", "--trace", "/no/where/trace"], 1, "cannot be written"),
         (["serve", "--filter", "{"], 2, "not JSON"),

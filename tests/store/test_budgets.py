@@ -277,7 +277,7 @@ def all_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "pgdsf"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_least_recently_used_file_goes(one, root, policy, reopened):
     """The order of use and the sizes outlive the process."""
     first = DiskTier(root, RawCodec(), 3 * one, get_policy(policy))
@@ -409,7 +409,7 @@ class Watch:
 
 def test_threads_and_processes_stay_within_the_budget(root):
     budget, stop = 40_000, threading.Event()
-    tier = DiskTier(root, RawCodec(), budget, get_policy("gdsf"))
+    tier = DiskTier(root, RawCodec(), budget, get_policy("hyperbolic"))
     tier.put(make_key(99), make_block(99))
     watch, wrong, seeds = Watch(root), 0, iter(range(400))
     with ThreadPoolExecutor(5) as threads, Forked(OTHER_PROCESS, root, budget) as other:

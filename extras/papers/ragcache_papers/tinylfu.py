@@ -66,7 +66,6 @@ class TinyLFU(EvictionPolicy):
     name: ClassVar[str] = "tinylfu"
 
     def __init__(self, policy: EvictionPolicy, entries: int = 0) -> None:
-        self.weighs_tokens = policy.weighs_tokens
         self._policy = policy
         self._sketch = CountMinSketch(max(1 << 16, entries))
 

@@ -1,19 +1,22 @@
-"""A store's trace, read from its file and as arrays."""
+"""Accesses to blocks as arrays, from a store's trace or from a log of requests."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.errors import TraceError
 from ragcache.store.trace import Access
+from ragcache_plan.logs import LoggedRequest, json_lines, read_log
 
 Ints = NDArray[np.int64]
+BYTES_PER_TOKEN = 131072  # Llama-3.1-8B in bfloat16
+REUSED = ("passage", "block")  # kinds of parts that are blocks of a store
 LARGEST = 1 << 40  # bytes or tokens of a block: beyond it a line is no measurement, and sums would overflow
 
 
@@ -46,13 +49,28 @@ class Accesses:
         return len(self.starts) - 1
 
     @property
+    def total_tokens(self) -> int:
+        """Return the tokens of all accesses."""
+        return int(self.num_tokens[self.blocks].sum())
+
+    def room(self, tokens: int) -> int:
+        """Return the bytes of so many tokens, by the mean over the blocks."""
+        return round(tokens * int(self.num_bytes.sum()) / max(1, int(self.num_tokens.sum())))
+
+    @property
     def equal_sizes(self) -> bool:
         return len(self.num_bytes) == 0 or bool((self.num_bytes == self.num_bytes[0]).all())
 
 
-def recorded(path: Path) -> Accesses:
-    """Read a file that a store wrote. Raises TraceError naming the line that is wrong, or the file if it is empty."""
-    found = from_accesses(read_trace(path))
+def recorded(path: Path, bytes_per_token: int = BYTES_PER_TOKEN) -> Accesses:
+    """Read a store's trace, or the passages of a log of requests, whose tokens have so many bytes each.
+
+    Raises TraceError naming the line that is wrong, or the file if it is empty.
+    """
+    if path.is_dir() or "hash_ids" in next(json_lines(path), (0, {}))[1]:
+        found = from_requests(read_log(path), bytes_per_token)
+    else:
+        found = from_accesses(read_trace(path))
     if not len(found):
         raise TraceError(path, "there is no access in it")
     return found
@@ -60,24 +78,11 @@ def recorded(path: Path) -> Accesses:
 
 def read_trace(path: Path) -> Iterator[Access]:
     """Yield the accesses of a file, in its order. Raises TraceError naming the line that is not an access, and why."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _access(path, number, line)
-    except OSError as error:
-        raise TraceError(path, f"cannot be read ({error})") from error
+    for number, fields in json_lines(path):
+        yield _access(path, number, fields)
 
 
-def _access(path: Path, number: int, line: bytes) -> Access:
-    try:
-        fields = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise TraceError(path, f"not UTF-8 ({error.reason})", number) from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(path, f"not JSON ({error})", number) from error
-    if not isinstance(fields, dict):
-        raise TraceError(path, "not a JSON object", number)
+def _access(path: Path, number: int, fields: dict[str, Any]) -> Access:
     try:
         texts = [fields[name] for name in ("request", "handle", "tier")]
         sizes = [fields[name] for name in ("bytes", "tokens")]
@@ -111,3 +116,20 @@ def from_accesses(accesses: Iterable[Access]) -> Accesses:
         requests.setdefault(access.request, []).append(number)
     num_bytes, num_tokens = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
     return Accesses.of(requests.values(), num_bytes, num_tokens)
+
+
+def from_requests(requests: Iterable[LoggedRequest], bytes_per_token: int = BYTES_PER_TOKEN) -> Accesses:
+    """Return accesses to the passages of each request, or to its blocks in Mooncake's format."""
+    numbers: dict[str, int] = {}
+    tokens: list[int] = []
+    found: list[list[int]] = []
+    for request in requests:
+        found.append([])
+        for part in request.parts:
+            if part.kind in REUSED:
+                number = numbers.setdefault(part.hash, len(numbers))
+                if number == len(tokens):
+                    tokens.append(part.num_tokens)
+                found[-1].append(number)
+    lengths = np.array(tokens, dtype=np.int64)
+    return Accesses.of(found, lengths * bytes_per_token, lengths)

@@ -11,26 +11,30 @@ from ragcache_plan.accesses import Accesses, Ints
 
 
 class Optimum(NamedTuple):
-    """Bounds on the hits of any policy.
+    """Bounds on the hits of any policy, and on the tokens of these hits.
 
-    hits:  of Belady's rule, which evicts the block whose next use is latest. For blocks of equal size that is the
-           optimum; otherwise it is the result of a rule that knows the future, and a policy may do better
-    bound: no policy has more hits; equal to `hits` for equal sizes
-    exact: whether the sizes are equal
+    hits, tokens: of Belady's rule, which evicts the block whose next use is latest. For blocks of equal size that is
+                  the optimum; otherwise it is the result of a rule that knows the future, and a policy may do better
+    bound, bound_tokens: no policy has more; equal to Belady's for equal sizes
+    exact:        whether the sizes are equal
     """
 
     hits: int
     bound: int
     exact: bool
+    tokens: int
+    bound_tokens: int
 
 
 def optimum(trace: Accesses, budget_bytes: int) -> Optimum:
     """Return the optimum of a tier of this many bytes that is empty at first and may refuse new blocks."""
     following = next_uses(trace.blocks)
-    hits = _belady(trace, following, budget_bytes)
-    if trace.equal_sizes:
-        return Optimum(hits, hits, True)
-    return Optimum(hits, max(hits, _bound(trace, following, budget_bytes)), False)
+    hits, tokens = _belady(trace, following, budget_bytes)
+    if trace.equal_sizes and len(np.unique(trace.num_tokens)) < 2:
+        return Optimum(hits, hits, True, tokens, tokens)
+    bound = _bound(trace, following, budget_bytes, np.ones_like(trace.num_tokens))
+    bound_tokens = _bound(trace, following, budget_bytes, trace.num_tokens)
+    return Optimum(hits, max(hits, bound), False, tokens, max(tokens, bound_tokens))
 
 
 def next_uses(blocks: Ints) -> Ints:
@@ -42,15 +46,17 @@ def next_uses(blocks: Ints) -> Ints:
     return following
 
 
-def _belady(trace: Accesses, following: Ints, budget_bytes: int) -> int:
-    """Belady 1966 (MIN), with the newcomer among what may be given up."""
-    end, hits, used = len(trace), 0, 0
+def _belady(trace: Accesses, following: Ints, budget_bytes: int) -> tuple[int, int]:
+    """Return the hits and their tokens of Belady 1966 (MIN), with the newcomer among the possible victims."""
+    end, hits, hit_tokens, used = len(trace), 0, 0, 0
+    tokens = trace.num_tokens.tolist()
     sizes = trace.num_bytes.tolist()
     held: dict[int, int] = {}  # block -> its next use
     furthest: list[tuple[int, int]] = []  # (-next use, block); out of date where `held` says otherwise
     for block, again in zip(trace.blocks.tolist(), following.tolist(), strict=True):
         if held.pop(block, None) is not None:
             hits += 1
+            hit_tokens += tokens[block]
             used -= sizes[block]
         if again == end or sizes[block] > budget_bytes:
             continue
@@ -62,14 +68,21 @@ def _belady(trace: Accesses, following: Ints, budget_bytes: int) -> int:
             if held.get(victim) == -negative:
                 del held[victim]
                 used -= sizes[victim]
-    return hits
+    return hits, hit_tokens
 
 
-def _bound(trace: Accesses, following: Ints, budget_bytes: int) -> int:
-    """Berger, Beckmann and Harchol-Balter 2018 (PFOO-L): a hit takes its block's bytes for as long as it waits. All
-    hits together cannot take more than the budget over the whole trace: the cheapest that fit are at least as many."""
-    reused = following < len(trace)
-    sizes = trace.num_bytes[trace.blocks[reused]]
-    waits = (following - np.arange(len(trace)))[reused]
-    costs = np.sort((sizes * waits)[sizes <= budget_bytes].astype(np.float64))
-    return int(np.searchsorted(np.cumsum(costs), float(budget_bytes) * len(trace), side="right"))
+def _bound(trace: Accesses, following: Ints, budget_bytes: int, worth: Ints) -> int:
+    """Return the most that hits can be worth together; worth: of a hit, [number of blocks].
+
+    Berger, Beckmann and Harchol-Balter 2018 (PFOO-L): a hit takes its block's bytes for as long as it waits. All hits
+    together cannot take more than the budget over the whole trace: those with the most worth for their cost, until the
+    budget is used up, the last in part, are worth at least as much.
+    """
+    reused = (following < len(trace)) & (trace.num_bytes[trace.blocks] <= budget_bytes)
+    blocks = trace.blocks[reused]
+    costs = (trace.num_bytes[blocks] * (following - np.arange(len(trace)))[reused]).astype(np.float64)
+    gains = worth[blocks].astype(np.float64)
+    order = np.argsort(costs / np.maximum(gains, 1e-9), kind="stable")
+    spent = np.concatenate([[0.0], np.cumsum(costs[order])])
+    gained = np.concatenate([[0.0], np.cumsum(gains[order])])
+    return int(np.interp(float(budget_bytes) * len(trace), spent, gained) + 1e-6)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ragcache.cli.flags import Json, option
@@ -12,6 +13,7 @@ from ragcache_plan.rate_options import RateOptions
 
 if TYPE_CHECKING:
     from ragcache_plan.plan import Corpus, Demand, Plan, Prices
+    from ragcache_plan.rates import MachineRates
     from ragcache_plan.shape import KVShape
 
 
@@ -52,8 +54,8 @@ class ShapeOptions:
 class CorpusOptions:
     """The corpus, and the requests over it."""
 
-    documents: Annotated[int, option("--documents", "Documents of the corpus.")]
-    tokens: Annotated[int, option("--tokens", "Tokens of a document.")]
+    documents: Annotated[int | None, option("--documents", "Documents of the corpus.")] = None
+    tokens: Annotated[int | None, option("--tokens", "Tokens of a document.")] = None
     chunk_tokens: Annotated[int, option("--chunk-tokens", "Tokens of a passage.")] = 256
     kept: Annotated[float, option("--kv-kept", "Share of each passage's KV that is stored; see `ragcache ingest`.")] = 1
     requests: Annotated[int, option("--requests", "Requests a month.")] = 100_000
@@ -78,6 +80,9 @@ class CorpusOptions:
     def corpus(self) -> Corpus:
         from ragcache_plan.plan import Corpus
 
+        if self.documents is None or self.tokens is None:
+            missing = "--documents" if self.documents is None else "--tokens"
+            raise ConfigError(f"{missing} is missing: give --documents and --tokens, or a log as --trace")
         return Corpus(self.documents, self.tokens, self.chunk_tokens, self.kept)
 
     def demand(self) -> Demand:
@@ -109,17 +114,25 @@ def plan(
     corpus: CorpusOptions,
     rates: RateOptions,
     prices: PriceOptions,
+    trace: Annotated[
+        Path | None, option("--trace", "A log of `ragcache record`, RAGPulse or Mooncake, in place of the corpus.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a corpus takes: bytes by codec, precomputation, money, where stored KV breaks even, what to choose.
+
+    With a log of your own requests, say which memory, disk and cards they take.
 
     Rates and prices that are not given are those of KVLink's authors: Llama-3.1-8B on an A100, 1.79 USD an hour,
     0.023 USD for a GB a month.
     """
     from ragcache_plan.plan import make_plan
 
-    shape, wanted, asked, paid = model.shape(), corpus.corpus(), corpus.demand(), prices.prices()
-    speed = replace(rates.rates(model.model), network_bytes_s=corpus.network_rate)
+    shape, speed = model.shape(), replace(rates.rates(model.model), network_bytes_s=corpus.network_rate)
+    if trace is not None:
+        _print_sizing(trace, shape, speed, as_json=as_json)
+        return
+    wanted, asked, paid = corpus.corpus(), corpus.demand(), prices.prices()
     found = make_plan(shape, wanted, asked, speed, paid)
     if as_json:
         print_json(found.to_json())
@@ -166,6 +179,39 @@ def _print_plan(found: Plan, asked: Demand) -> None:
         for one in found.codecs
     ])  # fmt: skip
     say()
+
+
+def _print_sizing(trace: Path, shape: KVShape, rates: MachineRates, *, as_json: bool) -> None:
+    """Print the sizes that a log takes. Raises TraceError."""
+    from ragcache.errors import TraceError
+    from ragcache_plan.logs import read_log
+    from ragcache_plan.sizing import size_up
+
+    requests = list(read_log(trace))
+    if not requests:
+        raise TraceError(trace, "there is no request in it")
+    found = size_up(requests, shape.bytes_per_token, rates)
+    if as_json:
+        print_json(asdict(found))
+        return
+    rest, passages = found.mean_rest, found.passage_tokens / found.prompt_tokens
+    say(
+        f"{found.requests:,} requests in {_duration(found.span_s)}: {found.prompt_tokens:,} prompt tokens, of them "
+        f"{passages:.1%} in {found.passages:,} passages, and {rest:,} others a request"
+    )
+    say(f"{shape}: {shape.bytes_per_token:,} bytes a token")
+    say()
+    print_table(["memory", ">tokens", ">passage tokens found", ">prompt tokens computed", ">cards"], [
+        (bytes_text(one.num_bytes), f"{one.tokens:,}", f"{one.token_rate:.1%}", f"{one.computed_rate:.1%}", one.cards)
+        for one in found.sizes
+    ])  # fmt: skip
+    say()
+    say(f"- memory {bytes_text(found.memory.num_bytes)}: finds {found.memory.token_rate:.1%} of the passages' tokens")
+    say(f"- disk {bytes_text(found.disk_bytes)}: every passage of the log once, raw; codecs take less")
+    say(
+        f"- cards: {found.memory.cards} in the busiest hour, {found.cards_without} without stored KV; prefill alone, "
+        f"at {rates.prefill_tokens_s:,.0f} tokens/s each: add those that the answers take"
+    )
 
 
 def _duration(seconds: float) -> str:

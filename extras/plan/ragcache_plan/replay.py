@@ -22,13 +22,14 @@ class SimulatedTier:
     def __init__(self, name: str, budget_bytes: int | None, policy: EvictionPolicy) -> None:
         self.name = name
         self.ledger = ByteLedger(sys.maxsize, LRU()) if budget_bytes is None else ByteLedger(budget_bytes, policy)
-        self.hits = self.read_bytes = self.written_bytes = 0
+        self.hits = self.hit_tokens = self.read_bytes = self.written_bytes = 0
 
     def get(self, entry: Entry) -> bool:
         self.ledger.touch(entry.key)
         if entry.key not in self.ledger:
             return False
         self.hits += 1
+        self.hit_tokens += entry.num_tokens
         self.read_bytes += entry.num_bytes
         return True
 
@@ -57,12 +58,13 @@ class Budgets:
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """The outcome of a replay. hits, read_bytes, written_bytes and evictions by tier; ttft_s: [requests]."""
+    """The outcome of a replay. hits, hit_tokens, read_bytes, written_bytes, evictions: by tier; ttft_s: [requests]"""
 
     accesses: int
     computed: int
     computed_tokens: int
     hits: dict[str, int]
+    hit_tokens: dict[str, int]
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
     evictions: dict[str, int]
@@ -84,8 +86,8 @@ def replay(
         )
     ]
     count = len(entries)
-    memory = SimulatedTier("memory", budgets.memory_bytes, get_policy(policy, admission, rates.prefill, count))
-    disk = SimulatedTier("disk", budgets.disk_bytes, get_policy(policy, admission, rates.prefill, count))
+    memory = SimulatedTier("memory", budgets.memory_bytes, get_policy(policy, admission, count))
+    disk = SimulatedTier("disk", budgets.disk_bytes, get_policy(policy, admission, count))
     if budgets.eager:
         for entry in entries:
             disk.put(entry)
@@ -97,6 +99,7 @@ def replay(
         computed=computed,
         computed_tokens=tokens,
         hits={tier.name: tier.hits for tier in tiers},
+        hit_tokens={tier.name: tier.hit_tokens for tier in tiers},
         read_bytes={tier.name: tier.read_bytes for tier in tiers},
         written_bytes={tier.name: tier.written_bytes for tier in tiers},
         evictions={tier.name: tier.ledger.evictions for tier in tiers},

@@ -22,12 +22,14 @@ class Outcome:
     """A policy under a budget.
 
     hit_rate:       share of the accesses that each tier served
-    computed_rate:  share that no tier served
+    token_rate:     share of the accessed tokens that each tier served
+    computed_rate:  share of the accesses that no tier served
     read_bytes, written_bytes, evictions: by tier
     ttft_s:         seconds to the first token, estimated from the rates, at "p50", "p95" and "p99" of the requests
     optimum_rate:   hits in memory of Belady's rule, which knows the future: the optimum if all blocks have the same
                     size
     bound_rate:     no policy has more hits in memory
+    optimum_token_rate, bound_token_rate: the same of tokens
     optimum_exact:  whether the sizes are equal
     """
 
@@ -38,6 +40,7 @@ class Outcome:
     requests: int
     accesses: int
     hit_rate: dict[str, float]
+    token_rate: dict[str, float]
     computed_rate: float
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
@@ -45,6 +48,8 @@ class Outcome:
     ttft_s: dict[str, float]
     optimum_rate: float
     bound_rate: float
+    optimum_token_rate: float
+    bound_token_rate: float
     optimum_exact: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def simulate(
 
 
 def _outcome(trace: Accesses, budget: Budgets, policy: str, admission: str, done: Replayed, best: Optimum) -> Outcome:
-    total = done.accesses
+    total, tokens = done.accesses, max(1, trace.total_tokens)
     quantiles = np.percentile(done.ttft_s, QUANTILES, method="inverted_cdf").tolist()
     return Outcome(
         policy=policy,
@@ -91,6 +96,7 @@ def _outcome(trace: Accesses, budget: Budgets, policy: str, admission: str, done
         requests=trace.requests,
         accesses=total,
         hit_rate={tier: hits / total for tier, hits in done.hits.items()},
+        token_rate={tier: hits / tokens for tier, hits in done.hit_tokens.items()},
         computed_rate=done.computed / total,
         read_bytes=done.read_bytes,
         written_bytes=done.written_bytes,
@@ -98,5 +104,7 @@ def _outcome(trace: Accesses, budget: Budgets, policy: str, admission: str, done
         ttft_s={f"p{quantile}": seconds for quantile, seconds in zip(QUANTILES, quantiles, strict=True)},
         optimum_rate=best.hits / total,
         bound_rate=best.bound / total,
+        optimum_token_rate=best.tokens / tokens,
+        bound_token_rate=best.bound_tokens / tokens,
         optimum_exact=best.exact,
     )

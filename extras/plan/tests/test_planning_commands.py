@@ -62,6 +62,9 @@ def test_plan_in_words():
         ([*SHAPE[:4], *CORPUS], 2, "--head-dim is missing"),
         ([*SHAPE, *CORPUS, "--model", "mini"], 2, "give one of them"),
         (["--model", "/no/such/model", *CORPUS], 1, "/no/such/model"),
+        ([*SHAPE, "--tokens", 5], 2, "--documents is missing"),
+        ([*SHAPE, "--documents", 5], 2, "--tokens is missing"),
+        ([*SHAPE, "--trace", "/no/such/log"], 1, "/no/such/log: cannot be read"),
     ],
 )
 def test_plan_refuses_in_one_line(arguments, status, message):
@@ -76,6 +79,31 @@ def test_plan_knows_the_share_of_kv_that_is_kept():
     found = json.loads(invoke("plan", *SHAPE, *CORPUS, "--kv-kept", 0.5, "--json").stdout)
     expected = make_plan(KVShape(32, 8, 128), Corpus(100, 1000, kept=0.5), Demand(100_000, 1310)).to_json()
     assert found["codecs"] == json.loads(json.dumps(expected))["codecs"]
+
+
+def test_plan_sizes_a_log(tmp_path):
+    """Four passages of 100 tokens, of which the first two come every hour and the others once."""
+    path = tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        for hour in range(10):
+            passages = [["a", 100], ["b", 100], *([["c", 100], ["d", 100]] if hour == 4 else [])]
+            parts = {"passages_ids": passages, "user_input": [[f"q{hour}", 50]]}
+            line = {"timestamp": 3600 * hour, "input_length": 1, "output_length": 9, "hash_ids": parts}
+            file.write(json.dumps(line) + "\n")
+    found = json.loads(invoke("plan", *SHAPE, "--trace", path, "--prefill-rate", 0.1, "--json").stdout)
+    assert (found["requests"], found["span_s"], found["passages"]) == (10, 32400.0, 4)
+    assert (found["prompt_tokens"], found["passage_tokens"], found["disk_tokens"]) == (2700, 2200, 400)
+    assert found["disk_bytes"] == 400 * 131072
+    sizes = {size["tokens"]: size for size in found["sizes"]}
+    assert list(sizes) == [25, 50, 100, 200, 400]
+    assert sizes[25]["token_rate"] == 0
+    assert sizes[400]["token_rate"] == pytest.approx(18 / 22)
+    assert sizes[400]["computed_rate"] == pytest.approx(900 / 2700)
+    assert found["memory"] == next(size for size in found["sizes"] if size["token_rate"] >= 0.95 * 18 / 22)
+    assert found["cards_without"] == 2, "450 tokens of the fifth hour at 0.1 a second are 1.25 hours"
+    assert sizes[400]["cards"] == 1
+    text = invoke("plan", *SHAPE, "--trace", path).stdout
+    assert "10 requests in 9.0 hours: 2,700 prompt tokens, of them 81.5% in 4 passages" in text
 
 
 @pytest.fixture
@@ -96,6 +124,14 @@ def test_simulate_is_the_librarys(trace):
     outcomes = simulate(recorded(trace), budgets, list(POLICIES), list(ADMISSIONS), rates, question_tokens=7)
     expected = [outcome.to_json() for outcome in outcomes]
     assert json.loads(result.stdout)["outcomes"] == json.loads(json.dumps(expected))
+
+
+def test_simulate_takes_room_in_tokens(trace):
+    """Bytes of a token by the mean over the blocks: 7,168 bytes for 24 tokens."""
+    result = invoke("simulate", trace, "--room", 24, "--eviction", "lru", "--admission", "all", "--json")
+    (outcome,) = json.loads(result.stdout)["outcomes"]
+    assert outcome["memory_bytes"] == 7168
+    assert outcome["token_rate"]["memory"] + outcome["token_rate"]["disk"] == 1
 
 
 def test_simulate_in_words(trace):
@@ -124,6 +160,7 @@ def test_simulate_replays_what_a_store_recorded(store, tmp_path):
         (["--eviction", "random"], 2, "'random' is unknown"),
         (["--admission", "bouncer"], 2, "'bouncer' is unknown"),
         (["--memory", "1"], 2, "holds no block"),
+        (["--memory", "1MiB", "--room", 9], 2, "give one of them"),
         (["--question-tokens", -1], 2, "--question-tokens is -1"),
         (["/no/such/trace"], 1, "/no/such/trace: cannot be read"),
         (["bad.jsonl"], 1, "bad.jsonl, line 1: it has no 'request'"),

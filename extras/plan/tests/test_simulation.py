@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blocks import make_block, make_key
+from eviction_model import MODELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,45 +36,34 @@ def make_trace(requests: list[list[int]], sizes: list[int]) -> Accesses:
 
 
 class Model:
-    """A tier as lists and formulas: nothing of the policies' code. Each entry: [uses, last use, clock at that use]."""
+    """A tier as a policy's model, a budget and counts."""
 
     def __init__(self, budget: int | None, policy: str, filtered: bool, sizes: list[int]) -> None:
-        self.budget, self.policy, self.filtered, self.sizes = budget, policy, filtered, sizes
-        self.held: dict[int, list] = {}
+        self.budget, self.filtered, self.sizes = budget, filtered, sizes
+        self.policy = MODELS[policy]()
         self.asked = [0] * len(sizes)
-        self.clock, self.time = 0.0, 0
-
-    def rank(self, block: int) -> tuple:
-        uses, last, clock = self.held[block]
-        size = self.sizes[block]
-        cost = size * 0.8 / 1000 + size**2 * 0.2 / 1000 / 1000
-        worth = {"lru": 0, "gdsf": clock + uses / size, "pgdsf": clock + uses * cost / size}[self.policy]
-        return worth, last
 
     def get(self, block: int) -> bool:
-        self.time += 1
         self.asked[block] = min(15, self.asked[block] + 1)
-        if block in self.held:
-            self.held[block] = [self.held[block][0] + 1, self.time, self.clock]
-        return block in self.held
+        self.policy.touch(str(block))
+        return str(block) in self.policy.held
 
     def put(self, block: int) -> None:
-        self.time += 1
-        self.held.pop(block, None)
+        if str(block) in self.policy.held:
+            self.policy.remove(str(block))
         if self.budget is not None:
-            room, victims = self.budget - sum(self.sizes[b] for b in self.held), []
-            for victim in sorted(self.held, key=self.rank):
+            room, victims = self.budget - sum(self.policy.held.values()), []
+            for victim in self.policy.order():
                 if room >= self.sizes[block]:
                     break
                 victims.append(victim)
-                room += self.sizes[victim]
-            outweighed = self.asked[block] > sum(self.asked[v] for v in victims)
+                room += self.policy.held[victim]
+            outweighed = self.asked[block] > sum(self.asked[int(victim)] for victim in victims)
             if room < self.sizes[block] or (self.filtered and victims and not outweighed):
                 return
             for victim in victims:
-                self.clock = max(self.clock, self.rank(victim)[0])
-                del self.held[victim]
-        self.held[block] = [1, self.time, self.clock]
+                self.policy.evict(victim)
+        self.policy.insert(str(block), self.sizes[block])
 
 
 def model_of(requests, sizes, memory_bytes, disk_bytes, eager, policy, filtered):
@@ -122,6 +112,7 @@ def test_a_replay_equals_a_model(policy, admission, requests, sizes, memory_byte
     for tier in ("memory", "disk"):
         served = [sizes[block] for block, origin in zip(blocks, origins, strict=True) if origin == tier]
         assert (done.hits[tier], done.read_bytes[tier]) == (len(served), sum(served))
+        assert done.hit_tokens[tier] == sum(served), "block n has as many tokens as bytes"
     assert done.computed == origins.count("computed")
     np.testing.assert_allclose(done.ttft_s, seconds, rtol=1e-9)
 
@@ -162,13 +153,13 @@ def _holdings(sizes: tuple[int, ...], budget: int) -> tuple[frozenset[int], ...]
     return tuple(held for held in subsets if sum(sizes[block] for block in held) <= budget)
 
 
-def best_hits(blocks: list[int], sizes: tuple[int, ...], budget: int) -> int:
-    """The most hits of all schedules: after every access, every subset that fits of what was held and the newcomer."""
+def best_hits(blocks: list[int], sizes: tuple[int, ...], budget: int, worth: tuple[int, ...] = (1,) * 5) -> int:
+    """The most that hits are worth in any schedule: after every access, every subset that fits of held and newcomer."""
     best = {frozenset(): 0}
     for block in blocks:
         following: dict[frozenset, int] = {}
         for held, hits in best.items():
-            now, there = hits + (block in held), held | {block}
+            now, there = hits + worth[block] * (block in held), held | {block}
             for kept in _holdings(sizes, budget):
                 if kept <= there and following.get(kept, -1) < now:
                     following[kept] = now
@@ -179,8 +170,8 @@ def best_hits(blocks: list[int], sizes: tuple[int, ...], budget: int) -> int:
 @settings(max_examples=80, deadline=None)
 @given(blocks=st.lists(st.integers(0, 4), min_size=1, max_size=16), budget=st.integers(0, 6))
 def test_belady_is_the_optimum_for_equal_sizes(blocks, budget):
-    found = optimum(make_trace([blocks], [2] * 5), budget)
-    assert found == (best_hits(blocks, (2,) * 5, budget), found.hits, True)
+    found, best = optimum(make_trace([blocks], [2] * 5), budget), best_hits(blocks, (2,) * 5, budget)
+    assert found == (best, best, True, 2 * best, 2 * best)
 
 
 @settings(max_examples=80, deadline=None)
@@ -193,6 +184,7 @@ def test_for_unequal_sizes_the_optimum_lies_between(blocks, sizes, budget):
     found = optimum(make_trace([blocks], sizes), budget)
     assert not found.exact
     assert found.hits <= best_hits(blocks, tuple(sizes), budget) <= found.bound
+    assert found.tokens <= best_hits(blocks, tuple(sizes), budget, tuple(sizes)) <= found.bound_tokens
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,6 +192,7 @@ def test_for_unequal_sizes_the_optimum_lies_between(blocks, sizes, budget):
 def test_no_policy_exceeds_the_bound(requests, sizes, memory_bytes):
     for outcome in simulate(make_trace(requests, sizes), [Budgets(memory_bytes)], list(POLICIES), list(ADMISSIONS)):
         assert outcome.hit_rate["memory"] <= outcome.bound_rate + 1e-12
+        assert outcome.token_rate["memory"] <= outcome.bound_token_rate + 1e-12
         assert sum(outcome.hit_rate.values()) + outcome.computed_rate == pytest.approx(1)
 
 
@@ -252,7 +245,7 @@ def test_a_sketch_of_the_simulator_has_room_for_every_block():
 
 
 def test_outcomes_are_json(tmp_path: Path):
-    (outcome,) = simulate(make_trace([[0, 1], [0]], [4, 8]), [Budgets(8)], ["gdsf"])
+    (outcome,) = simulate(make_trace([[0, 1], [0]], [4, 8]), [Budgets(8)], ["hyperbolic"])
     assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["optimum_exact"] is False
 
 

@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.codecs.container import peek_metadata
 from ragcache.errors import StoreBusyError, check_least, translate_os_errors
 from ragcache.files import is_leftover, make_directory
 from ragcache.store.eviction import Entry, EvictionPolicy
@@ -116,7 +114,7 @@ class DiskBudget:
             if key not in self._ledger:
                 if (size := self._files.size(key)) is None:
                     return None
-                self._ledger.add(self._entry(key, self._files.path(key), size))  # another process has written it
+                self._ledger.add(Entry(key, size, 0))  # another process has written it
             return self._ledger.lease(key)
 
     def remove(self, key: str) -> None:
@@ -251,12 +249,5 @@ class DiskBudget:
             self._ledger.remove(key)
         for file in sorted(found, key=lambda file: file.used_at):
             if file.key is not None and file.key not in self._ledger:
-                self._ledger.add(self._entry(file.key, file.path, file.num_bytes))
+                self._ledger.add(Entry(file.key, file.num_bytes, 0))
         self._indexed = True
-
-    def _entry(self, key: str, path: Path, num_bytes: int) -> Entry:
-        tokens = 0
-        if self._policy.weighs_tokens:
-            with suppress(OSError, ValueError):
-                tokens = int(peek_metadata(path).get("num_tokens", "0"))
-        return Entry(key, num_bytes, tokens)

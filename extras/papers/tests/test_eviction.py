@@ -1,157 +1,152 @@
-"""LRU, GDSF, PGDSF and the admission filter against their formulas, evaluated anew for every entry each time."""
+"""Eviction policies against their formulas, and the admission filter."""
 
-import heapq
-import math
 from collections import Counter
 from itertools import islice
 
 import pytest
 from blocks import make_block, make_key
+from eviction_model import MODELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache.errors import ConfigError
+from ragcache.store import hyperbolic
 from ragcache.store.eviction import ADMISSIONS, POLICIES, Entry, EvictionPolicy, get_policy
+from ragcache.store.hyperbolic import Hyperbolic
 from ragcache.store.lru import LRU
-from ragcache.store.prefill_rate import PrefillRate
 from ragcache.store.tiers import MemoryTier
-from ragcache_papers.gdsf import GDSF, PGDSF, PriorityOrder
 from ragcache_papers.tinylfu import CountMinSketch, TinyLFU
 
 KEYS = st.sampled_from([f"key{number}" for number in range(12)])
-# Powers of two, so that formulas give the same floats in whatever order they are evaluated.
 BYTES = st.sampled_from([1, 2, 4, 8, 16])
-TOKENS = st.sampled_from([1, 2, 4, 8])
-QUADRATIC = 0.25
-
-
-def lru_priority(clock: float, uses: int, num_bytes: int, num_tokens: int) -> float:
-    return 0  # of equals the one whose last use is longest ago goes
-
-
-def gdsf_priority(clock: float, uses: int, num_bytes: int, num_tokens: int) -> float:
-    return clock + uses * 1 / num_bytes
-
-
-def pgdsf_priority(clock: float, uses: int, num_bytes: int, num_tokens: int) -> float:
-    return clock + uses * (num_tokens + QUADRATIC * num_tokens**2) / num_bytes
 
 
 class Against(RuleBasedStateMachine):
-    """The model: a list of entries with their last use, number of uses and the clock at that use; sorted when asked."""
+    """A policy beside its model."""
 
+    name: str
     policy: EvictionPolicy
-    priority: staticmethod
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = 0.0
-        self.time = 0
-        self.held: dict[str, tuple[int, int, int, int, float]] = {}  # bytes, tokens, uses, last use, clock then
+        self.model = MODELS[self.name]()
 
-    def order(self) -> list[str]:
-        def rank(key: str) -> tuple[float, int]:
-            num_bytes, num_tokens, uses, last, clock = self.held[key]
-            return self.priority(clock, uses, num_bytes, num_tokens), last
-
-        return sorted(self.held, key=rank)
-
-    @rule(key=KEYS, num_bytes=BYTES, num_tokens=TOKENS)
-    def insert(self, key: str, num_bytes: int, num_tokens: int) -> None:
-        if key not in self.held:
-            self.time += 1
-            self.policy.insert(Entry(key, num_bytes, num_tokens))
-            self.held[key] = (num_bytes, num_tokens, 1, self.time, self.clock)
+    @rule(key=KEYS, num_bytes=BYTES)
+    def insert(self, key: str, num_bytes: int) -> None:
+        if key not in self.model.held:
+            self.policy.insert(Entry(key, num_bytes, 1))
+            self.model.insert(key, num_bytes)
 
     @rule(key=KEYS, times=st.integers(1, 4))
     def touch(self, key: str, times: int) -> None:
         for _ in range(times):
             self.policy.touch(key)
-            if key in self.held:
-                self.time += 1
-                num_bytes, num_tokens, uses, _, _ = self.held[key]
-                self.held[key] = (num_bytes, num_tokens, uses + 1, self.time, self.clock)
+            self.model.touch(key)
 
     @rule(key=KEYS)
     def remove(self, key: str) -> None:
         self.policy.remove(key)
-        self.held.pop(key, None)
+        self.model.remove(key)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.model.held)
     @rule(count=st.integers(1, 3))
     def make_room(self, count: int) -> None:
-        expected = self.order()[:count]
         victims = list(islice(self.policy.victims(), count))
-        assert victims == expected
+        assert victims == self.model.order()[:count]
         for key in victims:
-            num_bytes, num_tokens, uses, _, clock = self.held.pop(key)
-            self.clock = max(self.clock, self.priority(clock, uses, num_bytes, num_tokens))
             self.policy.evict(key)
+            self.model.evict(key)
 
     @invariant()
     def all_victims_in_order(self) -> None:
         for _ in range(2):
-            assert list(self.policy.victims()) == self.order(), "asking for victims changes nothing"
+            assert list(self.policy.victims()) == self.model.order(), "asking for victims changes nothing"
 
 
-def machine(name: str, policy, priority) -> type:
+def machine(name: str, policy: EvictionPolicy, title: str) -> type:
     def start(self) -> None:
         Against.__init__(self)
         self.policy = policy()
 
-    case = type(name, (Against,), {"__init__": start, "priority": staticmethod(priority)}).TestCase
-    case.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    case = type(title, (Against,), {"__init__": start, "name": name}).TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
     return case
 
 
-TestLRU = machine("LRUMachine", LRU, lru_priority)
-TestGDSF = machine("GDSFMachine", GDSF, gdsf_priority)
-TestPGDSF = machine("PGDSFMachine", lambda: PGDSF(PrefillRate(1.0, QUADRATIC)), pgdsf_priority)
-TestFiltered = machine("FilteredMachine", lambda: TinyLFU(GDSF()), gdsf_priority)  # a filter changes no order
+TestLRU = machine("lru", LRU, "LRUMachine")
+TestHyperbolic = machine("hyperbolic", Hyperbolic, "HyperbolicMachine")
+TestFiltered = machine("hyperbolic", lambda: TinyLFU(Hyperbolic()), "FilteredMachine")  # a filter changes no order
 
 
-def test_the_heap_stays_as_small_as_what_is_held() -> None:
-    order = PriorityOrder()
-    for number in range(2000):
-        order.put(str(number), number)
-        for _ in range(5):
-            order.put(str(number), number + 1)
-        if number >= 10:
-            order.remove(str(number - 10))
-    assert len(order._heap) <= 40
+def filled(keys: range) -> Hyperbolic:
+    policy = Hyperbolic()
+    for key in keys:
+        policy.insert(Entry(str(key), 1, 1))
+    return policy
+
+
+def test_popular_entries_outlive_a_scan() -> None:
+    policy = filled(range(10))
+    for _ in range(20):
+        for key in range(5):
+            policy.touch(str(key))
+    for key in range(10, 60):
+        policy.evict(next(policy.victims()))
+        policy.insert(Entry(str(key), 1, 1))
+    assert {str(key) for key in range(5)} <= set(policy.victims())
+
+
+def test_entries_no_longer_used_are_evicted() -> None:
+    policy = filled(range(4))
+    for _ in range(8):
+        policy.touch("0")
+    for key in range(4, 2000):
+        policy.evict(next(policy.victims()))
+        policy.insert(Entry(str(key), 1, 1))
+    assert "0" not in set(policy.victims())
+
+
+def test_the_power_falls_to_lru_where_recency_wins() -> None:
+    """Conversations that read three passages three times each, after another age's popular passages."""
+    policy = filled(range(8))
+    for _ in range(50):
+        for key in range(8):
+            policy.touch(str(key))
+    for start in range(100, 1000, 3):
+        for _ in range(3):
+            for key in range(start, start + 3):
+                if str(key) in policy._held:
+                    policy.touch(str(key))
+                else:
+                    policy.evict(next(policy.victims()))
+                    policy.insert(Entry(str(key), 1, 1))
+    assert policy._power < 1
+
+
+def test_ghosts_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hyperbolic, "GHOSTS", 16)
+    policy = filled(range(4))
+    for key in range(4, 500):
+        policy.evict(next(policy.victims()))
+        policy.insert(Entry(str(key), 1, 1))
+    assert len(policy._ghosts) == 16
+    for key in list(policy._ghosts):
+        policy.remove(key)
+    assert not policy._ghosts
+    assert len(policy._recent) <= 4
 
 
 def test_finding_a_victim_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in heap operations, not in seconds: n uses and n evictions among n entries."""
-    count = 0
-
-    def counted(function):
-        def call(*arguments):
-            nonlocal count
-            count += 1
-            return function(*arguments)
-
-        return call
-
-    for name in ("heappush", "heappop", "heapreplace"):
-        monkeypatch.setattr(heapq, name, counted(getattr(heapq, name)))
-    policy, n = GDSF(), 2000
-    for number in range(n):
-        policy.insert(Entry(str(number), 1 + number % 7, 1))
-    for number in range(n):
-        policy.touch(str(number * 37 % n))
-    for number in range(n):
-        policy.evict(next(policy.victims()))
-        policy.insert(Entry(f"new{number}", 1 + number % 7, 1))
-    assert count < 12 * n
-
-
-def test_longer_chunks_are_worth_more_a_byte_when_attention_costs() -> None:
-    policy = PGDSF(PrefillRate(1.0, 0.001))
-    policy.insert(Entry("long", 1000, 1000))
-    policy.insert(Entry("short", 100, 100))
-    assert list(policy.victims()) == ["short", "long"]
+    """Counted in logarithms, not in seconds: at most one for each group of entries."""
+    policy = filled(range(2000))
+    for number in range(6000):
+        policy.touch(str(number * number % 2000))
+    looked: list[float] = []
+    plain = hyperbolic.math.log2
+    monkeypatch.setattr(hyperbolic.math, "log2", lambda value: looked.append(value) or plain(value))
+    next(policy.victims())
+    assert len(looked) <= len(policy._groups) + 1 < 40
 
 
 @settings(deadline=None)
@@ -252,13 +247,12 @@ def test_a_budget_holds_under_every_policy(
         assert sum(held.values()) <= budget_tokens
 
 
-def test_the_tier_tells_the_policy_what_was_evicted() -> None:
+def test_a_tier_distinguishes_eviction_from_deletion() -> None:
     size = make_block(0).num_bytes
-    policy = GDSF()
+    policy = Hyperbolic()
     tier = MemoryTier(2 * size, policy)
     for number in range(3):
         tier.put(make_key(number), make_block(0))
-    assert math.isclose(policy._clock, 1 / size)
+    assert list(policy._ghosts) == [make_key(0)], "an evicted block's uses are remembered"
     tier.delete(make_key(1))
-    tier.delete(make_key(2))
-    assert math.isclose(policy._clock, 1 / size), "a deletion teaches nothing"
+    assert list(policy._ghosts) == [make_key(0)], "a deleted block's are not"

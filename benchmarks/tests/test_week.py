@@ -1,0 +1,116 @@
+"""The week: tokens found by kind against plain counts, the replay's figures, and how it refuses."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import week
+from benchmarks.peer_workers.channel import Answer
+from benchmarks.runner import main
+from ragcache.errors import ConfigError, TraceError
+from ragcache_plan.logs import KINDS, read_log
+
+
+@pytest.fixture
+def log(tmp_path) -> Path:
+    """Sixty requests over three days: two system prompts, of which the last part changes, and popular passages."""
+    random = np.random.default_rng(0)
+    lengths = {f"p{number}": int(random.integers(8, 40)) for number in range(30)}
+    path = tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        for number in range(60):
+            passages = list(dict.fromkeys(f"p{one}" for one in random.zipf(1.4, 4) % 30))
+            parts = {
+                "sys_prompt": [[f"s{number % 2}", 20], [f"c{number}", 5]],
+                "passages_ids": [[one, lengths[one]] for one in passages],
+                "history": [["h", 6]],
+                "user_input": [[f"u{number}", 4]],
+            }
+            line = {"timestamp": number * 3600.0, "input_length": 1, "output_length": 3, "hash_ids": parts}
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
+def plain_count(path: Path, room: int) -> tuple[int, int]:
+    """Tokens of passages found by LRU, request by request, and of system prompts by an unlimited prefix cache."""
+    held: OrderedDict[str, int] = OrderedDict()
+    seen: set[tuple[str, ...]] = set()
+    found = system = 0
+    for line in path.read_text().splitlines():
+        parts = json.loads(line)["hash_ids"]
+        missing = {}
+        for hash, tokens in parts["passages_ids"]:
+            if hash in held:
+                held.move_to_end(hash)
+                found += tokens
+            else:
+                missing[hash] = tokens
+        for hash, tokens in missing.items():
+            held[hash] = tokens
+            while sum(held.values()) > room:
+                held.popitem(last=False)
+        prefix: tuple[str, ...] = ()
+        for hash, tokens in parts["sys_prompt"]:
+            prefix += (hash,)
+            system += tokens if prefix in seen else 0
+            seen.add(prefix)
+    return found, system
+
+
+@pytest.mark.parametrize("room", [60, 200, 10_000])
+def test_counts_equal_plain_counts(log, room):
+    counted = week.Counted(room, "lru", 10**6)
+    counted.read(list(read_log(log)), week.REUSED)
+    assert (counted.found["passage"], counted.found["system"]) == plain_count(log, room)
+    assert counted.found["history"] == counted.found["question"] == 0
+    assert counted.asked["history"] == 360
+    assert len(counted.periods) == 10
+
+
+def test_a_prefix_cache_finds_nothing_after_the_first_change(log):
+    counted = week.Counted(1, "lru", 10**6)
+    counted.read(list(read_log(log)), ())
+    assert dict(counted.found) == {"system": 20 * 58}
+
+
+def test_equal_hashes_are_equal_tokens(log):
+    settings = week.Settings(log, shape="toy")
+    first, second, third = (week.prompt_of(request, settings) for request in list(read_log(log))[:3])
+    assert first["passages"][0] == third["passages"][0] != second["passages"][0]
+    assert len(first["passages"][0]) == 20
+    assert len(first["suffix"]) == 10
+    assert list(KINDS.values())[:2] == ["system", "passage"]
+
+
+def test_a_replay_that_falls_behind_says_by_how_much():
+    at, lengths = [0.0, 1.0, 2.0], [10, 10, 10]
+    keeps_up = week.replayed([Answer(0.2, 0.5, [1], 5)] * 3, at, lengths)
+    assert (keeps_up["behind_s"], keeps_up["found"]) == (0, 0.5)
+    late = week.replayed([Answer(0.2, 2.0 + 1.0 * number, [1], 0) for number in range(3)], at, lengths)
+    assert late["behind_s"] == pytest.approx(2.0)
+
+
+def test_a_slice_is_counted_replayed_and_drawn(log, tmp_path):
+    given = ["--trace", str(log), "--rooms", "100", "200000", "--requests", "4", "--speed", "36000", "--shape", "toy"]
+    peers = ["--peers", "ragcache", "vllm", "--threads", "1", "--kv-mib", "64", "--environments", str(tmp_path)]
+    found = main("week", [*given, *peers, "--answer", "3", "--out", str(tmp_path)]).to_json()
+    replay = found["figures"]["replay"]
+    assert replay["requests"] == 4
+    assert replay["rows"]["ragcache reposition"]["found"] > replay["rows"]["ragcache full"]["found"]
+    assert "environment was not made" in replay["not_run"]["vllm"]
+    page = (tmp_path / "week.md").read_text()
+    assert "| vllm | not run" in page
+    assert "of the first token" in page
+
+
+def test_bad_settings_and_logs_are_named(log, tmp_path):
+    with pytest.raises(ConfigError, match="--speed is 0"):
+        week.Settings(log, speed=0)
+    with pytest.raises(ConfigError, match="no request of at most"):
+        week.slice_of(week.Settings(log, start=10**9, requests=1), list(read_log(log)))
+    (tmp_path / "cut.jsonl").write_text(log.read_text()[:-30])
+    with pytest.raises(TraceError, match=r"cut\.jsonl, line 60: not JSON"):
+        main("week", ["--trace", str(tmp_path / "cut.jsonl"), "--out", str(tmp_path)])

@@ -1,0 +1,324 @@
+"""A week of a real service's requests: what each kind of cache finds of its tokens, and a slice of it replayed.
+
+    python -m benchmarks week --trace shared/data/traces/ragpulse
+    python -m benchmarks week --trace LOG --requests 60 --start 84000 --speed 4 --peers ragcache vllm ragcache-vllm
+
+The whole log is counted without a model: passages by their content with room for so many tokens, system prompts as
+prefixes, and beside them a cache of whole prefixes with as much room in all. Then `requests` of it are put to each peer
+at the log's own distances in time, divided by `speed`; each part of a prompt is a run of random tokens of the logged
+length, the same for the same hash, and the weights are random. `trace`: a directory of RAGPulse or a file of `ragcache
+record` or of Mooncake; see `ragcache_plan.logs`. Prompts of a real tokenizer would repeat whitespace and templates that
+random tokens do not, which no cache here looks at: only equal parts are found.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peer_workers.channel import Answer
+from benchmarks.peers_processes import PEERS, ROOT, PeerError, PeerProcess
+from benchmarks.report import Goal, Result, goal_lines, where_line
+from benchmarks.runner import Run
+from benchmarks.shapes import SHAPES, write_checkpoint
+from ragcache.errors import ConfigError, check_choice, check_least
+from ragcache.store.eviction import POLICIES, Entry, get_policy
+from ragcache_plan.accesses import BYTES_PER_TOKEN, REUSED, from_requests
+from ragcache_plan.logs import LoggedRequest, read_log
+from ragcache_plan.optimum import optimum
+from ragcache_plan.replay import SimulatedTier
+
+OURS, PREFIXES = "passages and prefixes", "prefix cache"
+OURS_LIVE = "ragcache reposition"
+VARIANTS = {"ragcache": ("reposition", "full")}  # full: the engine's own prefix cache
+SIX_HOURS_S = 6 * 3600.0
+DECIDING_ROOM = 690_000
+QUANTILES = (50, 95, 99)
+SYSTEM_FIRST = ("system", *REUSED)
+"""Kinds that stand before what differs with every request."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """rooms: tokens of passages that are held; prefix_room: tokens of system prompts
+    requests: of the slice that is replayed, from `start` seconds on; 0: none. answer: the most tokens of an answer
+    ingested: the slice's passages are read before its first request, as a store's are, by peers that can
+    shape, dtype: of the model that replays; kv_mib: of each peer's cache; peers: see `peers`
+    """
+
+    trace: Path = Path("ragpulse")
+    rooms: tuple[int, ...] = (100_000, 200_000, 400_000, DECIDING_ROOM)
+    prefix_room: int = DECIDING_ROOM
+    requests: int = 0
+    start: float = 0.0
+    speed: float = 1.0
+    answer: int = 32
+    ingested: bool = True
+    peers: tuple[str, ...] = ("ragcache", "vllm", "ragcache-vllm")
+    shape: str = "SmolLM2-135M"
+    dtype: str = "float32"
+    kv_mib: int = 2048
+    threads: int = 2
+    seed: int = 0
+    environments: Path = ROOT / ".peers"
+
+    def __post_init__(self) -> None:
+        for name in self.peers:
+            check_choice("--peers", name, tuple(PEERS))
+        for room in (*self.rooms, self.prefix_room, self.answer):
+            check_least("--rooms, --prefix-room and --answer", room, 1)
+        check_least("--requests", self.requests, 0)
+        if not 0 < self.speed < float("inf"):
+            raise ConfigError(f"--speed is {self.speed:g}; give a number above 0")
+
+
+class Counted:
+    """Tokens of the log by kind, and those found by a cache; held: tokens in memory and on disk after each six hours"""
+
+    def __init__(self, room: int, policy: str, prefix_room: int) -> None:
+        self._passages = SimulatedTier("memory", room, get_policy(policy))
+        self._prefixes = SimulatedTier("prefixes", prefix_room, get_policy("lru"))
+        self._disk = SimulatedTier("disk", None, get_policy("lru"))
+        self.asked, self.found = Counter[str](), Counter[str]()
+        self.periods: list[dict[str, float]] = []
+
+    def read(self, requests: Sequence[LoggedRequest], reused: Sequence[str]) -> None:
+        """Count requests. reused: kinds that are found by their content, wherever they stand; others as prefixes"""
+        for period, some in groupby(requests, lambda request: int(request.at / SIX_HOURS_S)):
+            before = self.asked.total(), self.found.total()
+            for request in some:
+                self._request(request, reused)
+            asked, found = self.asked.total() - before[0], self.found.total() - before[1]
+            self.periods.append(
+                {
+                    "hours": (period + 1) * SIX_HOURS_S / 3600,
+                    "computed": 1 - found / asked,
+                    "memory_tokens": self._passages.ledger.used_bytes + self._prefixes.ledger.used_bytes,
+                    "disk_tokens": self._disk.ledger.used_bytes,
+                }
+            )
+
+    def _request(self, request: LoggedRequest, reused: Sequence[str]) -> None:
+        path, leads, unbroken, missing = "", True, True, dict[str, Entry]()
+        for part in request.parts:
+            self.asked[part.kind] += part.num_tokens
+            if part.kind in reused:
+                entry = Entry(part.hash, part.num_tokens, part.num_tokens)
+                if self._passages.get(entry):
+                    self.found[part.kind] += part.num_tokens
+                else:
+                    missing[part.hash] = entry
+                leads = False  # a prefix ends where the first passage begins
+            elif leads:
+                path += f"/{part.hash}"
+                entry = Entry(path, part.num_tokens, part.num_tokens)
+                unbroken = unbroken and self._prefixes.get(entry)
+                if unbroken:
+                    self.found[part.kind] += part.num_tokens
+                else:
+                    self._prefixes.put(entry)
+        for entry in missing.values():
+            self._passages.put(entry)
+            self._disk.put(entry)
+
+    def to_json(self) -> dict[str, Any]:
+        found = {kind: self.found[kind] / asked for kind, asked in self.asked.items()}
+        return {"found": found, "computed": 1 - self.found.total() / self.asked.total(), "periods": self.periods}
+
+
+def count(settings: Settings, requests: Sequence[LoggedRequest]) -> dict[str, Any]:
+    """Return the figures of the whole log: by room, the share found by policy, with its bound, and by prefixes."""
+    trace, rooms = from_requests(requests, 1), []
+    for room in settings.rooms:
+        rows = {}
+        for policy in POLICIES:
+            counted = Counted(room, policy, settings.prefix_room)
+            counted.read(requests, REUSED)
+            rows[policy] = counted.to_json()
+        prefixes = Counted(1, "lru", room + settings.prefix_room)
+        prefixes.read(requests, ())
+        best = optimum(trace, room)
+        bounds = [tokens / max(1, trace.total_tokens) for tokens in (best.tokens, best.bound_tokens)]
+        rooms.append({"room": room, "policies": rows, PREFIXES: prefixes.to_json(), "optimum": bounds})
+        _say(f"counted with room for {room:,} tokens")
+    return {
+        "requests": len(requests),
+        "span_s": requests[-1].at - requests[0].at,
+        "tokens": dict(counted.asked),
+        "rooms": rooms,
+    }
+
+
+# A slice, put to the peers at its own times
+
+
+def slice_of(settings: Settings, requests: Sequence[LoggedRequest]) -> tuple[list[LoggedRequest], int]:
+    """Return the requests to replay, and how many were too long for the shape. Raises ConfigError if none is left."""
+    longest = int(SHAPES[settings.shape]["max_position_embeddings"]) - settings.answer
+    due = [request for request in requests if request.at >= settings.start][: settings.requests]
+    fit = [request for request in due if request.num_tokens <= longest]
+    if not fit:
+        raise ConfigError(f"--start {settings.start:g}: no request of at most {longest:,} tokens follows")
+    return fit, len(due) - len(fit)
+
+
+def prompt_of(request: LoggedRequest, settings: Settings) -> dict[str, Any]:
+    """Return the prompt in a worker's form: what may come again as passages, the rest as the suffix."""
+    ids = cache(partial(_ids, int(SHAPES[settings.shape]["vocab_size"]), settings.seed))
+    first = [ids(part.hash, part.num_tokens) for part in request.parts if part.kind in SYSTEM_FIRST]
+    rest = [id for part in request.parts if part.kind not in SYSTEM_FIRST for id in ids(part.hash, part.num_tokens)]
+    return {"passages": first, "suffix": rest or ids("", 1)}
+
+
+def _ids(vocab_size: int, seed: int, hash: str, count: int) -> list[int]:
+    drawn: list[int] = (
+        np.random.default_rng([seed, zlib.crc32(hash.encode())]).integers(vocab_size, size=count).tolist()
+    )
+    return drawn
+
+
+def replay(settings: Settings, requests: Sequence[LoggedRequest], run: Run) -> dict[str, Any]:
+    """Return the figures of each peer and variant. A peer that does not run is named with the reason."""
+    write_checkpoint(run.workdir / "model", settings.shape, settings.seed, sharp=True)
+    due, left_out = slice_of(settings, requests)
+    at = [(request.at - due[0].at) / settings.speed for request in due]
+    tokens = [min(request.output_tokens, settings.answer) for request in due]
+    prompts = [prompt_of(request, settings) for request in due]
+    longest = max(request.num_tokens for request in due) + settings.answer
+    known = _ingested(due, settings) if settings.ingested else []
+    rows: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    asked = {name: VARIANTS.get(name, PEERS[name].variants[:1]) for name in settings.peers}
+    for name, variant in ((name, variant) for name, variants in asked.items() for variant in variants):
+        row = PEERS[name].labels()[variant]
+        directory = run.workdir / row.replace(" ", "-")
+        directory.mkdir()
+        config = {
+            "model": str(run.workdir / "model"),
+            "dtype": settings.dtype,
+            "threads": settings.threads,
+            "kv_bytes": settings.kv_mib << 20,
+            "max_tokens": -(-longest // 256) * 256,
+            "askers": 8,
+            "directory": str(directory),
+        }
+        _say(f"{row}: replaying {len(due)} requests in {at[-1]:.0f} s")
+        try:
+            with PeerProcess(PEERS[name], settings.environments.resolve(), config, directory / "log.txt") as peer:
+                peer.ask(variant, [{"passages": [[1] * 16], "suffix": [2]}], 2)
+                if known and variant != "full":
+                    peer.read(known)
+                answers = peer.replay(variant, prompts, tokens, at)
+        except PeerError as error:
+            missing[row] = str(error).replace(str(ROOT), ".")
+        else:
+            rows[row] = replayed(answers, at, [request.num_tokens for request in due])
+    return {"rows": rows, "not_run": missing, "requests": len(due), "left_out": left_out, "span_s": at[-1]}
+
+
+def _ingested(requests: Sequence[LoggedRequest], settings: Settings) -> list[list[int]]:
+    """Return the token ids of each passage of the requests, once."""
+    parts = {part.hash: part for request in requests for part in request.parts if part.kind in REUSED}
+    vocab_size = int(SHAPES[settings.shape]["vocab_size"])
+    return [_ids(vocab_size, settings.seed, part.hash, part.num_tokens) for part in parts.values()]
+
+
+def replayed(answers: Sequence[Answer], at: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the figures of a replay. behind_s: from the last arrival until all were answered, beyond the time that a
+    request takes that has the machine for itself (the least time of all): how far the replay fell behind"""
+    ends = [start + answer.total_s for start, answer in zip(at, answers, strict=True)]
+    firsts = [answer.first_s for answer in answers]
+    return {
+        "first_s": {f"p{q}": float(np.percentile(firsts, q, method="inverted_cdf")) for q in QUANTILES},
+        "answers_per_s": len(answers) / max(ends),
+        "found": sum(answer.reused for answer in answers) / sum(lengths),
+        "behind_s": max(0.0, max(ends) - at[-1] - min(answer.total_s for answer in answers)),
+    }
+
+
+def measure(settings: Settings, run: Run) -> Iterator[Result]:
+    """Yield the counts of the whole log, then the result with the replay."""
+    requests = list(read_log(settings.trace))
+    if not requests:
+        raise ConfigError(f"--trace {settings.trace}: there is no request in it")
+    figures = count(settings, requests)
+    yield run.result(figures=figures, goals=list(goals(figures)))
+    if settings.requests:
+        figures = {**figures, "replay": replay(settings, requests, run)}
+        yield run.result(figures=figures, goals=list(goals(figures)), settings=replace(settings))
+
+
+def goals(figures: Mapping[str, Any]) -> Iterator[Goal]:
+    for row in figures["rooms"]:
+        ours = row["policies"][next(iter(POLICIES))]
+        if row["room"] == DECIDING_ROOM:
+            found = ours["found"].get("passage", 0.0)
+            yield Goal(f"passage tokens found, room for {DECIDING_ROOM:,}", "at least", 0.9, found, True)
+            yield Goal("prompt tokens computed", "at most", 0.32, ours["computed"], True)
+        if row["room"] == 200_000:
+            yield Goal("passage tokens found, room for 200,000", "at least", 0.76, ours["found"]["passage"], True)
+    rows = figures.get("replay", {}).get("rows", {})
+    if {OURS_LIVE, "vllm"} <= set(rows):
+        first, other = (rows[name]["first_s"]["p50"] for name in (OURS_LIVE, "vllm"))
+        yield Goal("p50 of the first token / vLLM's with prefix caching", "at most", 0.35, first / other, True, 1)
+
+
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """Return the page of a result."""
+    figures = found["figures"]
+    tokens = figures["tokens"]
+    total = sum(tokens.values())
+    kinds = ", ".join(f"{kind} {count / total:.1%}" for kind, count in tokens.items())
+    lines = ["# A week of a real service", "", where_line(found), ""]
+    lines += [f"{figures['requests']:,} requests, {total:,} prompt tokens: {kinds}.", ""]
+    lines += [
+        "| room, tokens of passages | cache | system | passage | history | all tokens computed |",
+        "|" + "---|" * 6,
+    ]
+    for row in figures["rooms"]:
+        shown = {**{f"{OURS}, {name}": one for name, one in row["policies"].items()}, PREFIXES: row[PREFIXES]}
+        for name, one in shown.items():
+            shares = " | ".join(f"{one['found'].get(kind, 0):.2%}" for kind in ("system", "passage", "history"))
+            lines.append(f"| {row['room']:,} | {name} | {shares} | {one['computed']:.2%} |")
+        low, high = row["optimum"]
+        lines.append(
+            f"| {row['room']:,} | Belady's rule, and the bound of every policy | | {low:.2%} to {high:.2%} | | |"
+        )
+    lines += ["", *_replay_lines(figures["replay"], found["settings"])] if "replay" in figures else []
+    held = figures["rooms"][-1]["policies"][next(iter(POLICIES))]["periods"][:: max(1, int(24 * 3600 / SIX_HOURS_S))]
+    lines += ["", f"Held with room for {figures['rooms'][-1]['room']:,}, at {BYTES_PER_TOKEN:,} bytes a token:", ""]
+    lines += ["| hours | memory, GB | disk, GB | computed in these six hours |", "|---|---|---|---|"]
+    for one in held:
+        sizes = " | ".join(f"{one[tier] * BYTES_PER_TOKEN / 1e9:.1f}" for tier in ("memory_tokens", "disk_tokens"))
+        lines.append(f"| {one['hours']:.0f} | {sizes} | {one['computed']:.1%} |")
+    return [*lines, "", *goal_lines(found)]
+
+
+def _replay_lines(replay: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{replay['requests']} requests in {replay['span_s']:.0f} s ({settings['speed']:g} times the log's speed), "
+        f"{settings['shape']}, {settings['dtype']}; {replay['left_out']} were too long for the shape. Passages "
+        f"{'were' if settings['ingested'] else 'were not'} read beforehand."
+    )
+    yield ""
+    yield "| replayed by | tokens found | p50 of the first token, s | p95 | p99 | answers/s | behind at the end, s |"
+    yield "|" + "---|" * 7
+    for name, row in replay["rows"].items():
+        firsts = " | ".join(f"{seconds:.2f}" for seconds in row["first_s"].values())
+        behind = f"{row['behind_s']:.1f}" if row["behind_s"] else "0"
+        yield f"| {name} | {row['found']:.1%} | {firsts} | {row['answers_per_s']:.2f} | {behind} |"
+    for name, why in replay["not_run"].items():
+        yield f"| {name} | not run: {why} | | | | | |"
+
+
+def _say(what: str) -> None:
+    print(f"week: {what}", file=sys.stderr, flush=True)
