@@ -25,11 +25,14 @@ from ragcache.engine.assemble import (
     Components,
     OpenOptions,
     assemble,
+    embedded_engine,
+    open_embedded,
     open_engine,
     open_model,
     open_retriever,
     open_workers,
 )
+from ragcache.engine.contract import EMBEDDED
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.many import answer_of, ask_many
 from ragcache.engine.options import (
@@ -138,9 +141,10 @@ class RagCache(Store):
         chunker, ingest, store: settings of those parts
         tenant:   salt of block keys; it separates nothing else: every tenant sees, reads and deletes all documents
         create:   create the store if it does not exist
-        engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store; None: in this process.
-                  With an engine, no weights are loaded here, `model` says where to find tokenizer and configuration,
-                  and documents are added without KV
+        engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store, where no weights are
+                  loaded here, `model` says where to find tokenizer and configuration, and documents are added without
+                  KV; "llama.cpp" for a GGUF file in this process by llama.cpp, with options as in
+                  "llama.cpp:n_ctx=16384,kv=q8_0"; None: in this process, as the store was made
         engine_key: the engine's key
 
         `Store.open` lists, deletes and checks documents without loading models.
@@ -160,7 +164,12 @@ class RagCache(Store):
         chosen = OpenOptions(method, method_options, keep, recipe, system, question_format, cut, settings, tenant)
         opened = open_store(path, config, create=create)
         try:
-            if engine is not None:
+            if engine is None and not isinstance(model, LanguageModel | PreTrainedModel):
+                engine = embedded_engine(opened.documents)
+            card: ModelCard
+            if engine is not None and engine.partition(":")[0] in EMBEDDED:
+                card, remote = open_embedded(opened.documents, model, engine), None
+            elif engine is not None:
                 card, remote = open_engine(opened.documents, model, engine, engine_key)
             else:
                 card, remote = open_model(opened.documents, model, dtype, device), None
@@ -495,8 +504,9 @@ class RagCache(Store):
         if (loader := self._parts.loader) is not None:
             loader.close()
             figures = loader.rates.figures()
-            if loader.chooses and figures.is_measured and not self.config.read_only:
-                figures.write(self.store.rates, machine_key(self._parts.block_keys.encoder.lm))
+            chooses = loader.chooses and isinstance(self.lm, LanguageModel)
+            if chooses and figures.is_measured and not self.config.read_only:
+                figures.write(self.store.rates, machine_key(self.lm))
         super()._let_go()
 
 

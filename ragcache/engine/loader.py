@@ -28,6 +28,7 @@ from ragcache.errors import (
 )
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock, part_of_block
+from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.models.deadline import LIMIT
 from ragcache.runtime import work_alone
 from ragcache.store.counters import Loaded
@@ -240,7 +241,8 @@ def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
     if chunk.cut_from is None:
         return block
     start = chunk.cut_from[1]
-    return part_of_block(block, start, start + chunk.num_tokens)
+    stop = start + chunk.num_tokens
+    return block.part(start, stop) if isinstance(block, OpaqueBlock) else part_of_block(block, start, stop)
 
 
 class Prefetch:
@@ -394,7 +396,7 @@ class _Question:
         """
         chunks = [self.chunks[handle] for handle in batch]
         made = self._encoder.encode([one.token_ids for one in chunks], [one.neighbours for one in chunks])
-        computed = made[0].layer_keys(0)
+        computed = made[0].held_tensors()[0]
         if computed.is_cuda:
             torch.cuda.synchronize(computed.device)  # on a GPU the work is only queued so far
         taken_s = time.perf_counter() - started

@@ -15,6 +15,7 @@ HUB_S = 5.0
 CONFIG = "config.json"
 ADAPTER = "adapter.json"
 GGUF = ".gguf"
+BLOB = "sha256-"  # begins the name of each file that Ollama keeps
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}
 """Name -> directory inside the package."""
 
@@ -108,9 +109,10 @@ def snapshot(hub: str) -> Path | None:
 def split_file(where: str) -> tuple[str, dict[str, str]]:
     """Split a name into a model's directory or hub id and transformers' option for a GGUF file there.
 
-    "org/name/model-Q4_K_M.gguf" becomes ("org/name", {"gguf_file": "model-Q4_K_M.gguf"}).
+    "org/name/model-Q4_K_M.gguf" becomes ("org/name", {"gguf_file": "model-Q4_K_M.gguf"}). A blob of Ollama's is such a
+    file too.
     """
-    if not where.endswith(GGUF) or Path(where).is_dir():
+    if not (where.endswith(GGUF) or Path(where).name.startswith(BLOB)) or Path(where).is_dir():
         return where, {}
     path = Path(where)
     return str(path.parent), {"gguf_file": path.name}

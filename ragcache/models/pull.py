@@ -287,6 +287,15 @@ def convert(gguf: Path, into: Path) -> None:
 # GGUF files that are given by their path.
 
 
+def find_gguf(name: str | Path, say: Say = log.warning) -> Path:
+    """Return the GGUF file that a model's name refers to, downloaded if necessary. Raises ModelNotFoundError."""
+    where = resolve(name)
+    if not split_file(where)[1]:
+        raise ModelNotFoundError(f"{str(name)!r} names no GGUF file, such as model.gguf or ollama:NAME")
+    _refuse_without_readers()
+    return _local_file(where, str(name), say)
+
+
 def _local_file(where: str, name: str, say: Say) -> Path:
     """Return the path of a GGUF file, downloaded if necessary. Raises ModelNotFoundError."""
     if Path(where).is_file():
@@ -302,7 +311,7 @@ def _converted(file: Path, say: Say) -> str:
     place = models_home()
     try:
         with translate_os_errors(place):
-            place = models_home() / f"gguf-{CONVERSION}-{_known_sha256(file)[:16]}"
+            place = models_home() / f"gguf-{CONVERSION}-{known_sha256(file)[:16]}"
             if not _is_sound(place):
                 _refuse_without_room(file, place)
                 say(f"Converting {file}, once; the copy is kept in {place} ...")
@@ -326,7 +335,7 @@ def _refuse_without_room(file: Path, place: Path) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
 
-def _known_sha256(file: Path) -> str:
+def known_sha256(file: Path) -> str:
     """Return the SHA-256 of a file, which is read again only if its size, inode or times have changed."""
     stat, path = file.stat(), str(file.resolve())
     mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
