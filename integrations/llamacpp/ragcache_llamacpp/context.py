@@ -21,7 +21,8 @@ from ragcache_llamacpp.options import KV_TYPES, LlamaOptions
 try:
     import llama_cpp as api
 except ImportError as error:
-    raise ConfigError("engine llama.cpp needs llama-cpp-python; pip install 'ragcache-kv[llamacpp]'", "engine") from error
+    way_out = "pip install 'ragcache-kv[llamacpp]'"
+    raise ConfigError(f"engine llama.cpp needs llama-cpp-python; {way_out}", "engine") from error
 
 log = logging.getLogger(__name__)
 BATCH_TOKENS = 2048

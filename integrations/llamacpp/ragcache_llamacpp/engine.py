@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import groupby
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.request import Request, RequestOptions
 from ragcache.errors import ConfigError
 from ragcache.fusion.fuse import TokenCounts
-from ragcache.fusion.layout import Layout, Segment, Span
+from ragcache.fusion.layout import Layout
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.opaque_block import OpaqueBlock
@@ -36,54 +35,11 @@ from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache_llamacpp.model import LlamaModel, as_cache
 from ragcache_llamacpp.options import NAME, LlamaOptions
+from ragcache_llamacpp.reading import Reading, prefill
 from ragcache_llamacpp.sequences import CellSequence, same
 
 METHODS = "full, reposition or epic"
-_RERUN = 4 << 32  # marks elements of tokens in a passage that run again
 WARM_TOKENS = 16
-
-
-class Step(NamedTuple):
-    """Tokens [start, stop) of a prompt. piece: the passage that they are placed from; None: they run"""
-
-    start: int
-    stop: int
-    piece: Segment | None
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """A prompt as llama.cpp reads it: which tokens run, and which are placed.
-
-    reruns: tokens of placed passages that run again. The last token always runs, for its logits
-    """
-
-    layout: Layout
-    reruns: Sequence[Span]
-
-    @cached_property
-    def elements(self) -> list[int]:
-        """Return the elements of the prompt's tokens: see `Layout.elements`; those that run again are marked."""
-        found = self.layout.elements
-        for span in self.reruns if self.layout.separate else ():
-            for place in range(*span):
-                found[place] += _RERUN
-        return found
-
-    def steps(self, known: int) -> list[Step]:
-        """Return the steps after the first `known` tokens, in order. Tokens that run together are a single step."""
-        end = self.layout.num_tokens
-        placed = {id(piece) for piece in self.layout.placed(known)}
-        again = {place for span in self.reruns for place in range(*span)} | {end - 1}
-        found: list[Step] = []
-        for piece in self.layout.pieces:
-            for place in range(max(piece.start, known), piece.end):
-                origin = piece if id(piece) in placed and place not in again else None
-                if found and found[-1].piece is origin:
-                    found[-1] = found[-1]._replace(stop=place + 1)
-                else:
-                    found.append(Step(place, place + 1, origin))
-        return found
 
 
 @dataclass(eq=False)
@@ -180,7 +136,7 @@ class LlamaEngine:
             limit.check()
             with limited(limit):
                 started = time.perf_counter()
-                logits, placed_s, computed = self._prefill(sequence, reading, passages.blocks)
+                logits, placed_s, computed = prefill(self.lm, sequence, reading, passages.blocks)
                 read_s = time.perf_counter() - started
             if computed == layout.num_tokens:
                 self._estimate.add(computed, read_s)
@@ -248,42 +204,6 @@ class LlamaEngine:
         if not own.recipe.needs_prefix or list(ids) == own.prefix_ids:
             return own
         return ModelEncoder(self.lm, own.recipe, ids, own.tenant, neighbourhood=own.neighbourhood)
-
-    def _prefill(
-        self, sequence: CellSequence, reading: Reading, blocks: Mapping[int, OpaqueBlock]
-    ) -> tuple[Tensor, float, int]:
-        """Place and run the prompt's tokens that the sequence does not hold.
-
-        Returns the last token's logits, the seconds of placing, and how many tokens ran. All states are set and shifted
-        before any token runs, because a pass after a shift rotates the whole context.
-        """
-        ids, elements, lm = reading.layout.ids, reading.elements, self.lm
-        steps = reading.steps(len(sequence.elements))
-        started = time.perf_counter()
-        if placed := [step for step in steps if step.piece is not None]:
-            lm.call(partial(self._place, sequence, placed, blocks))
-        placed_s, computed, logits = time.perf_counter() - started, 0, None
-        for runs, group in groupby(steps, lambda step: step.piece is None):
-            together = list(group)
-            start, stop = together[0].start, together[-1].stop
-            if runs:
-                logits = lm.run(ids[start:stop], sequence)
-                computed += stop - start
-                sequence.elements[start:stop] = elements[start:stop]
-            else:
-                lm.call(partial(lm.context.copy, sequence.number + 1, sequence.number, start, stop))
-                lm.sequences.extend(sequence, elements[start:stop])
-        assert logits is not None  # noqa: S101 - the last token always runs
-        return logits, placed_s, computed
-
-    def _place(self, sequence: CellSequence, steps: Sequence[Step], blocks: Mapping[int, OpaqueBlock]) -> None:
-        """Set the passages' states beside the sequence, at their positions in the prompt."""
-        for step in steps:
-            if step.piece is not None:
-                block = blocks[step.piece.start]
-                first = block.first + block.start + step.start - step.piece.start
-                stop = first + step.stop - step.start
-                self.lm.context.place(block.data, first, stop, sequence.number + 1, step.start)
 
     def _decode(
         self, request: Request, sequence: CellSequence, logits: Tensor, output: OutputProcessor, room: int, most: int

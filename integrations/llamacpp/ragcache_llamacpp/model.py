@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.models.batch import ForwardRequest, ScheduledTokens
 from ragcache.models.block_model import BlockModel
-from ragcache.models.card import ModelCard
 from ragcache.models.checkpoint import load_config, load_generation, load_tokenizer
-from ragcache.models.encode import AbandonedSignal
 from ragcache.models.deadline import LIMIT, NO_LIMIT, Limit, limited
+from ragcache.models.encode import AbandonedSignal
 from ragcache.models.pull import find_gguf, known_sha256
 from ragcache.models.scheduler import Scheduler
 from ragcache_llamacpp.context import LlamaContext, Row
@@ -194,7 +193,7 @@ class LlamaModel(BlockModel):
         return self.scheduler.run(ForwardRequest(torch.tensor(ids), positions, as_cache(sequence), True))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in the model's thread, between its passes. It waits whatever the caller's limit."""
+        """Return what `work` returns in the model's thread, between its passes. The caller's limit does not end it."""
 
         def alone() -> T:
             self._remove_ended()

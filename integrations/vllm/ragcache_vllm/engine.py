@@ -148,7 +148,9 @@ class VllmEngine:
     def _reruns(self, options: RequestOptions, layout: Layout) -> list[Span]:
         reruns = options.method.reruns(layout)
         if reruns is None:
-            plain = [name for name, kind in METHODS.items() if not kind.needs_training and reads_by_layout(self.card, kind())]
+            plain = [
+                name for name, kind in METHODS.items() if not kind.needs_training and reads_by_layout(self.card, kind())
+            ]
             own = dict.fromkeys(plain if self.card.reuse is None else [self.card.default_method, FULL])
             raise ConfigError(
                 f"method {options.method.name!r} chooses or weighs tokens while the model runs, and {self._engine.url} "
