@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigError, EngineError, StaleBlockError, UnsupportedModelError
 from ragcache.kv.block_key import digest
-from ragcache_llamacpp.options import KV_TYPES, LlamaOptions
+from ragcache_llamacpp.options import GUARD, HELD, KV_TYPES, LlamaOptions
 
 try:
     import llama_cpp as api
@@ -113,6 +113,8 @@ class LlamaContext:
         np.ctypeslib.as_array(batch.n_seq_id, (BATCH_TOKENS,))[:] = 1
         self.num_cells = int(api.llama_n_ctx(self._context))
         self.vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
+        self._slides = api.llama_model_n_swa(self._model) > 0
+        self._batch_tokens = PASS_TOKENS if self._slides else BATCH_TOKENS  # guarded after every pass
         self.uses_gpu = bool(api.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
         empty = int(api.llama_state_seq_get_size(self._context, TEMPORARY))
         self.decode([Row(TEMPORARY, 0, [0])])
@@ -127,47 +129,72 @@ class LlamaContext:
         Returns by row the last token's logits, float32 [vocab_size], if they are wanted. Raises EngineError.
         """
         found: list[Tensor | None] = [None] * len(rows)
-        wanted: list[tuple[int, int]] = []  # place in the batch, row
-        filled = 0
+        pieces: list[tuple[int, Row]] = []
+        room = self._batch_tokens
         for rank, row in enumerate(rows):
             done = 0
             while done < len(row.ids):
-                count = min(len(row.ids) - done, BATCH_TOKENS - filled)
-                stop = filled + count
-                self._tokens[filled:stop] = row.ids[done : done + count]
-                self._positions[filled:stop] = range(row.position + done, row.position + done + count)
-                self._wants[filled:stop] = 0
-                for place in range(filled, stop):
-                    self._batch.seq_id[place][0] = row.sequence
-                done, filled = done + count, stop
-                if row.wants_logits and done == len(row.ids):
-                    self._wants[stop - 1] = 1
-                    wanted.append((stop - 1, rank))
-                if filled == BATCH_TOKENS:
-                    self._run(filled, wanted, found)
-                    filled, wanted = 0, []
-        if filled:
-            self._run(filled, wanted, found)
+                count = min(len(row.ids) - done, room)
+                ids, position = row.ids[done : done + count], row.position + done
+                done, room = done + count, room - count
+                pieces.append((rank, Row(row.sequence, position, ids, row.wants_logits and done == len(row.ids))))
+                if not room:
+                    self._run(pieces, found)
+                    pieces, room = [], self._batch_tokens
+        if pieces:
+            self._run(pieces, found)
         return found
 
-    def _run(self, num_tokens: int, wanted: Sequence[tuple[int, int]], found: list[Tensor | None]) -> None:
-        self._batch.n_tokens = num_tokens
+    def _run(self, pieces: Sequence[tuple[int, Row]], found: list[Tensor | None]) -> None:
+        stop, ends = 0, []
+        for _, piece in pieces:
+            start, stop = stop, stop + len(piece.ids)
+            self._tokens[start:stop] = piece.ids
+            self._positions[start:stop] = range(piece.position, piece.position + len(piece.ids))
+            self._wants[start:stop] = 0
+            self._wants[stop - 1] = piece.wants_logits
+            for place in range(start, stop):
+                self._batch.seq_id[place][0] = piece.sequence
+            ends.append(stop - 1)
+        self._batch.n_tokens = stop
         code = api.llama_decode(self._context, self._batch)
         if code:
-            raise EngineError(f"llama.cpp cannot run {num_tokens} tokens (code {code}: {_reason()})")
-        for place, rank in wanted:
-            logits = api.llama_get_logits_ith(self._context, place)
-            found[rank] = torch.from_numpy(np.ctypeslib.as_array(logits, (self.vocab_size,)).copy())
+            raise EngineError(f"llama.cpp cannot run {stop} tokens (code {code}: {_reason()})")
+        for (rank, piece), end in zip(pieces, ends, strict=True):
+            if piece.wants_logits:
+                logits = api.llama_get_logits_ith(self._context, end)
+                found[rank] = torch.from_numpy(np.ctypeslib.as_array(logits, (self.vocab_size,)).copy())
+            self._guard(piece.sequence, piece.sequence, piece.position, piece.position + len(piece.ids))
 
-    # Sequences. Positions are half open; None: from the first, or to the last.
+    # Sequences. Positions are half open; None: to the last.
 
-    def copy(self, source: int, to: int, start: int = 0, stop: int | None = None) -> None:
-        """Add a sequence's tokens to another sequence, which then shares their cells."""
-        api.llama_memory_seq_cp(self._memory, source, to, start, -1 if stop is None else stop)
+    def join(self, number: int, start: int, stop: int) -> None:
+        """Add the passages held beside a sequence to it."""
+        self._copy(number + HELD, number, start, stop)
+
+    def fork(self, source: int, number: int, length: int) -> None:
+        """Add the first tokens of a sequence to another, which then shares their cells."""
+        self._copy(source, number, 0, length)
+        self._guard(source, number, 0, length)
+
+    def _copy(self, source: int, to: int, start: int, stop: int) -> None:
+        api.llama_memory_seq_cp(self._memory, source, to, start, stop)
 
     def remove(self, sequence: int, start: int = 0, stop: int | None = None) -> None:
         """Remove tokens from a sequence. A cell is free once no sequence has it."""
         api.llama_memory_seq_rm(self._memory, sequence, start, -1 if stop is None else stop)
+
+    def end(self, number: int, length: int = 0) -> None:
+        """Remove everything after the first `length` tokens of a sequence, and the passages held beside it."""
+        for sequence in (number, number + HELD, number + GUARD):
+            self.remove(sequence, length)
+
+    def _guard(self, source: int, number: int, start: int, stop: int) -> None:
+        """Add tokens to the guard of sequence `number`: llama.cpp takes the cells of tokens that have left a sliding
+        window, but not if two sequences have them.
+        """
+        if self._slides and number != TEMPORARY:
+            self._copy(source, number + GUARD, start, stop)
 
     def state(self, sequence: int) -> Tensor:
         """Return a sequence's state: uint8 [num_bytes]. Raises EngineError."""
@@ -176,8 +203,8 @@ class LlamaContext:
             raise EngineError(f"llama.cpp gives no state of a passage ({_reason()})")
         return data
 
-    def place(self, data: Tensor, start: int, stop: int, to: int, position: int) -> None:
-        """Add tokens at positions [start, stop) of a state to a sequence, from a position on.
+    def place(self, data: Tensor, start: int, stop: int, number: int, position: int) -> None:
+        """Hold tokens at positions [start, stop) of a state beside a sequence, from a position on.
 
         Raises StaleBlockError for bytes that are no state of this model.
         """
@@ -191,7 +218,8 @@ class LlamaContext:
         self.remove(TEMPORARY, stop)
         if position != start:
             api.llama_memory_seq_add(self._memory, TEMPORARY, 0, -1, position - start)
-        self.copy(TEMPORARY, to)
+        self._copy(TEMPORARY, number + HELD, 0, -1)
+        self._guard(TEMPORARY, number, 0, -1)
         self.remove(TEMPORARY)
 
 

@@ -25,7 +25,7 @@ from ragcache.models.encode import AbandonedSignal
 from ragcache.models.pull import find_gguf, known_sha256
 from ragcache.models.scheduler import Scheduler
 from ragcache_llamacpp.context import LlamaContext, Row
-from ragcache_llamacpp.options import NAME, LlamaOptions
+from ragcache_llamacpp.options import NAME, NUMBERS, LlamaOptions
 from ragcache_llamacpp.sequences import CellSequence, SequencePool, same
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ CPU_BATCH_TOKENS, CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 512, 64, 512
 GPU_BATCH_TOKENS, GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 512, 2048
 NO_IDS = torch.empty(0, dtype=torch.int64)
 NO_LOGITS = torch.empty(0)
+EIGHT_BIT_WIDTH = 64  # llama.cpp 0.3.36 crashes where it shifts 8-bit keys of other widths
 NO_ELEMENT = -1  # after the tokens that a sequence is to hold, so that all of them may be known
 
 
@@ -48,10 +49,18 @@ class LlamaModel(BlockModel):
         """Load a model. Raises ModelNotFoundError, UnsupportedModelError, ConfigError."""
         path = find_gguf(name)
         config = load_config(str(path), name)
+        text_config = config.get_text_config(decoder=True)
         super().__init__(config, load_generation(str(path)), load_tokenizer(str(path)), 0, "", str(name))
-        pool = SequencePool
-        self.context = LlamaContext(path, options, self.max_positions, pool.num_sequences(options.parallel))
-        self.sequences = pool(self.context.num_cells, options.parallel, self._undo)
+        width = int(getattr(text_config, "head_dim", 0) or text_config.hidden_size // text_config.num_attention_heads)
+        if options.kv != "f16" and width % EIGHT_BIT_WIDTH:
+            raise ConfigError(
+                f"kv={options.kv} needs heads of a multiple of {EIGHT_BIT_WIDTH} numbers, and those of {name} have "
+                f"{width}: llama.cpp cannot move such keys; leave kv out",
+                "engine",
+            )
+        numbers = SequencePool.numbers(options.parallel)
+        self.context = LlamaContext(path, options, self.max_positions, max(numbers) + NUMBERS)
+        self.sequences = SequencePool(self.context.num_cells, options.parallel, self._undo)
         self.vocab_size = self.context.vocab_size
         self.max_positions = min(self.max_positions, self.context.num_cells)
         self.weights = digest({NAME: known_sha256(path)})
@@ -175,8 +184,8 @@ class LlamaModel(BlockModel):
             try:
                 if base is not None:
                     known = len(found[0].elements)
-                    numbers = [(base.number, one.number, 0, known) for one in found]
-                    self.call(lambda: [self.context.copy(*number) for number in numbers])
+                    forks = [(base.number, one.number, known) for one in found]
+                    self.call(lambda: [self.context.fork(*fork) for fork in forks])
             finally:
                 self.sequences.begin(found, base)
             yield found
@@ -221,12 +230,10 @@ class LlamaModel(BlockModel):
     def _remove_ended(self) -> None:
         """Free the cells of ended sequences, before their numbers are used again."""
         while self.sequences.removed:
-            number = self.sequences.removed.popleft()
-            self.context.remove(number)
-            self.context.remove(number + 1)
+            self.context.end(self.sequences.removed.popleft())
 
     def _undo(self, sequence: CellSequence, length: int) -> None:
-        self.context.remove(sequence.number, length)
+        self.context.end(sequence.number, length)
         self.sequences.shorten(sequence, length)
 
 

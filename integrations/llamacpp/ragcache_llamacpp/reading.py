@@ -88,7 +88,7 @@ def prefill(
             computed += stop - start
             sequence.elements[start:stop] = elements[start:stop]
         else:
-            lm.call(partial(lm.context.copy, sequence.number + 1, sequence.number, start, stop))
+            lm.call(partial(lm.context.join, sequence.number, start, stop))
             lm.sequences.extend(sequence, elements[start:stop])
     if logits is None:
         raise PromptError("a prompt without tokens cannot be read")
@@ -103,4 +103,4 @@ def _place(
         if step.piece is not None:
             block = blocks[step.piece.start]
             first = block.first + block.start + step.start - step.piece.start
-            context.place(block.data, first, first + step.stop - step.start, sequence.number + 1, step.start)
+            context.place(block.data, first, first + step.stop - step.start, sequence.number, step.start)

@@ -16,6 +16,7 @@ from itertools import count as numbers
 
 from ragcache.errors import AnswerTooLargeError
 from ragcache.models.deadline import Limit
+from ragcache_llamacpp.options import NUMBERS
 
 
 def same(count: int) -> int:
@@ -27,7 +28,7 @@ def same(count: int) -> int:
 class CellSequence:
     """A sequence of a context, as the scheduler's requests use it.
 
-    number:   llama.cpp's number of it; `number + 1` holds passages until the text before them has run
+    number:   llama.cpp's number of it; see `context.NUMBERS`
     elements: its tokens, in order, each at its index as position
     cells:    a name for the cell of each token; copies share it
     reserved: further cells that it may take
@@ -79,7 +80,7 @@ class SequencePool:
         self.parallel = parallel
         self.removed: deque[int] = deque()
         self._undo = undo
-        self._free = [1 + 2 * rank for rank in range(2 * parallel)]
+        self._free = [*self.numbers(parallel)]
         self._active: list[CellSequence] = []
         self._kept: list[CellSequence] = []  # the least recently used first
         self._growing = 0
@@ -89,9 +90,9 @@ class SequencePool:
         self._changed = threading.Condition()
 
     @staticmethod
-    def num_sequences(parallel: int) -> int:
-        """Return how many sequences a context needs: two for each prompt and each kept prompt, and a temporary one."""
-        return 1 + 4 * parallel
+    def numbers(parallel: int) -> range:
+        """Return the numbers of the sequences: for each prompt, and for as many kept ones."""
+        return range(1, 1 + 2 * parallel * NUMBERS, NUMBERS)
 
     def known(self, elements: Sequence[int], usable: Callable[[int], int] = same) -> int:
         """Return how many of the first elements some sequence holds and a prompt can use, at most all but the last."""

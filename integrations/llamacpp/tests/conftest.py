@@ -27,7 +27,14 @@ SIZES = {
     "pad_token_id": None,
 }
 SLIDING = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": 64, "num_hidden_layers": 6}
-FAMILIES = {"llama": (LlamaConfig, {}), "qwen2": (Qwen2Config, {}), "gemma3": (Gemma3TextConfig, SLIDING)}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "gemma3": (Gemma3TextConfig, SLIDING),
+    "yarn": (LlamaConfig, {}),
+    "wide": (LlamaConfig, {"head_dim": 64}),
+}
 FACTS = {
     "clubs": "The rowing club of Kelbrook meets on Monday.",
     "mills": "The old mill of Thornton was sold in 1904.",
@@ -38,7 +45,8 @@ FACTS = {
 def write_family(directory: Path, family: str) -> Path:
     kind, own = FAMILIES[family]
     torch.manual_seed(0)
-    return write(directory / f"{family}.gguf", AutoModelForCausalLM.from_config(kind(**SIZES | own)).eval())
+    model = AutoModelForCausalLM.from_config(kind(**SIZES | own)).eval()
+    return write(directory / f"{family}.gguf", model, YARN if family == "yarn" else None)
 
 
 def _write_all(tmp_path_factory) -> dict[str, Path]:

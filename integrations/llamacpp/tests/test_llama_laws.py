@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from ragcache.fusion import get_method
+from ragcache.kv.block_key import Recipe
 from ragcache.models.deadline import NO_LIMIT
 from ragcache.prompt import Prompt
 
-llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp's laws need llama-cpp-python, which is built from source")
+llama_cpp = pytest.importorskip(
+    "llama_cpp", reason="llama.cpp's laws need llama-cpp-python, which is built from source"
+)
 from ragcache_llamacpp.engine import load  # noqa: E402
 from ragcache_llamacpp.reading import Reading, prefill  # noqa: E402
 from ragcache_llamacpp.sequences import same  # noqa: E402
@@ -74,7 +77,7 @@ class Oracle:
         return self.run(ids, 0)
 
 
-@pytest.fixture(params=["llama", "qwen2", "gemma3"])
+@pytest.fixture(params=["llama", "qwen2", "gemma3", "yarn"])
 def pair(request, files):
     lm, oracle = load(files[request.param], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2"), None
     oracle = Oracle(files[request.param])
@@ -143,9 +146,7 @@ def test_epic_runs_first_and_last_tokens_in_their_context(pair):
     lm, oracle = pair
     first, last = 8, 4
     prefix, passages, question = texts(lm, 3)
-    logits, _, computed = read(
-        lm, ("epic", {"first_tokens": first, "last_tokens": last}), prefix, passages, question
-    )
+    logits, _, computed = read(lm, ("epic", {"first_tokens": first, "last_tokens": last}), prefix, passages, question)
     assert computed == len(prefix) + PASSAGES * (first + last) + len(question)
     # the same, one passage after another, without any state or shift
     llama_cpp.llama_memory_clear(oracle.memory, True)
@@ -167,7 +168,7 @@ def test_epic_runs_first_and_last_tokens_in_their_context(pair):
 def test_a_passage_behind_text_is_kept_without_the_text(pair, recipe):
     lm, oracle = pair
     prefix, passages, question = texts(lm, 11)
-    made = lm.recipe(recipe)
+    made = Recipe(recipe, primer=tuple(question[::-1] * 3) if recipe == "primer" else "")
     logits, _, _ = read(lm, ("reposition", {}), prefix, passages, question, made)
     # read behind the same text in place: the text begins so that the passage ends up where the prompt has it
     before = [*prefix, *made.primer_ids]
@@ -194,11 +195,26 @@ def test_a_second_question_over_the_same_passages_places_nothing(pair):
 
 
 def test_states_with_keys_in_eight_bits_read_as_in_place(files):
-    lm = load(files["llama"], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2,kv=q8_0")
-    oracle = Oracle(files["llama"], llama_cpp.GGML_TYPE_Q8_0)
+    lm = load(files["wide"], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2,kv=q8_0")
+    oracle = Oracle(files["wide"], llama_cpp.GGML_TYPE_Q8_0)
     prefix, passages, question = texts(lm, 2)
     logits, _, _ = read(lm, ("reposition", {}), prefix, passages, question)
     assert kl(oracle.in_place(prefix, passages, question), logits) <= MOST_KL
+    oracle.close()
+
+
+def test_a_question_finds_all_of_an_earlier_context_behind_a_sliding_window(files):
+    lm, oracle = load(files["gemma3"], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2"), None
+    oracle = Oracle(files["gemma3"])
+    prefix, passages, question = texts(lm, 21)
+    context = [*prefix, *sum(passages, [])]  # three windows long
+    read(lm, ("full", {}), prefix, passages, question * 20)
+    for seed in range(3):  # other tokens would take the cells that have left the window
+        read(lm, ("full", {}), *texts(lm, 30 + seed))
+    middle = context[: len(context) // 2]
+    logits, known, _ = read(lm, ("full", {}), middle, [], question[::-1])
+    assert known == len(middle)
+    assert kl(oracle.whole([*middle, *question[::-1]]), logits) <= MOST_KL
     oracle.close()
 
 
