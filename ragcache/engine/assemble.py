@@ -327,8 +327,8 @@ def _embedded(
     """
     if store.kv.lacks_basis or store.kv.codec.needs_basis:
         raise ConfigError(
-            f"codec {store.kv.codec.name!r} fits a basis to keys and values, and the states of {lm.name} are bytes that "
-            "only its engine reads; leave the codec out",
+            f"codec {store.kv.codec.name!r} fits a basis to keys and values, and the states of {lm.name} are bytes "
+            "that only its engine reads; leave the codec out",
             "codec",
         )
     loader, estimate = BlockLoader(store.kv, policy=NEVER if config.load == NEVER else ALWAYS), PrefillEstimate()
@@ -468,15 +468,15 @@ def open_engine(
     bound = documents.properties()
     if isinstance(model, LanguageModel | PreTrainedModel):
         raise ConfigError("a loaded model was given beside an engine that has its own; name the model's directory")
+    scheme = url.partition("://")[0]
+    if scheme not in ENGINES:
+        forms = " or ".join([*EMBEDDED, *(f"{name}://host:port" for name in ENGINES)])
+        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
     if "fingerprint" not in bound:
         raise ConfigError(
             "no model has encoded anything into this store; run `ragcache ingest` without an engine first"
         )
     card = load_card(str(model or bound.get("model_name", DEFAULT_MODEL)), str(bound["fingerprint"]))
-    scheme = url.partition("://")[0]
-    if scheme not in ENGINES:
-        forms = " or ".join([*EMBEDDED, *(f"{name}://host:port" for name in ENGINES)])
-        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
     engine = ENGINES[scheme](url, card.fingerprint, key)
     with closing(engine):  # questions open their own connections
         longest = engine.longest_prompt()

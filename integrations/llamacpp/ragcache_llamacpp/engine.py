@@ -62,7 +62,7 @@ class EmbeddedLlama(LlamaModel, EmbeddedModel):
     """A model that llama.cpp runs, over a store's blocks."""
 
     def reads(self, card: ModelCard, method: FusionMethod) -> bool:
-        return reads_by_layout(card, method)
+        return reads_by_layout(card, method) and (self.moves_keys or not method.reuses_blocks)
 
     def engine(
         self,
@@ -100,6 +100,12 @@ class LlamaEngine:
         options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
         if options.evict is not None:
             raise ConfigError(f"evict drops KV by the model's attention, which {NAME} keeps; leave it out", "evict")
+        if options.method.reuses_blocks and not self.lm.moves_keys:
+            raise ConfigError(
+                f"method {options.method.name!r} moves keys, which {NAME} changes where it moves them for "
+                f"{self.lm.name} (YaRN or LongRoPE); use full, or leave out the engine",
+                "method",
+            )
         if not reads_by_layout(self.lm, options.method):
             raise ConfigError(
                 f"method {options.method.name!r} chooses or weighs tokens while the model runs, and {NAME} runs it "

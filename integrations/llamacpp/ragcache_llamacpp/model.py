@@ -33,6 +33,7 @@ CPU_BATCH_TOKENS, CPU_PASS_TOKENS, CPU_ALONE_TOKENS = 512, 64, 512
 GPU_BATCH_TOKENS, GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 512, 2048
 NO_IDS = torch.empty(0, dtype=torch.int64)
 NO_LOGITS = torch.empty(0)
+MOVED_ROPES = ("default", "linear", "llama3")  # llama.cpp's shift multiplies keys by the factor of YaRN and LongRoPE
 EIGHT_BIT_WIDTH = 64  # llama.cpp 0.3.36 crashes where it shifts 8-bit keys of other widths
 NO_ELEMENT = -1  # after the tokens that a sequence is to hold, so that all of them may be known
 
@@ -41,6 +42,7 @@ class LlamaModel(BlockModel):
     """A model in a GGUF file, run by llama.cpp in the scheduler's thread. Thread-safe.
 
     weights:   digest of the file's content
+    moves_keys: whether llama.cpp moves keys exactly, so that states can be read at other positions
     context:   llama.cpp's; only the scheduler's thread calls it
     sequences: who holds which of its cells
     """
@@ -63,6 +65,9 @@ class LlamaModel(BlockModel):
         self.sequences = SequencePool(self.context.num_cells, options.parallel, self._undo)
         self.vocab_size = self.context.vocab_size
         self.max_positions = min(self.max_positions, self.context.num_cells)
+        ropes = getattr(text_config, "rope_parameters", None) or {}
+        nested = [one for one in ropes.values() if isinstance(one, dict)]
+        self.moves_keys = all(one.get("rope_type", "default") in MOVED_ROPES for one in nested or [ropes])
         self.weights = digest({NAME: known_sha256(path)})
         self.fingerprint = digest({"weights": self.weights, "state": self.context.key})
         on_cpu = not self.context.uses_gpu

@@ -12,7 +12,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 
 pytest.importorskip("gguf")
 SIZES = {
-    "vocab_size": len(TOKENS),
+    "vocab_size": len(TOKENS) + 1,
     "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -27,6 +27,11 @@ SIZES = {
     "pad_token_id": None,
 }
 SLIDING = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": 64, "num_hidden_layers": 6}
+# transformers adds a token of this name to a vocabulary that lacks it.
+VOCABULARY = {
+    "tokenizer.ggml.tokens": [*TOKENS, "<|endoftext|>"],
+    "tokenizer.ggml.token_type": [1] * 257 + [3] * 4,
+}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
 FAMILIES = {
     "llama": (LlamaConfig, {}),
@@ -46,7 +51,7 @@ def write_family(directory: Path, family: str) -> Path:
     kind, own = FAMILIES[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**SIZES | own)).eval()
-    return write(directory / f"{family}.gguf", model, YARN if family == "yarn" else None)
+    return write(directory / f"{family}.gguf", model, VOCABULARY | (YARN if family == "yarn" else {}))
 
 
 def _write_all(tmp_path_factory) -> dict[str, Path]:

@@ -1,6 +1,7 @@
 """Prompts read from states equal the same prompts evaluated in place by llama.cpp's own functions alone."""
 
 import os
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ class Oracle:
         return self.run(ids, 0)
 
 
-@pytest.fixture(params=["llama", "qwen2", "gemma3", "yarn"])
+@pytest.fixture(params=["llama", "qwen2", "gemma3"])
 def pair(request, files):
     lm, oracle = load(files[request.param], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2"), None
     oracle = Oracle(files[request.param])
@@ -129,7 +130,7 @@ def test_full_equals_a_plain_evaluation_with_and_without_a_known_beginning(pair)
         prefix, passages, question = texts(lm, seed)
         for asked in (question, question[::-1]):
             logits, known, computed = read(lm, ("full", {}), prefix, passages, asked)
-            expected = oracle.whole([*prefix, *sum(passages, []), *asked])
+            expected = oracle.whole([*prefix, *chain(*passages), *asked])
             assert kl(expected, logits) <= MOST_KL
         assert known >= len(prefix) + PASSAGES * TOKENS, "the second question finds the first one's context"
         assert known + computed == len(prefix) + PASSAGES * TOKENS + len(question)
@@ -139,7 +140,7 @@ def test_epic_that_runs_every_token_again_is_full_prefill(pair):
     lm, oracle = pair
     prefix, passages, question = texts(lm, 7)
     logits, _, _ = read(lm, ("epic", {"first_tokens": TOKENS}), prefix, passages, question)
-    assert kl(oracle.whole([*prefix, *sum(passages, []), *question]), logits) <= MOST_KL
+    assert kl(oracle.whole([*prefix, *chain(*passages), *question]), logits) <= MOST_KL
 
 
 def test_epic_runs_first_and_last_tokens_in_their_context(pair):
@@ -204,17 +205,29 @@ def test_states_with_keys_in_eight_bits_read_as_in_place(files):
 
 
 def test_a_question_finds_all_of_an_earlier_context_behind_a_sliding_window(files):
-    lm, oracle = load(files["gemma3"], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2"), None
+    """Other tokens would take the cells of tokens that have left the window."""
+    lm = load(files["gemma3"], "llama.cpp:n_ctx=512,threads=1,n_gpu_layers=0,parallel=2")
     oracle = Oracle(files["gemma3"])
     prefix, passages, question = texts(lm, 21)
-    context = [*prefix, *sum(passages, [])]  # three windows long
-    read(lm, ("full", {}), prefix, passages, question * 20)
-    for seed in range(3):  # other tokens would take the cells that have left the window
-        read(lm, ("full", {}), *texts(lm, 30 + seed))
+    full, context = ("full", {}), [*prefix, *chain(*passages)]  # nearly three windows long
+    read(lm, full, prefix, passages, question * 15)
+    read(lm, full, texts(lm, 30)[0], texts(lm, 30)[1][:2], question)
+    read(lm, full, prefix, [], question)  # the first context was used last
+    read(lm, full, *texts(lm, 31))  # ends the second context, and begins beside its cells
     middle = context[: len(context) // 2]
-    logits, known, _ = read(lm, ("full", {}), middle, [], question[::-1])
+    logits, known, _ = read(lm, full, middle, [], question[::-1])
     assert known == len(middle)
     assert kl(oracle.whole([*middle, *question[::-1]]), logits) <= MOST_KL
+    oracle.close()
+
+
+def test_yarn_reads_whole_prompts_alone(files):
+    lm = load(files["yarn"], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2")
+    assert [name for name in ("full", "reposition", "epic") if lm.reads(lm, get_method(name))] == ["full"]
+    oracle = Oracle(files["yarn"])
+    prefix, passages, question = texts(lm, 4)
+    logits, _, _ = read(lm, ("full", {}), prefix, passages, question)
+    assert kl(oracle.whole([*prefix, *chain(*passages), *question]), logits) <= MOST_KL
     oracle.close()
 
 
