@@ -68,6 +68,7 @@ from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
 from ragcache.kv.prefix_cache import PrefixStats
+from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
@@ -293,7 +294,7 @@ class RagCache(Store):
             return run(progress=progress or None)
         from ragcache.ingest.progress import progress_bars, say_line
 
-        if isinstance(self.lm, LanguageModel):
+        if isinstance(self.lm, BlockModel):
             say_line(str(self.estimate_kv(given)))
         with progress_bars() as bars:
             report = run(progress=bars)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragcache.errors import ModelNotFoundError
+from ragcache.models.ollama import PREFIX, blob
 
 HUB_S = 5.0
 CONFIG = "config.json"
@@ -51,8 +52,11 @@ def resolve(name: str | Path) -> str:
     """Return the directory, hub id or GGUF file that a model's name refers to.
 
     A bundled name becomes its directory; a name in NAMED the directory of its weights, or else its hub id; a directory
-    that holds a single GGUF file and no other model becomes that file. Any other name is returned unchanged.
+    that holds a single GGUF file and no other model becomes that file; "ollama:NAME" the file that Ollama has of it.
+    Any other name is returned unchanged. Raises ModelNotFoundError for a name that Ollama does not have.
     """
+    if str(name).startswith(PREFIX):
+        return str(blob(str(name).removeprefix(PREFIX)))
     path = Path(name)
     if path.is_dir():
         files = list(path.glob(f"*{GGUF}"))

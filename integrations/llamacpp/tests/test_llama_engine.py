@@ -1,12 +1,15 @@
 """A store whose model llama.cpp runs: answers, blocks, askers, and what is refused."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import ragcache as rc
+from ragcache.cli.commands import build_app
 from ragcache.engine.answer import Token
 from ragcache.errors import (
     AnswerTooLargeError,
@@ -18,6 +21,7 @@ from ragcache.errors import (
     UnsupportedModelError,
 )
 from ragcache.kv.opaque_block import OpaqueBlock
+from ragcache.models.ollama import MODEL_LAYER
 
 pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, which is built from source")
 from ragcache_llamacpp import context
@@ -231,3 +235,28 @@ def test_the_engine_is_the_oracle_of_its_own_logprobs(open_llama):
     for token in answer.logprobs:
         assert token.logprob == max(one.logprob for one in token.top)
     assert torch.tensor([token.logprob for token in answer.logprobs]).le(0).all()
+
+
+def test_a_model_that_ollama_has_is_read_by_name(open_llama, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    manifest = tmp_path / "ollama/manifests/registry.ollama.ai/library/tiny/latest"
+    manifest.parent.mkdir(parents=True)
+    digest = "sha256:" + "cd" * 32
+    manifest.write_text(json.dumps({"layers": [{"mediaType": MODEL_LAYER, "digest": digest}]}))
+    blob = tmp_path / "ollama/blobs" / digest.replace(":", "-")
+    blob.parent.mkdir()
+    blob.write_bytes(files["llama"].read_bytes())
+    assert open_llama(model="ollama:tiny", method="full").ask(QUESTION, k=1, sampling=SHORT).text
+
+
+def test_the_command_line_ingests_and_answers(tmp_path, files):
+    (tmp_path / "clubs.txt").write_text("The rowing club of Kelbrook meets on Monday.")
+    store = ["--store", str(tmp_path / "kb")]
+    engine = ["--engine", "llama.cpp:threads=1", "--model", str(files["llama"]), "--method", "reposition"]
+    run = CliRunner().invoke
+    made = run(build_app(), ["ingest", str(tmp_path / "clubs.txt"), *store, *engine])
+    assert made.exit_code == 0, made.output
+    assert "1 added" in made.output
+    asked = run(build_app(), ["ask", QUESTION, *store, "--method", "reposition", "--max-tokens", "4", "--json"])
+    assert asked.exit_code == 0, asked.output
+    assert '"method": "reposition"' in asked.stdout

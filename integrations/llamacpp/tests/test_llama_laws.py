@@ -204,23 +204,6 @@ def test_states_with_keys_in_eight_bits_read_as_in_place(files):
     oracle.close()
 
 
-def test_a_question_finds_all_of_an_earlier_context_behind_a_sliding_window(files):
-    """Other tokens would take the cells of tokens that have left the window."""
-    lm = load(files["gemma3"], "llama.cpp:n_ctx=512,threads=1,n_gpu_layers=0,parallel=2")
-    oracle = Oracle(files["gemma3"])
-    prefix, passages, question = texts(lm, 21)
-    full, context = ("full", {}), [*prefix, *chain(*passages)]  # nearly three windows long
-    read(lm, full, prefix, passages, question * 15)
-    read(lm, full, texts(lm, 30)[0], texts(lm, 30)[1][:2], question)
-    read(lm, full, prefix, [], question)  # the first context was used last
-    read(lm, full, *texts(lm, 31))  # ends the second context, and begins beside its cells
-    middle = context[: len(context) // 2]
-    logits, known, _ = read(lm, full, middle, [], question[::-1])
-    assert known == len(middle)
-    assert kl(oracle.whole([*middle, *question[::-1]]), logits) <= MOST_KL
-    oracle.close()
-
-
 def test_yarn_reads_whole_prompts_alone(files):
     lm = load(files["yarn"], f"llama.cpp:n_ctx={CELLS},threads=1,n_gpu_layers=0,parallel=2")
     assert [name for name in ("full", "reposition", "epic") if lm.reads(lm, get_method(name))] == ["full"]
