@@ -505,8 +505,8 @@ class RagCache(Store):
         if (loader := self._parts.loader) is not None:
             loader.close()
             figures = loader.rates.figures()
-            chooses = loader.chooses and isinstance(self.lm, LanguageModel)
-            if chooses and figures.is_measured and not self.config.read_only:
+            keeps = loader.chooses and figures.is_measured and not self.config.read_only
+            if keeps and isinstance(self.lm, LanguageModel):
                 figures.write(self.store.rates, machine_key(self.lm))
         super()._let_go()
 

@@ -189,8 +189,7 @@ class LlamaModel(BlockModel):
             try:
                 if base is not None:
                     known = len(found[0].elements)
-                    forks = [(base.number, one.number, known) for one in found]
-                    self.call(lambda: [self.context.fork(*fork) for fork in forks])
+                    self.call(partial(self._fork, base.number, [one.number for one in found], known))
             finally:
                 self.sequences.begin(found, base)
             yield found
@@ -231,6 +230,10 @@ class LlamaModel(BlockModel):
         for sequence, row in zip(held, rows, strict=True):
             self.sequences.extend(sequence, row.ids)
         return [NO_LOGITS if logits is None else logits for logits in found]
+
+    def _fork(self, source: int, numbers: Sequence[int], length: int) -> None:
+        for number in numbers:
+            self.context.fork(source, number, length)
 
     def _remove_ended(self) -> None:
         """Free the cells of ended sequences, before their numbers are used again."""

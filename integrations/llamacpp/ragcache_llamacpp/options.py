@@ -37,7 +37,7 @@ class LlamaOptions:
 
     def __post_init__(self) -> None:
         check_choice("kv", self.kv, tuple(KV_TYPES))
-        check_choice("flash", self.flash, (0, 1))
+        check_choice("flash", str(self.flash), ("0", "1"))
         check_least("n_ctx", self.n_ctx, 0)
         check_least("threads", self.threads, 0)
         check_least("n_gpu_layers", self.n_gpu_layers, -1)
@@ -49,7 +49,7 @@ class LlamaOptions:
     def of(cls, address: str) -> Self:
         """Read the options of an address. Raises ConfigError that names the wrong option."""
         _, _, rest = address.partition(":")
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        kinds: dict[str, type[int | str]] = {field.name: str if field.name == "kv" else int for field in fields(cls)}
         given: dict[str, int | str] = {}
         for part in filter(None, rest.split(",")):
             name, _, value = part.partition("=")
