@@ -32,7 +32,7 @@ from ragcache.engine.assemble import (
     open_retriever,
     open_workers,
 )
-from ragcache.engine.contract import EMBEDDED
+from ragcache.engine.contract import EMBEDDED, EmbeddedModel
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.many import answer_of, ask_many
 from ragcache.engine.options import (
@@ -277,6 +277,10 @@ class RagCache(Store):
         cancelled: set it to stop
         """
         self._check_open()
+        if ray and isinstance(self.lm, EmbeddedModel):
+            raise ConfigError(
+                "workers of a cluster run transformers, which cannot compute this store's KV; leave ray out"
+            )
         given, chosen = _listed(inputs), load("workers", "ray", WORKERS).of(ray) if ray else None
         run = partial(
             self._parts.ingestor.ingest,

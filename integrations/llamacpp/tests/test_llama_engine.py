@@ -181,6 +181,8 @@ def test_other_methods_and_options_are_refused_by_name(open_llama):
     kb = open_llama(method="reposition")
     with pytest.raises(ConfigError, match=r"'cacheblend'.*full, reposition or epic"):
         kb.ask(QUESTION, method="cacheblend")
+    with pytest.raises(ConfigError, match="leave ray out"):
+        kb.ingest(rc.Document("more", "More text."), ray=True)
     with pytest.raises(ConfigError, match="evict"):
         kb.ask(QUESTION, evict=16)
     with pytest.raises(ConfigError, match="leave"):
