@@ -116,6 +116,11 @@ class PeerProcess:
         request = {"do": "replay", "variant": variant, "prompts": prompts, "tokens": tokens, "at": at}
         return [Answer(**answer) for answer in self._request(request, at[-1] + ASK_TIMEOUT_S)["answers"]]
 
+    def peak_bytes(self) -> int:
+        """Return the most memory that the process has held so far (Linux)."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         if self._process.stdin is not None:

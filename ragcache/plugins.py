@@ -20,6 +20,7 @@ METHODS = "ragcache.methods"
 CODECS = "ragcache.codecs"
 COMMANDS = "ragcache.commands"
 ENGINES = "ragcache.engines"
+EMBEDDED = "ragcache.embedded_engines"
 READERS = "ragcache.readers"
 ROUTES = "ragcache.routes"
 

@@ -76,7 +76,7 @@ DISTRIBUTIONS = {
 }
 # Folder of packages -> extras that bring what it imports beyond the wheel's own requirements.
 EXTRAS = {
-    ".": ["server", "structured", "train"],
+    ".": ["otel", "server", "structured", "train"],
     "apps/chatbot": ["server"],
     "extras/documents": ["documents"],
     "extras/eval": ["eval", "capability"],

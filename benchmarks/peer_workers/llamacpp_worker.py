@@ -23,8 +23,9 @@ BATCH_TOKENS = 512  # llama.cpp's own default
 
 class LlamaCppWorker:
     def __init__(self, config: dict[str, Any]) -> None:
-        path = Path(config["directory"]) / f"{config['dtype']}.gguf"
-        write_gguf(Path(config["model"]), path, config["dtype"])
+        path = Path(config.get("gguf") or Path(config["directory"]) / f"{config['dtype']}.gguf")
+        if "gguf" not in config:
+            write_gguf(Path(config["model"]), path, config["dtype"])
         # The KV of a bfloat16 model is kept in half precision, which is llama.cpp's default.
         kind = llama_cpp.GGML_TYPE_F32 if config["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
         self._kv_type = "float32" if kind == llama_cpp.GGML_TYPE_F32 else "float16"

@@ -63,7 +63,8 @@ class ModelOptions:
         str | None,
         option(
             "--model",
-            "Bundled name, smollm2, directory, hub id or GGUF file; the store's own if not given, mini if new.",
+            "Bundled name, smollm2, directory, hub id, GGUF file or ollama:NAME; the store's own if not given, mini if "
+            "new.",
         ),
     ] = None
     method: Annotated[
@@ -155,8 +156,8 @@ class EngineOptions(ModelOptions):
         str | None,
         option(
             "--engine",
-            "vllm://host:port of `ragcache vllm` over this store, with RAGCACHE_ENGINE_KEY as its key; this process if "
-            "not given.",
+            "vllm://host:port of `ragcache vllm` over this store, with RAGCACHE_ENGINE_KEY as its key; llama.cpp for a "
+            "GGUF file in this process; as the store was made if not given.",
         ),
     ] = None
 

@@ -13,8 +13,8 @@ import typer
 from ragcache.cli.flags import (
     WAIT_S,
     ChunkOptions,
+    EngineOptions,
     Json,
-    ModelOptions,
     ReadLimitOptions,
     StoreOptions,
     Wait,
@@ -110,7 +110,7 @@ def ingest(
         typer.Argument(help="Files and folders: text, Markdown, HTML, PDF, JSON lines, code, office documents."),
     ],
     store: StoreOptions,
-    models: ModelOptions,
+    models: EngineOptions,
     chunks: ChunkOptions,
     reading: ReadLimitOptions,
     kv: KvMode = "eager",
@@ -157,7 +157,7 @@ def precompute(
         list[Path], typer.Argument(help="Files and folders, as for ingest; JSON lines: a passage a line.")
     ],
     store: StoreOptions,
-    models: ModelOptions,
+    models: EngineOptions,
     chunks: ChunkOptions,
     reading: ReadLimitOptions,
     split: Annotated[

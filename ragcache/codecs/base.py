@@ -13,6 +13,7 @@ from ragcache.codecs.basis import Bases
 from ragcache.errors import BasisError, DamagedBlockError, UnencodableBlockError
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.cache_shape import LayerShape, StateShape
+from ragcache.kv.opaque_block import DATA, OpaqueBlock
 from ragcache.kv.recurrent_block import HybridBlock
 from ragcache.kv.sparse_block import SparseBlock
 from ragcache.kv.state import StateMap
@@ -49,7 +50,8 @@ class Codec(ABC):
     tensors `0.<name>`, `1.<name>`, ..., and `part_of`, int64 [num_layers]. A block, or part, whose heads hold only some
     of its tokens is encoded as the tokens that they hold, with `kept`, uint8 [num_layers, num_kv_heads, ceil(num_tokens
     / 8)], a bit a token, and `tokens`, int64 [1], the number of tokens. A block's maps of recurrent layers' states are
-    `state.<layer>.p`, `.q` and `.tail`, and for rounded maps also `.p_scales` and `.q_scales` (`kv/state.py`).
+    `state.<layer>.p`, `.q` and `.tail`, and for rounded maps also `.p_scales` and `.q_scales` (`kv/state.py`). A block
+    that another engine wrote is stored unchanged, as `opaque` and `span` (`kv/opaque_block.py`).
     """
 
     name: ClassVar[str]
@@ -140,6 +142,8 @@ class Codec(ABC):
 
     def encode(self, block: KVBlock) -> dict[str, Tensor]:
         """Return the tensors to store, for any block. Raises UnencodableBlockError."""
+        if isinstance(block, OpaqueBlock):
+            return block.tensors
         if isinstance(block, HybridBlock):
             maps = [self._rounded(rank, one) for rank, one in enumerate(block.states)]
             named = {f"{_STATE}{rank}.{name}": t for rank, one in enumerate(maps) for name, t in one.tensors.items()}
@@ -161,6 +165,8 @@ class Codec(ABC):
 
         Raises DamagedBlockError if they do not form a block.
         """
+        if DATA in tensors:
+            return OpaqueBlock.read(tensors)
         maps = {name.removeprefix(_STATE): one for name, one in tensors.items() if name.startswith(_STATE)}
         if maps:
             kv = self.decode({name: one for name, one in tensors.items() if not name.startswith(_STATE)})
@@ -189,6 +195,8 @@ class Codec(ABC):
 
     def error_bound(self, block: KVBlock) -> float:
         """Return `bound_alike` for any block."""
+        if isinstance(block, OpaqueBlock):
+            return 0.0
         if isinstance(block, HybridBlock):
             maps = (self._rounded(rank, one).bound for rank, one in enumerate(block.states))
             return max(self.error_bound(block.kv), *maps)

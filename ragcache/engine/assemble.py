@@ -20,7 +20,7 @@ from ragcache.engine.caches.prefixes import Prefixes
 from ragcache.engine.caches.shared_prefixes import SharedPrefixes
 from ragcache.engine.caches.stored_prefixes import StoredPrefixes
 from ragcache.engine.caches.whole_store import WholeStore
-from ragcache.engine.contract import ENGINES, Connection, Engine
+from ragcache.engine.contract import EMBEDDED, ENGINES, Connection, EmbeddedModel, Engine
 from ragcache.engine.embedder_probe import refuse_other_embedder
 from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.history import ConversationCache
@@ -30,7 +30,7 @@ from ragcache.engine.local_engine import LocalEngine
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.probe import open_rates
 from ragcache.engine.prompts import Prompts
-from ragcache.engine.rates import ALWAYS
+from ragcache.engine.rates import ALWAYS, NEVER
 from ragcache.engine.request import RequestOptions
 from ragcache.engine.store_config import StoreParts, open_kv_to_fill
 from ragcache.engine.verdict import Choice, StoredBlocks, choose_method
@@ -135,7 +135,9 @@ def assemble(
     chosen: OpenOptions,
     engine: Connection | None = None,
 ) -> Components:
-    """Build the parts of a knowledge base. engine: where the model runs; None: here, and the card is a LanguageModel
+    """Build the parts of a knowledge base.
+
+    engine: where the model runs; None: here, and the card is a LanguageModel or an EmbeddedModel
 
     Raises ConfigError, ModelError, PromptError.
     """
@@ -153,7 +155,7 @@ def assemble(
         chosen.recipe,
         number,
         is_whole,
-        partial(_reads, card, engine, is_whole=is_whole),
+        partial(_reads, card, engine or (card if isinstance(card, EmbeddedModel) else None), is_whole=is_whole),
     )
     choice = choose_method(card, chosen.method, chosen.method_options, stored)
     method = choice.method
@@ -183,6 +185,9 @@ def assemble(
         made.engine.check(RequestOptions(choice, chosen.evict))
     elif isinstance(card, LanguageModel):
         made = _here(store, config, card, own_blocks, formats, near, generation)
+    elif isinstance(card, EmbeddedModel):
+        made = _embedded(store, config, card, own_blocks, formats, near, generation)
+        made.engine.check(RequestOptions(choice, chosen.evict))
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
     cut = Chunker(card.tokenizer, chosen.chunker)
@@ -202,7 +207,7 @@ def assemble(
     )
 
 
-def _reads(card: ModelCard, engine: Connection | None, method: FusionMethod, *, is_whole: bool) -> bool:
+def _reads(card: ModelCard, engine: Connection | EmbeddedModel | None, method: FusionMethod, *, is_whole: bool) -> bool:
     """Return whether blocks can be read by this method, here or in another engine."""
     if not method.reuses_blocks or (card.is_recurrent and not method.joins_states):
         return not method.reuses_blocks
@@ -315,6 +320,32 @@ def _here(
     return _Made(local_engine, encoder, admission, estimate, generation, loader)
 
 
+def _embedded(
+    store: StoreParts,
+    config: StoreConfig,
+    lm: EmbeddedModel,
+    own_blocks: tuple[Recipe, list[int], str],
+    formats: tuple[PromptFormat, str | None, Shown, bool],
+    near: Neighbourhood | None,
+    generation: Generation,
+) -> _Made:
+    """Build the parts for a model that another engine's library runs in this process; see `_here`.
+
+    Stored blocks are always loaded: setting a state takes far less time than computing it.
+    """
+    if store.kv.lacks_basis or store.kv.codec.needs_basis:
+        raise ConfigError(
+            f"codec {store.kv.codec.name!r} fits a basis to keys and values, and the states of {lm.name} are bytes "
+            "that only its engine reads; leave the codec out",
+            "codec",
+        )
+    loader, estimate = BlockLoader(store.kv, policy=NEVER if config.load == NEVER else ALWAYS), PrefillEstimate()
+    encoder = ModelEncoder(lm, *own_blocks, on_encoded=estimate.add, neighbourhood=near)
+    embedded = lm.engine(Prompts(lm, encoder, *formats), encoder, store.documents, loader, estimate)
+    generation.follow(embedded.clear)
+    return _Made(embedded, encoder, Admission(UNKNOWN_BYTES), estimate, generation, loader)
+
+
 def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Recipe | None) -> NeighbourChoice:
     """Return which neighbours precede the store's chunks: as requested, else as the store was created.
 
@@ -385,7 +416,7 @@ def open_model(
                 log.warning("%s: %s", documents.database.where, advice)
         lm = load_lm(name, dtype=dtype, device=device)
     kind = str(lm.dtype).removeprefix("torch.")
-    _refuse_other(bound, lm, kind)
+    _refuse_other(bound, lm, lm.fingerprint, kind)
     documents.bind("fingerprint", lm.fingerprint)
     for name, value in (("model_name", lm.name), ("model_dtype", kind)):
         if name not in bound:  # for information: the model may have moved, so only the fingerprint is checked
@@ -395,9 +426,38 @@ def open_model(
     return lm
 
 
-def _refuse_other(bound: Mapping[str, object], lm: LanguageModel, kind: str) -> None:
-    """Raise ModelMismatchError with the models' names, because a fingerprint means nothing to a reader."""
-    if bound.get("fingerprint") in (None, lm.fingerprint):
+def open_embedded(documents: DocumentStore, model: object, address: str) -> EmbeddedModel:
+    """Return the requested model, else the store's own, run in this process by another engine's library.
+
+    address: the engine's name, with its options
+
+    Raises ConfigError (a loaded model, or none), ModelMismatchError and the engine's own errors.
+    """
+    bound, engine = documents.properties(), address.partition(":")[0]
+    name = bound.get("model_name") if model is None else model
+    if not isinstance(name, str | Path):
+        raise ConfigError(f"engine {engine} loads a model itself; name its file with model=", "model")
+    lm = EMBEDDED[engine](name, address)
+    _refuse_other(bound, lm, lm.weights, engine)
+    bindings = {"fingerprint": lm.weights, "model_name": lm.name, "model_dtype": engine}
+    for key, value in bindings.items():
+        if key not in bound:
+            documents.bind(key, value)
+    return lm
+
+
+def embedded_engine(documents: DocumentStore) -> str | None:
+    """Return the name of the engine that computes a store's blocks in this process; None if transformers does."""
+    kind = documents.properties().get("model_dtype")
+    return kind if isinstance(kind, str) and kind in EMBEDDED else None
+
+
+def _refuse_other(bound: Mapping[str, object], lm: ModelCard, fingerprint: str, kind: str) -> None:
+    """Raise ModelMismatchError with the models' names, because a fingerprint means nothing to a reader.
+
+    fingerprint: the model's, as stores are bound to it
+    """
+    if bound.get("fingerprint") in (None, fingerprint):
         return
     made, given = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
     if made == given:
@@ -419,15 +479,15 @@ def open_engine(
     bound = documents.properties()
     if isinstance(model, LanguageModel | PreTrainedModel):
         raise ConfigError("a loaded model was given beside an engine that has its own; name the model's directory")
+    scheme = url.partition("://")[0]
+    if scheme not in ENGINES:
+        forms = " or ".join([*EMBEDDED, *(f"{name}://host:port" for name in ENGINES)])
+        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
     if "fingerprint" not in bound:
         raise ConfigError(
             "no model has encoded anything into this store; run `ragcache ingest` without an engine first"
         )
     card = load_card(str(model or bound.get("model_name", DEFAULT_MODEL)), str(bound["fingerprint"]))
-    scheme = url.partition("://")[0]
-    if scheme not in ENGINES:
-        forms = " or ".join(f"{name}://host:port" for name in ENGINES)
-        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
     engine = ENGINES[scheme](url, card.fingerprint, key)
     with closing(engine):  # questions open their own connections
         longest = engine.longest_prompt()

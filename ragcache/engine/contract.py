@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Protocol
 
 from ragcache import plugins
 from ragcache.engine.answer import Event
 from ragcache.engine.caches.prefix_cache import PrefixStats
+from ragcache.engine.estimate import PrefillEstimate
+from ragcache.engine.loader import BlockLoader
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.request import Request, RequestOptions
+from ragcache.fusion.layout import Layout
 from ragcache.fusion.method import FusionMethod
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats
 from ragcache.plugins import Registry
+from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
 
 
@@ -63,6 +71,44 @@ class Connection(Protocol):
 
     def close(self) -> None: ...
 
+
+class EmbeddedModel(BlockModel):
+    """A model that another engine's library runs in this process.
+
+    weights: digest of the model without the engine's build and settings: what a store is bound to
+    """
+
+    weights: str
+
+    @abstractmethod
+    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
+        """Return whether the engine can read stored blocks by this method."""
+
+    @abstractmethod
+    def engine(
+        self,
+        prompts: Prompts,
+        encoder: ModelEncoder,
+        documents: DocumentStore,
+        loader: BlockLoader,
+        estimate: PrefillEstimate,
+    ) -> Engine:
+        """Return an Engine that answers by this model.
+
+        encoder, loader: compute and load the store's blocks
+        estimate: learns from full reads
+        """
+
+
+def reads_by_layout(card: ModelCard, method: FusionMethod) -> bool:
+    """Return whether another engine can read by this method: the layout alone says which tokens to place and to run."""
+    return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
+
+
+EMBEDDED: Registry[Callable[[str | Path, str], EmbeddedModel]] = Registry(plugins.EMBEDDED)
+"""Engines that run the model in this process, by name. Each takes a model's name and the engine's address, which is its
+name, or "name:option=value,option=value".
+"""
 
 ENGINES: Registry[Callable[[str, str, str | None], Connection]] = Registry(plugins.ENGINES)
 """Other engines by the scheme of their addresses. Each takes an address, the model's fingerprint and a key, and raises

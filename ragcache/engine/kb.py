@@ -25,12 +25,15 @@ from ragcache.engine.assemble import (
     Components,
     OpenOptions,
     assemble,
+    embedded_engine,
+    open_embedded,
     open_engine,
     open_model,
     open_retriever,
     open_workers,
 )
 from ragcache.engine.caches.prefix_cache import PrefixStats
+from ragcache.engine.contract import EMBEDDED, EmbeddedModel
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.many import answer_of, ask_many
 from ragcache.engine.options import (
@@ -65,6 +68,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.store_writer import IngestConfig
 from ragcache.ingest.worker import WORKERS, WorkersConfig
 from ragcache.kv.block_key import Recipe
+from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.scheduler import PassStats
@@ -138,9 +142,10 @@ class RagCache(Store):
         chunker, ingest, store: settings of those parts
         tenant:   salt of block keys; it separates nothing else: every tenant sees, reads and deletes all documents
         create:   create the store if it does not exist
-        engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store; None: in this process.
-                  With an engine, no weights are loaded here, `model` says where to find tokenizer and configuration,
-                  and documents are added without KV
+        engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store, where no weights are
+                  loaded here, `model` says where to find tokenizer and configuration, and documents are added without
+                  KV; "llama.cpp" for a GGUF file in this process by llama.cpp, with options as in
+                  "llama.cpp:n_ctx=16384,kv=q8_0"; None: in this process, as the store was made
         engine_key: the engine's key
 
         `Store.open` lists, deletes and checks documents without loading models.
@@ -162,7 +167,12 @@ class RagCache(Store):
         )
         opened = open_store(path, config, create=create)
         try:
-            if engine is not None:
+            if engine is None and not isinstance(model, LanguageModel | PreTrainedModel):
+                engine = embedded_engine(opened.documents)
+            card: ModelCard
+            if engine is not None and engine.partition(":")[0] in EMBEDDED:
+                card, remote = open_embedded(opened.documents, model, engine), None
+            elif engine is not None:
                 card, remote = open_engine(opened.documents, model, engine, engine_key)
             else:
                 card, remote = open_model(opened.documents, model, dtype, device), None
@@ -269,6 +279,10 @@ class RagCache(Store):
         cancelled: set it to stop
         """
         self._check_open()
+        if ray and isinstance(self.lm, EmbeddedModel):
+            raise ConfigError(
+                "workers of a cluster run transformers, which cannot compute this store's KV; leave ray out"
+            )
         given, chosen = _listed(inputs), load("workers", "ray", WORKERS).of(ray) if ray else None
         run = partial(
             self._parts.ingestor.ingest,
@@ -286,7 +300,7 @@ class RagCache(Store):
             return run(progress=progress or None)
         from ragcache.ingest.progress import progress_bars, say_line
 
-        if isinstance(self.lm, LanguageModel):
+        if isinstance(self.lm, BlockModel):
             say_line(str(self.estimate_kv(given)))
         with progress_bars() as bars:
             report = run(progress=bars)
@@ -497,8 +511,9 @@ class RagCache(Store):
         if (loader := self._parts.loader) is not None:
             loader.close()
             figures = loader.rates.figures()
-            if loader.chooses and figures.is_measured and not self.config.read_only and self.store.layout.exists():
-                figures.write(self.store.rates, machine_key(self._parts.block_keys.encoder.lm))
+            keeps = loader.chooses and figures.is_measured and not self.config.read_only and self.store.layout.exists()
+            if keeps and isinstance(self.lm, LanguageModel):
+                figures.write(self.store.rates, machine_key(self.lm))
         super()._let_go()
 
 

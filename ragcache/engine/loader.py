@@ -33,8 +33,10 @@ from ragcache.errors import (
 from ragcache.fusion.fuse import check_block
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock, part_of_block
+from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.models.deadline import LIMIT
 from ragcache.models.kvzip import num_kept
+from ragcache.models.language_model import LanguageModel
 from ragcache.runtime import work_alone
 from ragcache.store.counters import Loaded
 from ragcache.store.documents import DocumentStore
@@ -253,7 +255,8 @@ def _part(chunk: Chunk, block: KVBlock) -> KVBlock:
     if chunk.cut_from is None:
         return block
     start = chunk.cut_from[1]
-    return part_of_block(block, start, start + chunk.num_tokens)
+    stop = start + chunk.num_tokens
+    return block.part(start, stop) if isinstance(block, OpaqueBlock) else part_of_block(block, start, stop)
 
 
 class Prefetch:
@@ -406,8 +409,10 @@ class _Question:
             return None
         recipe, ids = self._encoder.recipe, self.chunks[handle].token_ids
         tokens = len(recipe.marked(ids))
+        lm = self._encoder.lm
         try:
-            check_block(self._encoder.lm, "a passage", loaded.block, tokens, num_kept(recipe, tokens))
+            if isinstance(lm, LanguageModel):  # another engine checks its own states when it sets them
+                check_block(lm, "a passage", loaded.block, tokens, num_kept(recipe, tokens))
         except StaleBlockError as error:
             self._kv.reject(handle, error)
             return None
@@ -420,7 +425,7 @@ class _Question:
         """
         chunks = [self.chunks[handle] for handle in batch]
         made = self._encoder.encode([one.token_ids for one in chunks], [one.neighbours for one in chunks])
-        computed = made[0].layer_keys(0)
+        computed = made[0].held_tensors()[0]
         if computed.is_cuda:
             torch.cuda.synchronize(computed.device)  # on a GPU the work is only queued so far
         taken_s = time.perf_counter() - started

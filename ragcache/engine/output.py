@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -156,3 +156,16 @@ def write(
         written.finish = ("tool_calls" if written.calls else "stop") if ended else "length"
     finally:
         steps.close()
+
+
+def sources_of(request: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
+    """Return this turn's passages, and earlier passages that are in it again.
+
+    handles, origins: of the passages of earlier turns, then of this turn
+    """
+    again = request.earlier_turns.history.again if request.earlier_turns is not None else ()
+    hits = [*request.earlier_turns.history.hits, *request.hits] if request.earlier_turns is not None else request.hits
+    found = {
+        tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
+    }
+    return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*request.hits, *again)]

@@ -17,6 +17,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.ingest_run import Input
 from ragcache.ingest.readers import OWN, SourceFile, find_files
 from ragcache.ingest.report import bytes_text
+from ragcache.models.block_model import BlockModel
 from ragcache.models.hub import BUNDLED
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
@@ -52,7 +53,7 @@ class KVEstimate(NamedTuple):
 
 
 def estimate_kv(
-    inputs: Iterable[Input], lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0
+    inputs: Iterable[Input], lm: BlockModel, codec: str, block_tokens: int, kept: float = 1.0
 ) -> KVEstimate:
     """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: as `Recipe.share`"""
     given = list(inputs)
@@ -62,9 +63,10 @@ def estimate_kv(
     known += [path for path in files if path.suffix.lower() in MEASURED]
     sizes = [_size(one) for one in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
-    tokens, coder, itemsize = round(rate * sum(sizes)), get_codec(codec), lm.dtype.itemsize
-    block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
-    block_bytes += coder.expected_state_bytes(lm.shape.states, itemsize)
+    tokens, coder, block_bytes = round(rate * sum(sizes)), get_codec(codec), float(lm.kv_bytes_per_token * block_tokens)
+    if isinstance(lm, LanguageModel):  # another engine's states are stored unchanged
+        block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, lm.dtype.itemsize, kept)
+        block_bytes += coder.expected_state_bytes(lm.shape.states, lm.dtype.itemsize)
     num_bytes = round(tokens * (block_bytes / block_tokens))
     unknown = sum(path.suffix.lower() not in MEASURED for path in files)
     return KVEstimate(sum(sizes), tokens, num_bytes, unknown, lm.name)

@@ -14,11 +14,11 @@ from ragcache.errors import ConfigError
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.exact import Exact
+from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
 from ragcache.models.deadline import LIMIT
 from ragcache.models.encode import AbandonedSignal
 from ragcache.models.kvzip import check_replay
-from ragcache.models.language_model import LanguageModel
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:  # FAISS comes with it
@@ -128,7 +128,7 @@ class ModelEncoder(BlockKeys):
     codec:       adds to each block the data that it stores with it
     """
 
-    card: LanguageModel
+    card: BlockModel
     read_prefix: ReadPrefix | None = field(default=None, kw_only=True)
     on_encoded: OnEncoded | None = field(default=None, kw_only=True)
     codec: Codec = field(default_factory=RawCodec, kw_only=True)
@@ -182,5 +182,5 @@ class ModelEncoder(BlockKeys):
             raise
 
     @cached_property
-    def _prefix(self) -> Exact:
+    def _prefix(self) -> Exact | None:
         return self.lm.read(self.context_ids)

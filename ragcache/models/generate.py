@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ragcache.kv.fused_cache import FusedCache
+from ragcache.models.block_model import BlockModel
 from ragcache.models.deadline import Limit
-from ragcache.models.language_model import LanguageModel
 from ragcache.models.requests import DecodingSequence
 from ragcache.models.sampler import Sampler, Sampling, TokenScores
 from ragcache.models.structured import Constraint
@@ -19,7 +19,7 @@ from ragcache.prompt import control_tokens
 
 
 def decode(
-    lm: LanguageModel,
+    lm: BlockModel,
     cache: FusedCache,
     logits: Tensor,
     position: int,

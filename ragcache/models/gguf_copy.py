@@ -99,7 +99,7 @@ def copy_of(file: Path, say: Say) -> str:
     place = models_home()
     try:
         with translate_os_errors(place):
-            place = models_home() / f"gguf-{CONVERSION}-{_known_sha256(file)[:16]}"
+            place = models_home() / f"gguf-{CONVERSION}-{known_sha256(file)[:16]}"
             if not is_sound(place):
                 _refuse_without_room(file, place)
                 say(f"Converting {file}, once; the copy is kept in {place} ...")
@@ -123,7 +123,7 @@ def _refuse_without_room(file: Path, place: Path) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
 
-def _known_sha256(file: Path) -> str:
+def known_sha256(file: Path) -> str:
     """Return the SHA-256 of a file, which is read again only if its size, inode or times have changed."""
     stat, path = file.stat(), str(file.resolve())
     mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]

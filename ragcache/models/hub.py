@@ -8,10 +8,12 @@ from pathlib import Path
 
 from ragcache.errors import ModelNotFoundError
 from ragcache.models.named import CONFIG, NAMED, cached
+from ragcache.models.ollama import PREFIX, blob
 
 HUB_S = 5.0
 ADAPTER = "adapter.json"
 GGUF = ".gguf"
+BLOB = "sha256-"  # begins the name of each file that Ollama keeps
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}
 """Name -> directory inside the package."""
 
@@ -20,8 +22,11 @@ def resolve(name: str | Path) -> str:
     """Return the directory, hub id or GGUF file that a model's name refers to.
 
     A bundled name becomes its directory; a name in NAMED the directory of its weights, or else its hub id; a directory
-    that holds a single GGUF file and no other model becomes that file. Any other name is returned unchanged.
+    that holds a single GGUF file and no other model becomes that file; "ollama:NAME" the file that Ollama has of it.
+    Any other name is returned unchanged. Raises ModelNotFoundError for a name that Ollama does not have.
     """
+    if str(name).startswith(PREFIX):
+        return str(blob(str(name).removeprefix(PREFIX)))
     path = Path(name)
     if path.is_dir():
         files = list(path.glob(f"*{GGUF}"))
@@ -37,9 +42,10 @@ def resolve(name: str | Path) -> str:
 def split_file(where: str) -> tuple[str, dict[str, str]]:
     """Split a name into a model's directory or hub id and transformers' option for a GGUF file there.
 
-    "org/name/model-Q4_K_M.gguf" becomes ("org/name", {"gguf_file": "model-Q4_K_M.gguf"}).
+    "org/name/model-Q4_K_M.gguf" becomes ("org/name", {"gguf_file": "model-Q4_K_M.gguf"}). A blob of Ollama's is such a
+    file too.
     """
-    if not where.endswith(GGUF) or Path(where).is_dir():
+    if not (where.endswith(GGUF) or Path(where).name.startswith(BLOB)) or Path(where).is_dir():
         return where, {}
     path = Path(where)
     return str(path.parent), {"gguf_file": path.name}

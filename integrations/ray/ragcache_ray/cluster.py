@@ -29,6 +29,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.report import IngestReport
 from ragcache.ingest.worker import EncodeJob, Record, Say, Source, T, Vectors, Work, Worker
 from ragcache.models.deadline import LIMIT, POLL_S
+from ragcache.models.language_model import LanguageModel
 from ragcache.store.kv_store import KVStore
 from ragcache_ray.actor import Actor, Computed, Item, ReadRecords, Setup
 
@@ -93,19 +94,22 @@ class Cluster:
         """Yield a function that starts work on actors which have loaded the worker's parts. Raises ClusterError,
         ConfigError, and the errors of loading.
         """
+        lm = worker.block_keys.encoder.lm
+        if not isinstance(lm, LanguageModel):
+            raise ConfigError(f"{lm.name} runs inside another engine, which no cluster has; leave ray out")
         ray = _import_ray()
-        setup = _pickled(ray, self._setup(worker))
+        setup = _pickled(ray, self._setup(worker, lm))
         with _connected(ray, self.config.address):
             actors: list[Any] = []
             try:
-                self._start(ray, setup, worker.block_keys.encoder.lm.device.type != "cpu", actors)
+                self._start(ray, setup, lm.device.type != "cpu", actors)
                 yield partial(_WorkThere, ray, actors, worker)
             finally:
                 for actor in actors:
                     ray.kill(actor)
 
-    def _setup(self, worker: Worker) -> Setup:
-        lm, encoder = worker.block_keys.encoder.lm, worker.block_keys.encoder
+    def _setup(self, worker: Worker, lm: LanguageModel) -> Setup:
+        encoder = worker.block_keys.encoder
         return Setup(
             folder=str(Path.cwd()),
             model=lm.name,

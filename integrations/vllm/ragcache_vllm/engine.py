@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
 from ragcache.engine.caches.prefix_cache import PrefixStats
+from ragcache.engine.contract import reads_by_layout
 from ragcache.engine.kv_lookup import UNUSED
 from ragcache.engine.loader import COMPUTED
-from ragcache.engine.output import OutputProcessor, write
+from ragcache.engine.output import OutputProcessor, sources_of, write
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.request import Clock, Request, RequestOptions
 from ragcache.engine.verdict import FULL
@@ -57,13 +58,6 @@ class CompletionRequest(NamedTuple):
         if self.layout is None:
             return 0
         return len(self.ids) - sum(span.num_tokens for span in self.layout.computed(len(self.ids)))
-
-
-def reads(card: ModelCard, method: FusionMethod) -> bool:
-    """Return whether another engine can read by this method, that is, whether the layout alone determines the
-    tokens to place and to run.
-    """
-    return method.reruns(Layout(())) is not None and method.additions(card).positions == "global"
 
 
 class VllmEngine:
@@ -136,22 +130,24 @@ class VllmEngine:
         layout = request.plan.layout
         handles = [self.prompts.block_keys.key(hit.chunk.token_ids) for hit in hits]
         if not layout.separate or not handles:
-            return CompletionRequest(layout.ids, None, _sources(request, handles, [UNUSED] * len(handles)))
+            return CompletionRequest(layout.ids, None, sources_of(request, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(request.options, layout)
         stored = self._kv.lookup(handles)
         absent = sum(handle not in stored for handle in handles)
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
-            return CompletionRequest(layout.ids, None, _sources(request, handles, [COMPUTED] * len(handles)))
+            return CompletionRequest(layout.ids, None, sources_of(request, handles, [COMPUTED] * len(handles)))
         sent = self._layout(request, layout, reruns)
         return CompletionRequest(
-            layout.ids, sent, _sources(request, handles, [stored[handle].tier for handle in handles])
+            layout.ids, sent, sources_of(request, handles, [stored[handle].tier for handle in handles])
         )
 
     def _reruns(self, options: RequestOptions, layout: Layout) -> list[Span]:
         reruns = options.method.reruns(layout)
         if reruns is None:
-            plain = [name for name, kind in METHODS.items() if not kind.needs_training and reads(self.card, kind())]
+            plain = [
+                name for name, kind in METHODS.items() if not kind.needs_training and reads_by_layout(self.card, kind())
+            ]
             own = dict.fromkeys(plain if self.card.reuse is None else [self.card.default_method, FULL])
             raise ConfigError(
                 f"method {options.method.name!r} chooses or weighs tokens while the model runs, and {self._engine.url} "
@@ -254,22 +250,12 @@ def _form(sampling: Sampling) -> dict[str, Any]:
     return {"structured_outputs": given} if given else {}
 
 
-def _sources(request: Request, handles: Sequence[str], origins: Sequence[str]) -> list[Source]:
-    """Return this turn's passages, and earlier passages that are in it again."""
-    again = request.earlier_turns.history.again if request.earlier_turns is not None else ()
-    hits = [*request.earlier_turns.history.hits, *request.hits] if request.earlier_turns is not None else request.hits
-    found = {
-        tuple(hit.chunk.token_ids): (handle, origin) for hit, handle, origin in zip(hits, handles, origins, strict=True)
-    }
-    return [Source(hit.chunk, hit.score, *found[tuple(hit.chunk.token_ids)]) for hit in (*request.hits, *again)]
-
-
 class VllmConnection(VllmClient):
     """Connection to vLLM servers of a model that can answer over a store's blocks."""
 
     def reads(self, card: ModelCard, method: FusionMethod) -> bool:
         """Return whether the servers can read stored blocks by this method."""
-        return reads(card, method)
+        return reads_by_layout(card, method)
 
     def engine(self, card: ModelCard, prompts: Prompts, kv: KVStore) -> VllmEngine:
         """Return an engine that answers by these servers, over a store's blocks."""

@@ -39,6 +39,7 @@ class WholeStore:
     ) -> None:
         # Separate salt: a passage with the same tokens may be stored by a lossy codec.
         self._encoder = ModelEncoder(lm, tenant=digest({"whole": tenant}), on_encoded=on_encoded)
+        self._lm = lm
         self._kv = kv
         self._generation = generation
 
@@ -50,7 +51,7 @@ class WholeStore:
 
         Raises CancelledError and TimedOutError inside a `deadline.limited` block.
         """
-        started, handle, lm = time.perf_counter(), self._encoder.key(ids), self._encoder.lm
+        started, handle, lm = time.perf_counter(), self._encoder.key(ids), self._lm
         loaded = None if self._kv.foreign is None else self._kv.foreign.get(handle)
         if loaded is not None:
             return PrefixKV(ExactBlock(loaded.block, lm.rope, lm.shape), load_s=time.perf_counter() - started)

@@ -1,0 +1,126 @@
+"""ragcache's engine inside llama.cpp beside llama-cpp-python alone with its prompt cache, on a GGUF file.
+
+python -m benchmarks llamacpp --model model.gguf
+
+Passages were read before, each question has them in another order. Both processes run the same build of llama.cpp with
+the same context and threads; while one answers, the other is stopped. Rounds are pairs: every question goes to both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers_processes import ROOT, PeerProcess, PeerSpec
+from benchmarks.report import Goal, Result
+from benchmarks.runner import Run
+from benchmarks.timing import Ratio, Timing
+from ragcache.models.gguf_keys import read_header
+
+OURS, THEIRS = (
+    PeerSpec("ragcache", "ragcache_llamacpp_worker", None, ("memory", "disk")),
+    PeerSpec("llama.cpp", "llamacpp_worker", None),
+)
+FIRST, DISK, DECODE, ASKERS, MEMORY = "first token", "first token, from disk", "decode", "askers, answers/s", "memory"
+GOALS = (
+    (FIRST, "at most", 0.06),
+    (DISK, "at most", 0.10),
+    (DECODE, "at least", 0.97),
+    (ASKERS, "at least", 6.0),
+    (MEMORY, "at most", 1.1),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """passages x tokens of context, then suffix tokens; answer: tokens decoded
+
+    model:  a GGUF file
+    pairs:  questions to both; bursts: of so many askers at the same moment, after the single questions
+    kv_mib: of each process's cache in memory
+    """
+
+    model: Path = Path("model.gguf")
+    passages: int = 10
+    tokens: int = 500
+    suffix: int = 30
+    answer: int = 16
+    pairs: int = 10
+    askers: int = 8
+    bursts: int = 2
+    kv_mib: int = 2048
+    threads: int = 2
+    seed: int = 0
+
+
+def measure(settings: Settings, run: Run) -> Iterator[Result]:
+    draw = random.Random(settings.seed)
+    vocab_size = int(read_header(settings.model).keys["tokenizer.ggml.tokens"]) // 2
+    prompt = settings.passages * settings.tokens + settings.suffix + settings.answer
+    cells = -(-prompt * 2 // 256) * 256
+    config = {
+        "gguf": str(settings.model.absolute()),
+        "model": "",
+        "dtype": "bfloat16",
+        "threads": settings.threads,
+        "kv_bytes": settings.kv_mib << 20,
+        "max_tokens": cells,
+        "cells": cells,
+        "askers": settings.askers,
+    }
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(vocab_size) for _ in range(count)]
+
+    def question() -> dict[str, Any]:
+        return {"passages": draw.sample(pool, len(pool)), "suffix": ids(settings.suffix)}
+
+    pool = [ids(settings.tokens) for _ in range(settings.passages)]
+    with ExitStack() as stack:
+        peers = []
+        for spec in (OURS, THEIRS):
+            (directory := run.workdir / spec.name).mkdir()
+            start = partial(PeerProcess, spec, ROOT, {**config, "directory": str(directory)}, directory / "log.txt")
+            peers.append(stack.enter_context(start()))
+        ours, theirs = peers
+        ours.read(pool)
+        for peer, variant in ((ours, "memory"), (ours, "disk"), (theirs, "")):
+            peer.ask(variant, [question()], 2)  # warms up
+        ratios: dict[str, list[float]] = {name: [] for name, _, _ in GOALS}
+        seconds: dict[str, list[float]] = {"ragcache, memory": [], "ragcache, disk": [], "llama.cpp": []}
+        for _ in range(settings.pairs):
+            asked = [question()]
+            (alone,) = theirs.ask("", asked, settings.answer)
+            (disk,) = ours.ask("disk", asked, settings.answer)
+            (memory,) = ours.ask("memory", [question()], settings.answer)
+            for row, one in zip(seconds, (memory, disk, alone), strict=True):
+                seconds[row].append(one.first_s)
+            ratios[FIRST].append(memory.first_s / alone.first_s)
+            ratios[DISK].append(disk.first_s / alone.first_s)
+            ratios[DECODE].append((alone.total_s - alone.first_s) / (memory.total_s - memory.first_s))
+        for _ in range(settings.bursts):
+            asked = [question() for _ in range(settings.askers)]
+            took = [max(one.total_s for one in peer.ask(name, asked, settings.answer)) for peer, name in
+                    ((ours, "memory"), (theirs, ""))]  # fmt: skip
+            ratios[ASKERS].append(took[1] / took[0])
+        ratios[MEMORY].append(ours.peak_bytes() / theirs.peak_bytes())
+        figures = {"peak_bytes": {peer.spec.name: peer.peak_bytes() for peer in peers}, "cells": cells}
+    found = {name: Ratio.of(values) for name, values in ratios.items() if values}
+    applies = (settings.passages, settings.tokens, settings.suffix, settings.askers) == (10, 500, 30, 8)
+    goals = [Goal.of(what, kind, limit, found[what], applies) for what, kind, limit in GOALS if what in found]
+    timings = {row: Timing.of(values) for row, values in seconds.items()}
+    yield run.result(timings, found, figures, goals)
+
+
+def markdown(found: Mapping[str, Any]) -> list[str]:
+    """Return the page of results/llamacpp.json."""
+    lines = ["# Inside llama.cpp", "", "| | over llama.cpp alone | goal |", "|---|---|---|"]
+    limits = {what: f"{kind} {limit:g}" for what, kind, limit in GOALS}
+    rows = [f"| {what} | {one['median']:.3f} ({one['pairs']} pairs) | {limits[what]} |"
+            for what, one in found["ratios"].items()]  # fmt: skip
+    return [*lines, *rows]

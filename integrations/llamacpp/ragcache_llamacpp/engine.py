@@ -1,0 +1,252 @@
+"""Answers from a store's states, by a model that llama.cpp runs in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+
+from ragcache.engine.answer import Done, Event, Source, Sources, Usage
+from ragcache.engine.caches.prefix_cache import PrefixStats
+from ragcache.engine.contract import EmbeddedModel, reads_by_layout
+from ragcache.engine.estimate import PrefillEstimate
+from ragcache.engine.kv_lookup import SHARED, UNUSED
+from ragcache.engine.loader import BlockLoader
+from ragcache.engine.output import OutputProcessor, sources_of, write
+from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
+from ragcache.engine.request import Request, RequestOptions
+from ragcache.errors import ConfigError
+from ragcache.fusion.fuse import TokenCounts
+from ragcache.fusion.layout import Layout
+from ragcache.fusion.method import FusionMethod
+from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.opaque_block import OpaqueBlock
+from ragcache.models.card import ModelCard, eos_token_ids
+from ragcache.models.deadline import NO_LIMIT, limited
+from ragcache.models.generate import decode
+from ragcache.models.scheduler import PassStats
+from ragcache.models.thoughts import ThoughtLimit
+from ragcache.retrieval.retriever import Hit
+from ragcache.store.documents import DocumentStore
+from ragcache_llamacpp.model import LlamaModel, as_cache
+from ragcache_llamacpp.options import NAME, LlamaOptions
+from ragcache_llamacpp.reading import Reading, prefill
+from ragcache_llamacpp.sequences import CellSequence, same
+
+METHODS = "full, reposition or epic"
+WARM_TOKENS = 16
+
+
+@dataclass(eq=False)
+class Passages:
+    """The passages of a prompt, with the origin of their KV.
+
+    handles, origins: by passage
+    blocks: by the position of the passage's first token
+    """
+
+    handles: list[str]
+    origins: list[str]
+    blocks: dict[int, OpaqueBlock] = field(default_factory=dict)
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    encoded_tokens: int = 0
+
+
+class EmbeddedLlama(LlamaModel, EmbeddedModel):
+    """A model that llama.cpp runs, over a store's blocks."""
+
+    def reads(self, card: ModelCard, method: FusionMethod) -> bool:
+        return reads_by_layout(card, method) and (self.moves_keys or not method.reuses_blocks)
+
+    def engine(
+        self,
+        prompts: Prompts,
+        encoder: ModelEncoder,
+        documents: DocumentStore,
+        loader: BlockLoader,
+        estimate: PrefillEstimate,
+    ) -> LlamaEngine:
+        return LlamaEngine(self, prompts, encoder, documents, loader, estimate)
+
+
+def load(name: str | Path, address: str) -> EmbeddedLlama:
+    """Load a GGUF model for an address such as "llama.cpp:n_ctx=16384". Raises ConfigError and ModelError."""
+    return EmbeddedLlama(name, LlamaOptions.of(address))
+
+
+@dataclass(eq=False, repr=False)
+class LlamaEngine:
+    """Answers prompts over retrieved hits by llama.cpp. Thread-safe."""
+
+    lm: LlamaModel
+    prompts: Prompts
+    _encoder: ModelEncoder
+    _documents: DocumentStore
+    _loader: BlockLoader
+    _estimate: PrefillEstimate
+
+    def __post_init__(self) -> None:
+        self._eos = eos_token_ids(self.lm)
+        self.prompts._known = lambda _method, ids: self.lm.sequences.known(ids)
+
+    def check(self, options: RequestOptions) -> None:
+        self.prompts.check(options.method)
+        options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
+        if options.evict is not None:
+            raise ConfigError(f"evict drops KV by the model's attention, which {NAME} keeps; leave it out", "evict")
+        if options.method.reuses_blocks and not self.lm.moves_keys:
+            raise ConfigError(
+                f"method {options.method.name!r} moves keys, which {NAME} changes where it moves them for "
+                f"{self.lm.name} (YaRN or LongRoPE); use full, or leave out the engine",
+                "method",
+            )
+        if not reads_by_layout(self.lm, options.method):
+            raise ConfigError(
+                f"method {options.method.name!r} chooses or weighs tokens while the model runs, and {NAME} runs it "
+                f"without; use {METHODS}, or leave out the engine",
+                "method",
+            )
+        if options.method.reuses_blocks and not self._encoder.recipe.is_dense:
+            raise ConfigError(
+                f"engine {NAME} keeps whole states, and the blocks of recipe {self._encoder.recipe} leave out tokens; "
+                "make a store with all KV",
+                "recipe",
+            )
+
+    def stream(self, request: Request) -> Generator[Event, None, None]:
+        """Wait until the context has room for prompt and answer, then read the prompt and yield the answer's events.
+
+        Raises AnswerTooLargeError, CancelledError, TimedOutError and EngineError.
+        """
+        options, clock, limit, layout = request.options, request.clock, request.limit, request.plan.layout
+        reading = Reading(layout, (options.method.reruns(layout) or ()) if options.method.reuses_blocks else ())
+        usable = layout.usable if layout.separate else same
+        with limited(limit):
+            passages = self._passages(request, layout)
+            self._load(request, reading, passages, self.lm.sequences.known(reading.elements, usable))
+        room = self.prompts.room_at_first(layout.num_tokens, options)
+        waiting, output = time.perf_counter(), OutputProcessor()
+        admitted = self.lm.admit(reading.elements, usable, [layout.num_tokens + room], limit)
+        with admitted as [sequence]:
+            clock.queue_s = time.perf_counter() - waiting
+            known = len(sequence.elements)
+            with limited(limit):
+                self._load(request, reading, passages, known)
+            yield Sources(self._sources(request, passages), options.choice.label, options.choice.why)
+            limit.check()
+            with limited(limit):
+                started = time.perf_counter()
+                logits, placed_s, computed = prefill(self.lm, sequence, reading, passages.blocks)
+                read_s = time.perf_counter() - started
+            if computed == layout.num_tokens:
+                self._estimate.add(computed, read_s)
+            clock.read(read_s - placed_s, passages.load_s, passages.encode_s, placed_s)
+            most = min(self.prompts.room(layout.num_tokens, options), self.lm.sequences.num_cells - layout.num_tokens)
+            yield from write(
+                self.lm, request, self._decode(request, sequence, logits, output, room, most), most, output
+            )
+            sequence.keeps = True
+        if request.earlier_turns is not None:
+            request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
+        counts = TokenCounts.of(layout.num_tokens, [computed], passages.encoded_tokens)
+        usage = Usage(
+            layout.num_tokens, counts.cached, len(output.ids), counts.created, counts.computed, output.reasoning_tokens
+        )
+        yield Done(output.answer(request, self._sources(request, passages), usage))
+
+    def clear(self) -> None:
+        """Drop every kept sequence: any may hold a deleted passage."""
+        self.lm.sequences.forget()
+
+    def warm_up(self) -> None:
+        """Run the model once now, because its first pass takes longer and would delay the first question."""
+        ids = [rank % self.lm.vocab_size for rank in range(WARM_TOKENS)]
+        with self.lm.admit(ids, same, [len(ids)], NO_LIMIT) as [sequence]:
+            self.lm.run(ids[len(sequence.elements) :], sequence)
+
+    def prefix_stats(self) -> PrefixStats:
+        tokens = self.lm.sequences.kept_tokens
+        return PrefixStats(tokens * self.lm.kv_bytes_per_token, tokens, 0, 0, 0, 0, 0)
+
+    def pass_stats(self) -> PassStats:
+        return self.lm.scheduler.stats()
+
+    def _passages(self, request: Request, layout: Layout) -> Passages:
+        """Return the prompt's passages, without their blocks."""
+        handles = self._encoder.keys([hit.chunk for hit in _hits(request)])
+        return Passages(handles, [SHARED if layout.separate else UNUSED] * len(handles))
+
+    def _load(self, request: Request, reading: Reading, passages: Passages, known: int) -> None:
+        """Load or compute the blocks of the passages after the first `known` tokens, unless they were loaded before."""
+        hits = _hits(request)
+        pieces = [piece for piece in reading.layout.placed(known) if piece.start not in passages.blocks]
+        numbers = [piece.passage for piece in pieces if piece.passage is not None]
+        if not numbers:
+            return
+        encoder = self._encoder_after(request.options.method.prefix_ids(self.lm, request.prompt))
+        loaded = self._loader.load(
+            encoder, self._documents, [hits[number].chunk for number in numbers], passing=encoder is not self._encoder
+        )
+        for number, handle, origin in zip(numbers, loaded.handles, loaded.origins, strict=True):
+            passages.handles[number], passages.origins[number] = handle, origin
+        for piece, block in zip(pieces, loaded.blocks, strict=True):
+            passages.blocks[piece.start] = cast(OpaqueBlock, block)
+        passages.load_s += loaded.load_s
+        passages.encode_s += loaded.encode_s
+        passages.encoded_tokens += loaded.encoded_tokens
+
+    def _encoder_after(self, ids: Sequence[int]) -> ModelEncoder:
+        """Return the store's encoder, or an encoder for another prefix if blocks depend on their prefix."""
+        own = self._encoder
+        if not own.recipe.needs_prefix or list(ids) == own.prefix_ids:
+            return own
+        return ModelEncoder(self.lm, own.recipe, ids, own.tenant, neighbourhood=own.neighbourhood)
+
+    def _decode(
+        self, request: Request, sequence: CellSequence, logits: Tensor, output: OutputProcessor, room: int, most: int
+    ) -> Generator[int, None, None]:
+        options, pool = request.options, self.lm.sequences
+        thoughts = None
+        if options.thinking is not None:
+            is_open = request.has_begun_thoughts(self.lm.tokenizer)
+            thoughts = partial(ThoughtLimit, options.thinking, self.lm.tokenizer, options.thinking_budget, is_open)
+        read = len(sequence.elements)
+
+        def more() -> int:
+            """Take cells for half as many tokens again as the sequence holds, within `most`; return how many."""
+            used = len(sequence.elements)
+            wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
+            pool.grow(sequence, wanted, request.limit)
+            return wanted
+
+        return decode(
+            self.lm,
+            as_cache(sequence),
+            logits,
+            read,
+            options.sampling,
+            eos_ids=self._eos,
+            never=request.plan.added.reserved,
+            prompt_ids=request.plan.layout.ids,
+            scores=output.scores,
+            limit=request.limit,
+            more=more,
+            most=most,
+            thoughts=thoughts,
+            room=room,
+        )
+
+    def _sources(self, request: Request, passages: Passages) -> list[Source]:
+        return sources_of(request, passages.handles, passages.origins)
+
+
+def _hits(request: Request) -> list[Hit]:
+    """Return the passages of earlier turns and of this turn."""
+    earlier = request.earlier_turns.history.hits if request.earlier_turns is not None else ()
+    return [*earlier, *request.hits]
