@@ -11,7 +11,7 @@ from benchmarks import week
 from benchmarks.peer_workers.channel import Answer
 from benchmarks.runner import main
 from ragcache.errors import ConfigError, TraceError
-from ragcache_plan.logs import KINDS, read_log
+from ragcache_plan.logs import KINDS, LoggedRequest, Part, read_log
 
 
 @pytest.fixture
@@ -74,6 +74,16 @@ def test_a_prefix_cache_finds_nothing_after_the_first_change(log):
     counted = week.Counted(1, "lru", 10**6)
     counted.read(list(read_log(log)), ())
     assert dict(counted.found) == {"system": 20 * 58}
+
+
+def test_what_follows_the_passages_is_found_as_a_prefix_alone():
+    parts = (Part("system", "s", 20), Part("passage", "p", 30), Part("history", "h", 6), Part("question", "q", 4))
+    twice = [LoggedRequest(float(at), parts, 3) for at in range(2)]
+    ours, prefixes = (week.Counted(100, "lru", 100) for _ in range(2))
+    ours.read(twice, week.REUSED)
+    prefixes.read(twice, ())
+    assert dict(ours.found) == {"system": 20, "passage": 30}
+    assert dict(prefixes.found) == {"system": 20, "passage": 30, "history": 6, "question": 4}
 
 
 def test_equal_hashes_are_equal_tokens(log):
