@@ -62,12 +62,17 @@ def estimate_kv(
     known += [path for path in files if path.suffix.lower() in MEASURED]
     sizes = [_size(one) for one in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
-    tokens, coder, itemsize = round(rate * sum(sizes)), get_codec(codec), lm.dtype.itemsize
-    block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
-    block_bytes += coder.expected_state_bytes(lm.shape.states, itemsize)
-    num_bytes = round(tokens * (block_bytes / block_tokens))
+    tokens = round(rate * sum(sizes))
+    num_bytes = round(tokens * bytes_per_token(lm, codec, block_tokens, kept))
     unknown = sum(path.suffix.lower() not in MEASURED for path in files)
     return KVEstimate(sum(sizes), tokens, num_bytes, unknown, lm.name)
+
+
+def bytes_per_token(lm: LanguageModel, codec: str, block_tokens: int, kept: float = 1.0) -> float:
+    """Estimate the KV of a token on disk; see `estimate_kv`."""
+    coder, itemsize = get_codec(codec), lm.dtype.itemsize
+    block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
+    return (block_bytes + coder.expected_state_bytes(lm.shape.states, itemsize)) / block_tokens
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
