@@ -10,7 +10,7 @@ import typer
 from ragcache import plugins
 from ragcache.cli.ask import ask, chat
 from ragcache.cli.ingest import delete, ingest, list_documents, precompute
-from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, unpin
+from ragcache.cli.maintain import backup, doctor, info, methods, pin, pull, reencode, restore, unpin
 from ragcache.cli.serve import serve
 from ragcache.cli.terminal import Command
 from ragcache.plugins import Registry
@@ -31,6 +31,8 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "unpin": unpin,
         "info": info,
         "doctor": doctor,
+        "backup": backup,
+        "restore": restore,
         "methods": methods,
         "pull": pull,
     },

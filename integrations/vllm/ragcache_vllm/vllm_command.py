@@ -13,7 +13,6 @@ import typer
 from ragcache.cli.flags import ENGINE_KEY, StoreOptions, open_for_care, option
 from ragcache.cli.terminal import command, say
 from ragcache.errors import ConfigError
-from ragcache.server.auth import is_loopback
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,8 @@ def vllm(
     model, checkpoint = servable(str(bound.get("model_name", "")), str(bound.get("checkpoint", "")), models)
     made = vllm_command(settings, {**bound, "checkpoint": checkpoint}, model)
     key = os.environ.get(ENGINE_KEY) or None
+    from ragcache.server.auth import is_loopback
+
     if not is_loopback(engine.host) and key is None and "--api-key" not in settings.more:
         raise ConfigError(
             f"{engine.host} is reached from outside, and requests carry the salt of block keys: set {ENGINE_KEY} to a "
