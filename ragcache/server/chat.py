@@ -123,7 +123,7 @@ async def _counted(service: Service, request: Request, events: AsyncIterator[Eve
     """Yield the events with timings that begin at the request's arrival. The answer is counted even if its reader has
     hung up.
     """
-    queue_s = waited_s(request)
+    queue_s, last = waited_s(request), 0.0
     async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
             if isinstance(one, Done):
@@ -131,6 +131,11 @@ async def _counted(service: Service, request: Request, events: AsyncIterator[Eve
                 service.count_answer(answer)
                 yield Done(answer)
             else:
+                if isinstance(one, Token | Reasoning):
+                    now = time.perf_counter()
+                    if last:
+                        service.metrics.inter_token.observe(now - last)
+                    last = now
                 yield one
 
 

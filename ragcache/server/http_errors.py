@@ -226,8 +226,9 @@ def add_handlers(app: FastAPI) -> None:
 
 def _methods_at(request: Request) -> list[str]:
     """Return the methods of all routes at the path; the framework names only those of the first route."""
-    asked = [{**request.scope, "method": method} for method in METHODS]
-    return [one["method"] for one in asked if any(route.matches(one)[0] is Match.FULL for route in request.app.routes)]
+    as_asked = {method: {**request.scope, "method": "GET" if method == "HEAD" else method} for method in METHODS}
+    routes = request.app.routes
+    return [one for one, scope in as_asked.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 STATUS_MEANINGS = {

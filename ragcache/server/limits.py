@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +21,10 @@ class Slots:
 
     most_each: most slots of a caller, so that the others find one free; a caller then has half of the queue at most
     in_use, waiting: how many questions hold a slot, and how many wait
+    on_wait: called with the seconds that a question has waited
     """
+
+    on_wait: Callable[[float], None] = staticmethod(lambda _seconds: None)
 
     def __init__(self, slots: int, max_queue: int, most_each: int | None = None) -> None:
         self.slots = slots
@@ -53,7 +57,9 @@ class Slots:
                     "queue_full",
                     headers={"Retry-After": "1"},
                 )
+            started = time.perf_counter()
             await turn
+            self.on_wait(time.perf_counter() - started)
             yield
         finally:
             if turn.done() and not turn.cancelled():

@@ -21,7 +21,7 @@ from ragcache.engine.info import Info
 from ragcache.errors import StoreError, StoreUnreachableError
 from ragcache.ingest.read_limits import TokenLimits
 from ragcache.ingest.sandbox import IsolatedReader
-from ragcache.models.deadline import Limit, limited
+from ragcache.models.deadline import CALLER, Limit, limited
 from ragcache.server import observe as logs
 from ragcache.server.http_errors import NO_RETRY, OWN_FAULTS, ApiError, ClientGoneError, as_api_error
 from ragcache.server.limits import Slots, Writers
@@ -67,6 +67,7 @@ class Service:
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
         tiers = list(kb.info().bytes_by_tier)
         self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
+        self.slots.on_wait = self.metrics.queue_wait.observe
         self.chat_model = settings.model_name or _public_name(kb.lm.name)
         self.plain_model = f"{self.chat_model}:plain"
         self.embedding_model = kb.embedder.name
@@ -178,7 +179,10 @@ class Service:
 
     def count_answer(self, answer: Answer) -> None:
         """Count an answer in the metrics, and its tokens for the caller's key."""
-        self.quotas.charge(TOKENS, answer.usage.computed_tokens + answer.usage.completion_tokens)
+        tokens = answer.usage.computed_tokens + answer.usage.completion_tokens
+        self.quotas.charge(TOKENS, tokens)
+        if CALLER.get():
+            self.metrics.key_tokens.labels(CALLER.get()).inc(tokens)
         self.metrics.count_answer(answer)
 
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
