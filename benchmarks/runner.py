@@ -33,7 +33,20 @@ from benchmarks.report import MOST_LOAD, RESULTS, Goal, Result, page, write
 from ragcache.errors import ConfigError, RagCacheError
 
 NAMES = (
-    *("answers", "askers", "decode", "gpu", "ingest", "methods", "peers", "quality", "reuse", "soak", "ttft"),
+    *(
+        "answers",
+        "askers",
+        "decode",
+        "gpu",
+        "hostile",
+        "ingest",
+        "methods",
+        "peers",
+        "quality",
+        "reuse",
+        "soak",
+        "ttft",
+    ),
     "vllm_placing",
 )
 

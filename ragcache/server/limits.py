@@ -66,9 +66,9 @@ class Slots:
                 self._held[caller] -= 1
                 self._held += Counter()  # drops zeros
                 self._let_in()
-            else:
-                self._queues[caller].remove(turn)
-                if not self._queues[caller]:
+            elif turn in (turns := self._queues.get(caller, deque())):
+                turns.remove(turn)
+                if not turns:
                     del self._queues[caller]
 
     def _let_in(self) -> None:
@@ -78,8 +78,9 @@ class Slots:
             if caller is None:
                 return
             turns = self._queues.pop(caller)
-            turns.popleft().set_result(None)
-            self._held[caller] += 1
+            if not (turn := turns.popleft()).done():  # else its question has just been cancelled
+                turn.set_result(None)
+                self._held[caller] += 1
             if turns:
                 self._queues[caller] = turns  # its next question waits after the other callers'
 

@@ -109,6 +109,24 @@ async def test_callers_take_turns_at_slots():
     assert slots.in_use == slots.waiting == 0
 
 
+async def test_a_question_cancelled_as_its_turn_comes_passes_it_on():
+    slots, free, answered = Slots(1, 10), asyncio.Event(), []
+
+    async def one(rank: int) -> None:
+        async with slots.hold():
+            answered.append(rank)
+            await free.wait()
+
+    tasks = [asyncio.create_task(one(rank)) for rank in range(4)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()  # while it waits
+    free.set()
+    tasks[0].cancel()  # frees the slot in the same turn of the loop
+    await asyncio.wait(tasks)
+    assert answered == [0, 2, 3]
+    assert slots.in_use == slots.waiting == 0
+
+
 async def test_a_caller_fills_half_of_the_queue():
     slots = Slots(2, 4, most_each=1)
     free = asyncio.Event()
