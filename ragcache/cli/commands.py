@@ -10,7 +10,7 @@ import typer
 from ragcache import plugins
 from ragcache.cli.ask import ask, chat
 from ragcache.cli.ingest import delete, ingest, list_documents, precompute
-from ragcache.cli.maintain import doctor, info, methods, pin, pull, reencode, reencrypt, unpin
+from ragcache.cli.maintain import backup, doctor, info, methods, pin, pull, reencode, reencrypt, restore, unpin
 from ragcache.cli.serve import serve
 from ragcache.cli.terminal import Command
 from ragcache.plugins import Registry
@@ -32,6 +32,8 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "info": info,
         "doctor": doctor,
         "reencrypt": reencrypt,
+        "backup": backup,
+        "restore": restore,
         "methods": methods,
         "pull": pull,
     },

@@ -1,4 +1,4 @@
-"""The commands info, doctor, reencrypt, methods, pull, pin, unpin and reencode."""
+"""The commands info, doctor, reencrypt, methods, pull, pin, unpin, reencode, backup and restore."""
 
 from __future__ import annotations
 
@@ -251,3 +251,37 @@ def reencode(
         ):
             report = kb.copy(old, kv=kv, progress=progress, timeout_s=wait)
     finish(report, as_json)
+
+
+@command
+def backup(
+    target: Annotated[Path, typer.Argument(help="Directory of the backup to make.")],
+    store: StoreOptions,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Copy a store, also while it is served; changes of its documents wait while the database is copied.
+
+    Documents in PostgreSQL are not copied: dump that database first, with pg_dump.
+    """
+    from ragcache.engine.backup import back_up
+
+    with open_for_care(store) as kb:
+        made = back_up(kb, target, timeout_s=wait)
+    rest = f"; its documents are in {made.database}" if made.database else ""
+    said = f"{target} holds {made.files} files, {bytes_text(made.bytes)}{rest}"
+    print_result(as_json, made._asdict(), said)
+
+
+@command
+def restore(
+    source: Annotated[Path, typer.Argument(help="Directory of a backup.")],
+    store: StoreOptions,
+    as_json: Json = False,
+) -> None:
+    """Make --store, a new directory, of a backup. A database of PostgreSQL is restored first, with its own tools."""
+    from ragcache.engine.backup import restore as make
+
+    made = make(source, store.store)
+    rest = f"; restore its documents into {made.database} too" if made.database else ""
+    print_result(as_json, made._asdict(), f"{store.store} holds {made.files} files, {bytes_text(made.bytes)}{rest}")

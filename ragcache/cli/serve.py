@@ -19,14 +19,13 @@ from ragcache.cli.flags import (
     open_with_models,
     option,
 )
-from ragcache.cli.terminal import command, say, say_error
+from ragcache.cli.terminal import command, say
 from ragcache.engine.options import AnswerDefaults
 from ragcache.errors import ConfigError
 from ragcache.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -72,23 +71,27 @@ def run_server(
     """Run the server until it is stopped.
 
     Raises ConfigError, before a model is loaded, if the extra is not installed, an option is out of range, the file of
-    keys cannot be read, or the address is in use.
+    keys cannot be read, the address is in use, or it is reached from outside and there is no key.
     """
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f'{missing[0]} is not installed; run: pip install "ragcache-kv[server]"')
-    from ragcache.server.auth import LOOPBACK_NAMES, read_keys
+    from ragcache.server.auth import LOOPBACK, VARIABLE, is_loopback, read_keys
     from ragcache.server.connection import raise_file_limit
     from ragcache.server.run import limit_arenas, listen, url_of
 
     settings.answers.call_options()  # refuses options that no question could be answered with
     # A server for this machine only accepts this machine's names as Host: a web page may rebind another name to it.
-    hosts = LOOPBACK_NAMES if address.host in LOOPBACK else ()
+    local = is_loopback(address.host)
+    hosts = (*settings.allowed_hosts, *((LOOPBACK,) if local else ()))
     settings = replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
+    if not local and not settings.api_keys:
+        raise ConfigError(
+            f"{address.host} is reached from outside, so API keys are needed: give --api-keys-file or {VARIABLE}, or "
+            "listen on 127.0.0.1"
+        )
     limit_arenas()
     raise_file_limit()
-    if address.host not in LOOPBACK and not settings.api_keys:
-        say_error(f"warning: {address.host} is reached from outside, and no API key is set: anyone can read the store")
     log_as_json()
     hide_bars_in_pipes()
     several = len(settings.api_keys) > 1

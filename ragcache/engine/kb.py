@@ -50,7 +50,7 @@ from ragcache.engine.passages import Passage
 from ragcache.engine.precompute import Precompute, PrecomputeReport
 from ragcache.engine.questions import Questions
 from ragcache.engine.rates import RateFigures, machine_key
-from ragcache.engine.size_estimate import KVEstimate, estimate_kv
+from ragcache.engine.size_estimate import KVEstimate, bytes_per_token, estimate_kv
 from ragcache.engine.store import Store
 from ragcache.engine.store_config import open_store
 from ragcache.engine.verdict import AUTO
@@ -63,6 +63,7 @@ from ragcache.ingest.document import Document
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.ingest.ingest_run import Input
 from ragcache.ingest.pipeline import Ingestor
+from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.store_writer import IngestConfig
@@ -264,6 +265,7 @@ class RagCache(Store):
         progress: Progress | bool | None = None,
         timeout_s: float = 30.0,
         cancelled: threading.Event | None = None,
+        limits: TokenLimits = NO_TOKEN_LIMITS,
     ) -> IngestReport:
         """Store files, folders and Document objects; see `Ingestor.ingest`.
 
@@ -277,6 +279,7 @@ class RagCache(Store):
         progress: a callback of ProgressEvents, or True for bars on the terminal, which also show the KV's disk space:
                   an estimate before, the exact number afterwards
         cancelled: set it to stop
+        limits: a document with more tokens fails before its KV is computed; see `token_limits`
         """
         self._check_open()
         if ray and isinstance(self.lm, EmbeddedModel):
@@ -295,6 +298,7 @@ class RagCache(Store):
             cluster=None if chosen is None else open_workers(self.store, self.config, chosen),
             timeout_s=timeout_s,
             cancelled=cancelled,
+            limits=limits,
         )
         if progress is not True:
             return run(progress=progress or None)
@@ -373,6 +377,20 @@ class RagCache(Store):
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
         encoder, longest = self._parts.block_keys.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
         return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
+
+    def token_limits(self, document: int | None, call: int, kv_bytes: int, seconds: float) -> TokenLimits:
+        """Return limits of an ingestion: the tokens of a document, and those of all, whose KV takes at most `kv_bytes`
+        and `seconds` to compute, as far as the rate of this machine is known.
+        """
+        bounds = {f"allowed in an addition ({call:,} tokens)": call}
+        if self._encoder is not None and isinstance(self.lm, LanguageModel):
+            block_tokens = self._parts.ingestor.chunker.settings["max_tokens"]
+            each = bytes_per_token(self.lm, self.config.codec, block_tokens, self._encoder.recipe.share)
+            bounds[f"allowed in an addition (their KV takes {kv_bytes:,} bytes)"] = int(kv_bytes / each)
+            if (rate := self.rates().prefill_tokens_s) is not None:
+                bounds[f"allowed in an addition (they take {seconds:g} s to read)"] = int(seconds * rate)
+        reason = min(bounds, key=bounds.__getitem__)
+        return TokenLimits(document, bounds[reason], reason)
 
     def vectors(self, ids: Iterable[str]) -> NDArray[np.float32]:
         """Return the embeddings of `chunks(ids)`: float32 [n, dimension]."""

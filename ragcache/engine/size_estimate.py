@@ -63,13 +63,19 @@ def estimate_kv(
     known += [path for path in files if path.suffix.lower() in MEASURED]
     sizes = [_size(one) for one in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
-    tokens, coder, block_bytes = round(rate * sum(sizes)), get_codec(codec), float(lm.kv_bytes_per_token * block_tokens)
-    if isinstance(lm, LanguageModel):  # another engine's states are stored unchanged
-        block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, lm.dtype.itemsize, kept)
-        block_bytes += coder.expected_state_bytes(lm.shape.states, lm.dtype.itemsize)
-    num_bytes = round(tokens * (block_bytes / block_tokens))
+    tokens = round(rate * sum(sizes))
+    num_bytes = round(tokens * bytes_per_token(lm, codec, block_tokens, kept))
     unknown = sum(path.suffix.lower() not in MEASURED for path in files)
     return KVEstimate(sum(sizes), tokens, num_bytes, unknown, lm.name)
+
+
+def bytes_per_token(lm: BlockModel, codec: str, block_tokens: int, kept: float = 1.0) -> float:
+    """Estimate the KV of a token on disk; see `estimate_kv`."""
+    if not isinstance(lm, LanguageModel):  # another engine's states are stored unchanged
+        return float(lm.kv_bytes_per_token)
+    coder, itemsize = get_codec(codec), lm.dtype.itemsize
+    block_bytes = coder.expected_bytes(lm.shape.layers, block_tokens, itemsize, kept)
+    return (block_bytes + coder.expected_state_bytes(lm.shape.states, itemsize)) / block_tokens
 
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:

@@ -22,6 +22,7 @@ from ragcache.errors import (
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import TextChunk, headings_above
 from ragcache.ingest.document import Document, hash_parts
+from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
 from ragcache.ingest.readers import SourceFile, find_files
 from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, ProgressEvent
 from ragcache.ingest.sample_basis import calibrate
@@ -87,6 +88,7 @@ class IngestRun:
     sync: bool = False
     dry_run: bool = False
     copied: tuple[DocumentStore, PassthroughSplitter] | None = None
+    limits: TokenLimits = NO_TOKEN_LIMITS
 
     def __post_init__(self) -> None:
         self.chunker = self.worker.chunker
@@ -105,6 +107,7 @@ class IngestRun:
         self._total = dict(self._done)
         self._saved_at = time.monotonic()
         self._uncommitted: set[str] = set()  # keys of blocks that no chunk may name yet
+        self._new_tokens = 0  # of documents that are not stored yet
 
     def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
         started = time.perf_counter()
@@ -234,6 +237,9 @@ class IngestRun:
                 if found.same:
                     return self._prepare_unchanged(document, content_hash)
             cut = self._cut(document, record)
+            tokens = sum(len(chunk.token_ids) for chunk in cut.chunks)
+            self.limits.check(tokens, self._new_tokens, document.where)
+            self._new_tokens += tokens
         except (IngestError, PromptError) as error:
             self._fail(document.where, error, file)
             return None
@@ -241,6 +247,7 @@ class IngestRun:
 
     def _cut(self, document: Document, record: Record) -> ChunkedDocument:
         """Return the document's chunks and keys. Raises IngestError, PromptError."""
+        self.limits.check_text(document.text, document.where, self.to.block_keys.card.count_text)
         cut = record.cut or self.worker.cut(document, self.report.seconds)
         if isinstance(cut, Exception):
             raise cut

@@ -23,6 +23,7 @@ from ragcache.errors import (
 )
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.ingest_run import IngestRun, Input
+from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
 from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.ingest.store_writer import StoreWriter
@@ -63,6 +64,7 @@ class Ingestor(StoreWriter):
         progress: Progress | None = None,
         timeout_s: float = 30.0,
         cancelled: threading.Event | None = None,
+        limits: TokenLimits = NO_TOKEN_LIMITS,
     ) -> IngestReport:
         """Store documents: files, folders and Document objects.
 
@@ -82,6 +84,7 @@ class Ingestor(StoreWriter):
             the documents, in order
         timeout_s: seconds to wait for another writer
         cancelled: set this event to stop; it is checked between and within batches, so within a second or two
+        limits: a document beyond them fails before its KV is computed
 
         Raises CancelledError, StoreBusyError, StoreReadOnlyError, StoreFullError, ClusterError, ConfigError, and
         BasisError when the first passages have too few tokens for the codec; documents that were committed stay. With
@@ -105,9 +108,9 @@ class Ingestor(StoreWriter):
             closing(self._worker(chunker or self.chunker)) as worker,
             nullcontext(partial(LocalWorkers, worker)) if cluster is None else cluster.work(worker) as work,
         ):
-            return IngestRun(
-                self, worker, work, kv == "eager", progress, replace=replace, sync=sync, dry_run=dry_run
-            ).run(inputs)
+            return IngestRun(self, worker, work, kv == "eager", progress, replace, sync, dry_run, limits=limits).run(
+                inputs
+            )
 
     def copy(
         self,

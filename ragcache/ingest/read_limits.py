@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragcache.errors import Config, ConfigError, ReaderLimitError, check_least
+from ragcache.prompt import exceeds
 
 MIB = 1 << 20
 # Memory that a reading process needs before it reads anything.
@@ -80,3 +82,40 @@ class ReadLimits(Config):
             f"reading it takes more than {self.memory_bytes:,} bytes of memory; simplify or cut the file, or raise the "
             "limit (--read-memory, ReadLimits.memory_bytes)",
         )
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Limits on the tokens of an ingestion whose KV is still to be computed; None: no limit. They are checked before
+    any KV is computed.
+
+    document: tokens of a document
+    call:     tokens of all documents of a call
+    reason:   why `call` is what it is, for the message
+    """
+
+    document: int | None = None
+    call: int | None = None
+    reason: str = "allowed in a call"
+
+    def check_text(self, text: str, where: str, count: Callable[[str], int]) -> None:
+        """Raise ReaderLimitError if a document has far too many tokens, without tokenising all of it. count: counts the
+        tokens of a part."""
+        most = min((one for one in (self.document, self.call) if one is not None), default=None)
+        if most is not None and exceeds(text, most, count):
+            raise ReaderLimitError(where, f"its text has more than {2 * most:,} tokens, and {most:,} are {SPLIT}")
+
+    def check(self, tokens: int, before: int, where: str) -> None:
+        """Raise ReaderLimitError for a document of `tokens` tokens, after `before` tokens of this call."""
+        if self.document is not None and tokens > self.document:
+            raise ReaderLimitError(where, f"its text has {tokens:,} tokens, and {self.document:,} are {SPLIT}")
+        if self.call is not None and before + tokens > self.call:
+            raise ReaderLimitError(
+                where,
+                f"its {tokens:,} tokens come after {before:,} others, and {self.call:,} are {self.reason}; send it in "
+                "another call, or less of it",
+            )
+
+
+NO_TOKEN_LIMITS = TokenLimits()
+SPLIT = "allowed in a document; cut it into several, or raise the limit (--max-document-tokens)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, ContextTooLongError, PromptError, check_text
@@ -124,13 +125,19 @@ class ModelCard:
         Raises PromptError for half of a surrogate pair.
         """
         check_text(text)
-        if exceeds(text, self.max_positions, self._count):
+        if len(text) > self.max_positions * self._longest_token or exceeds(text, self.max_positions, self.count_text):
             raise ContextTooLongError(
                 f"{what} has {len(text):,} characters, which is more than the {self.max_positions:,} tokens that "
                 f"{self.name} takes{self._ends}; shorten it"
             )
 
-    def _count(self, text: str) -> int:
+    @cached_property
+    def _longest_token(self) -> int:
+        """Return the characters of the longest token: a text of more for each position certainly does not fit."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def count_text(self, text: str) -> int:
+        """Count the tokens of a text, without special tokens."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def block_key(

@@ -1,4 +1,4 @@
-"""The time that a caller waits: a deadline, and an event by which the caller gives up."""
+"""The caller of a request and the time that it waits: a deadline, and an event by which it gives up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcache.errors import CancelledError, TimedOutError
 from ragcache.runtime import during
@@ -16,18 +16,24 @@ POLL_S = 0.05
 LEAST_POLL_S = 0.005
 
 
+CALLER: ContextVar[str] = ContextVar("ragcache_caller", default="")
+"""Id of the key that a request came with, among which the server and the model share their time; "": no key."""
+
+
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """Conditions under which a request ends without an answer.
+    """Conditions under which a request ends without an answer, and the caller that it belongs to.
 
     cancelled: the caller sets it to give up
     deadline:  on the clock of `time.perf_counter`; None: none
     timeout_s: the timeout that the deadline was computed from, for the message
+    caller:    see CALLER
     """
 
     cancelled: threading.Event | None = None
     deadline: float | None = None
     timeout_s: float | None = None
+    caller: str = field(default_factory=CALLER.get)
 
     @classmethod
     def of(cls, cancelled: threading.Event | None, timeout_s: float | None, started: float) -> Limit:

@@ -9,6 +9,8 @@ with long prompts cut into pieces as in SARATHI (Agrawal et al., 2023).
 - *Order*: first in, first out. When a short prompt has waited longest, its pass takes other short prompts along but no
   next tokens, because its caller waits for a first token. A run too long for a pass is cut, and returns to the end of
   the queue after each piece.
+- *Callers*: a pass takes the requests of the callers for whom the model has worked least so far. A caller that was away
+  gets `CREDIT_S` in advance of the others, so that its short question does not wait for another caller's hundred.
 - *Errors*: if a shared pass fails, each of its members is tried alone, so that only the faulty member fails.
 - *Cancelling*: see `models/deadline.py`. A request is withdrawn while it waits and between its pieces, but not during a
   pass, which works on its cache.
@@ -42,6 +44,9 @@ IDLE_S = 5.0
 # A cut run that comes first gets at least 1 / FIRST_SHARE of a pass. LEAST_PIECE: the smallest piece worth cutting.
 FIRST_SHARE = 4
 LEAST_PIECE = 16
+# Seconds of passes by which callers may differ while they share passes, and by which a caller that returns is ahead.
+EVEN_S = 0.1
+CREDIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Scheduler:
         self._decoding: set[DecodingSequence] = set()
         self._thread: threading.Thread | None = None
         self._stats = PassStats()
+        self._worked_s: dict[str, float] = {}  # seconds of passes, by caller
 
     def stats(self) -> PassStats:
         self.home.check()
@@ -178,11 +184,20 @@ class Scheduler:
     def _submit(self, request: QueuedRequest) -> None:
         end_team()  # of the caller's own computing: it waits now, and the model's thread uses the processors
         with self._changed:
+            self._welcome(request.limit.caller)
             self._waiting.append(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="ragcache-model")
                 self._thread.start()
             self._changed.notify_all()
+
+    def _welcome(self, caller: str) -> None:
+        """Count the work for a caller that was away from where the others are now, less its credit."""
+        active = {one.limit.caller for one in (*self._waiting, *self._running)}
+        active |= {one.limit.caller for one in self._decoding}
+        if active and caller not in active:
+            least = min(self._worked_s.get(one, 0.0) for one in active) - CREDIT_S
+            self._worked_s[caller] = max(least, self._worked_s.get(caller, least))
 
     def _await(self, request: QueuedRequest) -> Tensor:
         """Return the request's logits, once it has finished. Raises the errors of its limit while no pass holds it."""
@@ -214,7 +229,7 @@ class Scheduler:
 
     def _work_once(self) -> None:
         """Run a pass. Its requests are forgotten before the thread waits, so that an idle model keeps no cache."""
-        members = self._take()
+        members, started = self._take(), time.perf_counter()
         try:
             if members and (alone := members[0].request.alone) is not None:
                 self._finish(members[0].request, alone())
@@ -228,6 +243,9 @@ class Scheduler:
             else:
                 self._one_by_one(members)
         finally:
+            for member in members:
+                caller, share_s = member.request.limit.caller, (time.perf_counter() - started) / len(members)
+                self._worked_s[caller] = self._worked_s.get(caller, 0.0) + share_s
             self._end(members)
 
     def _await_work(self) -> bool:
@@ -255,7 +273,7 @@ class Scheduler:
                     self._finish(request, error=error)
             if not self._waiting:
                 return []
-            shares = self._shares(self._waiting[0])
+            shares = self._shares(self._whose_turn())
             self._running = [request for request, _ in shares]
             self._waiting = [request for request in self._waiting if request not in self._running]
             for request in self._running:
@@ -264,15 +282,22 @@ class Scheduler:
             shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
 
-    def _shares(self, first: QueuedRequest) -> list[tuple[QueuedRequest, int]]:
+    def _whose_turn(self) -> list[QueuedRequest]:
+        """Return the waiting requests of the callers for whom the model has worked least, by arrival."""
+        worked_s = [self._worked_s.get(one.limit.caller, 0.0) for one in self._waiting]
+        most = min(worked_s) + EVEN_S
+        return [one for one, seconds in zip(self._waiting, worked_s, strict=True) if seconds <= most]
+
+    def _shares(self, waiting: Sequence[QueuedRequest]) -> list[tuple[QueuedRequest, int]]:
         """Return the runs of the next pass, with their token counts.
 
         Next tokens of sequences come first, then other runs by arrival, long runs last.
         """
+        first = waiting[0]
         run = first.run
         if first.alone is not None or not self.sharing:
             return [(first, run.left)]
-        others = [one for one in self._waiting if one.alone is None and one is not first]
+        others = [one for one in waiting if one.alone is None and one is not first]
         if self._is_question(run):
             others = [one for one in others if self._is_question(one.run)]
         room = self.pass_tokens if others or self._decoding else self.alone_tokens

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ragcache.errors import ConfigError
 
 EXAMPLE = '{"type": "object"}'
-MAX_GRAMMAR = 1 << 20
+MAX_GRAMMAR = 1 << 18
 """Most characters of a schema, an expression or choices, so that no grammar takes unbounded time."""
 KEPT = 32
 """Number of compiled grammars of each kind to keep."""

@@ -76,12 +76,12 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     # The last middleware added sees a request first.
     sizes = settings.max_body_bytes, settings.max_upload_bytes
     app.add_middleware(BodyLimit, *sizes, document_routes.PATH, settings.receive_s)
-    app.add_middleware(Guard, settings.api_keys, open_paths, settings.allowed_hosts)
+    app.add_middleware(Guard, settings.api_keys, open_paths, settings.allowed_hosts, service.quotas)
     app.add_middleware(Observe, service.metrics)
     return app
 
 
-RETRY_LATER = ("409", "503")
+RETRY_LATER = ("409", "429", "503")
 
 
 class Application(FastAPI):
@@ -122,7 +122,8 @@ def _complete(operation: dict[str, Any], *, locked: bool) -> None:
         responses["408"] = {**responses["413"], "description": STATUS_MEANINGS[408]}
     if locked:
         operation["security"] = [{"bearer": []}]
-        responses["401"] = {**responses.get("500", {}), "description": STATUS_MEANINGS[401]}  # the form is the same
+        for status in (401, 429):  # the form is the same
+            responses[str(status)] = {**responses.get("500", {}), "description": STATUS_MEANINGS[status]}
     for status, response in responses.items():
         headers = response.setdefault("headers", {})
         headers["X-Request-ID"] = {"description": "Names the request in the log", "schema": {"type": "string"}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,10 +14,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragcache.errors import ConfigError
+from ragcache.models.deadline import CALLER
 from ragcache.server.http_errors import ApiError
+from ragcache.server.quotas import REQUESTS, Quotas
 
 VARIABLE = "RAGCACHE_API_KEYS"
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+ID_DIGITS = 8
+LOOPBACK = "loopback"
+"""Stands in `allowed_hosts` for every name of the loopback interface."""
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -54,9 +60,13 @@ class ApiKeys:
         return bool(self._digests)
 
     def __contains__(self, key: bytes) -> bool:
+        return self.id_of(key) is not None
+
+    def id_of(self, key: bytes) -> str | None:
+        """Return the id of a key, which logs and metrics show; None for an unknown key."""
         given = _digest(key)
         matches = [hmac.compare_digest(given, known) for known in self._digests]  # all keys, for constant time
-        return any(matches)
+        return given.hex()[:ID_DIGITS] if any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -72,19 +82,27 @@ class Guard:
     """Middleware that lets in requests for open paths, and other requests with a key, before their body is read.
 
     open_paths:    see `is_open`
+    quotas:        requests of each key
     allowed_hosts: names allowed in the Host header, against pages that rebind their own name to this address; empty:
-                   any
+                   any; LOOPBACK: every loopback name
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str], allowed_hosts: Sequence[str]
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        open_paths: Sequence[str],
+        allowed_hosts: Sequence[str],
+        quotas: Quotas,
     ) -> None:
         self.app = app
+        self.quotas = quotas
         self.keys = ApiKeys(keys)
         self.open_paths = open_paths
         self.allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        CALLER.set("")
         problem = self._problem(scope) if scope["type"] == "http" else None
         if problem is None:
             await self.app(scope, receive, send)
@@ -94,19 +112,32 @@ class Guard:
     def _problem(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if self.allowed_hosts and _name(host) not in self.allowed_hosts:
+        if not self._goes_by(_name(host)):
             return ApiError(403, "this server does not go by the name in the Host header", "host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in ("GET", "HEAD") and not _same_host(origin, host):
             return ApiError(403, "pages of another origin cannot use this server", "origin_not_allowed")
-        if self.keys and not is_open(scope["path"], self.open_paths):
-            return self._key_problem(headers)
-        return None
+        if is_open(scope["path"], self.open_paths):
+            return None
+        problem = self._key_problem(headers) if self.keys else None
+        if problem is None:
+            try:
+                self.quotas.check(REQUESTS)
+            except ApiError as error:
+                return error
+            self.quotas.charge(REQUESTS, 1)
+        return problem
+
+    def _goes_by(self, name: str) -> bool:
+        named = self.allowed_hosts
+        return not named or name in named or (LOOPBACK in named and is_loopback(name))
 
     def _key_problem(self, headers: Headers) -> ApiError | None:
         given = headers.getlist("authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        if scheme.lower() == "bearer" and key.strip().encode("latin-1") in self.keys:
+        id = self.keys.id_of(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+        if id is not None:
+            CALLER.set(id)
             return None
         message = "the API key is wrong" if given else "an API key is needed: send it as Authorization: Bearer KEY"
         return ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -116,6 +147,13 @@ def _name(host: str) -> str:
     """Return a Host header without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a host name or address is of the loopback interface."""
+    with suppress(ValueError):
+        return ip_address(name.strip("[]")).is_loopback
+    return name == "localhost" or name.endswith(".localhost")
 
 
 def _same_host(origin: str, host: str) -> bool:

@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 class JsonRoute(APIRoute):
     """A route whose body is parsed by `read_json` instead of FastAPI, which still documents it and passes it to the
-    endpoint. Fields that a response does not set are left out of its JSON.
+    endpoint. Fields that a response does not set are left out of its JSON, and unknown query parameters are refused.
 
     content_type: the body's content type, as `read_json` takes it
     """
@@ -37,11 +37,16 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body = super().get_route_handler(), self.body_field
-        if body is None:
-            return handle
-        model: type[BaseModel] = body.field_info.annotation  # type: ignore[assignment]
+        known = {field.alias for field in self.dependant.query_params}
+        model: type[BaseModel] | None = body and body.field_info.annotation  # type: ignore[assignment]
 
         async def read(request: Request) -> Response:
+            for name in request.query_params.keys() - known:
+                name = printable(name)[:200]
+                listed = f"known are {', '.join(sorted(known))}" if known else "this route takes none"
+                raise ApiError(400, f"the query parameter '{name}' is unknown; {listed}", "unknown_parameter", name)
+            if model is None:
+                return await handle(request)
             await read_json(request, model, self.content_type)
             return await handle(_ReadRequest(request.scope, request.receive))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
@@ -16,7 +18,9 @@ from starlette.responses import Response
 
 from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
+from ragcache.engine.options import AnswerDefaults
 from ragcache.server.answers import (
+    Call,
     chat_citations,
     chat_logprobs,
     costs_of,
@@ -41,6 +45,7 @@ from ragcache.server.chat_types import (
     MessageCall,
     NamedTool,
     SampledRequest,
+    SchemaFormat,
 )
 from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
@@ -62,10 +67,20 @@ DONE = b"data: [DONE]\n\n"
 )
 async def create_chat_completion(request: Request, service: ServiceParam, asked: ChatRequest) -> Response:
     retrieves = service.retrieves(asked.model)
-    call = engine_call(asked, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
+    call = await call_of(service, asked, service.settings.answers, retrieves=retrieves)
     events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]
     writer = Writer(service, request, asked.model, names_tool=isinstance(asked.tool_choice, NamedTool))
     return await respond(writer, asked, events, asked.extension.timeout_s)
+
+
+async def call_of(service: Service, asked: ChatRequest, defaults: AnswerDefaults, *, retrieves: bool) -> Call:
+    """Return `engine_call`. A schema is compiled in a thread: a large one takes a second."""
+    make = partial(engine_call, asked, defaults, service.kb.lm.max_positions, retrieves=retrieves)
+    return await service.in_thread(make) if isinstance(asked.response_format, SchemaFormat) else make()
+
+
+HEADERS_S = 1.0
+"""Seconds that a stream waits for its first event before its headers are sent; later errors are sent as events."""
 
 
 async def respond(
@@ -76,12 +91,27 @@ async def respond(
     """
     service, request = writer.service, writer.request
     work = service.answer(*(_counted(service, request, asked, one) for one in events), timeout_s=timeout_s)
-    index, first = await work.unless_gone(request, anext(work))
-    if isinstance(first, Sources):
-        tell_method(request, first.method)
+    begun = asyncio.ensure_future(anext(work))
+    try:
+        await work.unless_gone(request, asyncio.wait({begun}, timeout=HEADERS_S if asked.stream else None))
+        if begun.done() and isinstance(first := begun.result()[1], Sources):
+            tell_method(request, first.method)
+    except BaseException:
+        begun.cancel()
+        work.cancel()
+        raise
     if asked.stream:
-        return writer.stream(writer.chunks(index, first, work, usage=asked.wants_usage), writer.failed, work.cancel)
+        return writer.stream(_chunks(writer, begun, work, usage=asked.wants_usage), writer.failed, work.cancel)
     return writer.completion(await work.unless_gone(request, _answers(work))).to_response()
+
+
+async def _chunks(
+    writer: Writer, begun: asyncio.Future[tuple[int, Event]], work: Work[Event], *, usage: bool
+) -> AsyncIterator[bytes]:
+    """Yield the chunks of the stream, once its first event is there."""
+    index, first = await begun
+    async for chunk in writer.chunks(index, first, work, usage=usage):
+        yield chunk
 
 
 async def _answers(work: Work[Event]) -> list[Answer]:
@@ -95,16 +125,21 @@ async def _counted(
     """Yield the events with timings that begin at the request's arrival. The answer is counted, and recorded if there
     is a log of requests, even if its reader has hung up.
     """
-    queue_s = waited_s(request)
+    queue_s, last = waited_s(request), 0.0
     async with aclosing(events) as open_events:  # type: ignore[type-var]
         async for one in open_events:
             if isinstance(one, Done):
                 answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
-                service.metrics.count_answer(answer)
+                service.count_answer(answer)
                 if service.log is not None and isinstance(asked, ChatRequest):
                     service.log.write(asked.messages, answer)
                 yield Done(answer)
             else:
+                if isinstance(one, Token | Reasoning):
+                    now = time.perf_counter()
+                    if last:
+                        service.metrics.inter_token.observe(now - last)
+                    last = now
                 yield one
 
 

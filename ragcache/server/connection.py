@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from asyncio import TimerHandle, Transport
+from collections import Counter
 from contextlib import suppress
+from ipaddress import IPv6Network
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -25,19 +27,27 @@ class Connections(ServerState):
     """A server's connections, and which of them are idle, that is, run no request.
 
     most: the largest number of connections; beyond it the longest idle connection is closed
+    most_each: the largest number of connections of an address; beyond it the longest idle of these is closed, or the
+        new connection if all of these run requests
     header_s: seconds that a client may take to send a whole header
     idle: in the order in which they became idle
+    by_address: number of connections of each address; see `address_of`
     """
 
-    def __init__(self, most: int, header_s: float) -> None:
+    def __init__(self, most: int, most_each: int, header_s: float) -> None:
         super().__init__()
         self.most = most
+        self.most_each = most_each
         self.header_s = header_s
         self.idle: dict[Connection, None] = {}
+        self.by_address = Counter[str]()
 
-    def make_room(self) -> None:
-        """Close the longest idle connection if there are too many."""
-        if len(self.connections) > self.most and self.idle:
+    def make_room(self, new: Connection) -> None:
+        """Close a connection if there are too many of all addresses or of the new connection's address."""
+        if self.by_address[new.address] > self.most_each:
+            others = (one for one in self.idle if one.address == new.address and one is not new)
+            next(others, new).drop(f"more than {self.most_each} connections of an address")
+        elif len(self.connections) > self.most and self.idle:
             next(iter(self.idle)).drop(f"more than {self.most} connections")
 
 
@@ -53,8 +63,10 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: TimerHandle | None = None
+        self.address = address_of(self.client)
+        self.server_state.by_address[self.address] += 1
         self._await_header()
-        self.server_state.make_room()
+        self.server_state.make_room(self)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -73,6 +85,10 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_idleness()
+        counts = self.server_state.by_address
+        counts[self.address] -= 1
+        if not counts[self.address]:
+            del counts[self.address]
         super().connection_lost(exc)
 
     def drop(self, reason: str) -> None:
@@ -97,6 +113,13 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """Return the part of a client's address that counts its connections: of IPv6 the first 64 bits, which a host gets
+    whole."""
+    host = client[0] if client else ""
+    return str(IPv6Network((host, 64), strict=False)) if ":" in host and "%" not in host else host
 
 
 def raise_file_limit() -> None:

@@ -15,12 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragcache import Document, IngestReport, ProgressEvent, RagCache
-from ragcache.errors import NoSuchDocumentError
-from ragcache.ingest.readers import SourceFile
+from ragcache.errors import NoSuchDocumentError, ReaderError, ReaderLimitError
+from ragcache.ingest.report import Failure
+from ragcache.models.deadline import Limit, limited
 from ragcache.server.body import JSON, MULTIPART, JsonRoute, content_type, read_json, request_body
 from ragcache.server.error_object import EVENT_STREAM, EventStream, event
 from ragcache.server.http_errors import ApiError, errors, schema_of, streamed
 from ragcache.server.observe import note
+from ragcache.server.quotas import UPLOAD_TOKENS
 from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.uploads import Upload
 from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
@@ -33,22 +35,48 @@ Said = ProgressEvent | IngestReport
 async def add_uploads(
     service: Service, uploads: Sequence[Upload], *, replace: bool = True
 ) -> AsyncGenerator[Said, None]:
-    """Add uploaded files. Yields progress, then the report."""
+    """Read uploaded files, then hold the writer's lock and add them. Yields progress, then the report."""
+    left = threading.Event()
+    async with service.reading_slots.hold():
+        found = await service.in_thread(_read_uploads, service, uploads, left, cancelled=left)
+    documents = [one for one in found if isinstance(one, Document)]
+    failures = [one for one in found if isinstance(one, Failure)]
+    async with (
+        service.writers.hold(),
+        aclosing(add_documents(service, documents, split=True, replace=replace)) as adding,
+    ):
+        async for said in adding:
+            if isinstance(said, IngestReport):
+                said.failed[:0] = failures
+            yield said
+
+
+def _read_uploads(service: Service, uploads: Sequence[Upload], left: threading.Event) -> list[Document | Failure]:
+    """Return the documents in the files, and failures. Texts beyond the size of an upload are refused by name."""
+    most, size, found = service.settings.max_upload_bytes, 0, list[Document | Failure]()
     with ExitStack() as stack:
         for upload in uploads:
             stack.callback(upload.file.close)
-        holding = service.uploads.holding(uploads)
-        files, failures = await service.in_thread(stack.enter_context, holding)
-        async with aclosing(add_documents(service, files, split=True, replace=replace)) as adding:
-            async for said in adding:
-                if isinstance(said, IngestReport):
-                    said.failed[:0] = failures
-                yield said
+        stack.enter_context(limited(Limit(left)))
+        files, failures = stack.enter_context(service.uploads.holding(uploads))
+        found += failures
+        reader = stack.enter_context(service.reader())
+        for record in (record for file in files for record in reader.read(file)):
+            if isinstance(record, ReaderError):
+                found.append(Failure(record.path, record))
+                continue
+            size += len(record.text)
+            if size > most:
+                reason = f"the texts of this upload have more than {most:,} characters; send fewer files at once"
+                found.append(Failure(record.where, ReaderLimitError(record.where, reason)))
+            else:
+                found.append(record)
+    return found
 
 
 async def add_documents(
     service: Service,
-    documents: Sequence[Document | SourceFile],
+    documents: Sequence[Document],
     *,
     split: bool,
     replace: bool = True,
@@ -67,16 +95,22 @@ async def add_documents(
     def progress(said: ProgressEvent) -> None:
         loop.call_soon_threadsafe(events.put_nowait, said)
 
-    wait_s = service.settings.write_wait_s
     ingestion = asyncio.create_task(
         (to or service.kb).aingest(
-            documents, split=split, replace=replace, progress=progress, timeout_s=wait_s, cancelled=left
+            documents,
+            split=split,
+            replace=replace,
+            progress=progress,
+            timeout_s=service.settings.write_wait_s,
+            cancelled=left,
+            limits=service.addition_limits(),
         )
     )
     ingestion.add_done_callback(lambda _done: events.put_nowait(None))
     try:
         while (said := await events.get()) is not None:
             yield said
+        service.quotas.charge(UPLOAD_TOKENS, ingestion.result().tokens)
         yield ingestion.result()
     finally:
         left.set()
@@ -216,7 +250,8 @@ FORM = {
     openapi_extra=request_body({JSON: schema_of(AddDocuments), MULTIPART: FORM}),
 )
 async def create_documents(request: Request, service: ServiceParam, replace: Replace = False) -> Response:
-    work = service.add(await _additions(service, request, replace))
+    is_form = content_type(request) == MULTIPART  # its files are read before the writer's lock is held
+    work = service.add(await _additions(service, request, replace), holds=not is_form)
     _, first = await work.unless_gone(request, anext(work))
     if EVENT_STREAM in request.headers.get("accept", ""):
 

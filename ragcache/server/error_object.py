@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import ClassVar
 
 from pydantic import Field
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ragcache.server.wire import AnswerModel
 
@@ -33,6 +35,10 @@ def event(data: str, name: str = "") -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
+HEARTBEAT_S = 15.0
+"""Seconds of silence after which a stream sends a comment, so that no proxy closes it while a prompt is read."""
+
+
 class EventStream(StreamingResponse):
     """A stream of events. After it has begun, an error can only be sent as an event.
 
@@ -41,6 +47,7 @@ class EventStream(StreamingResponse):
     """
 
     media_type = EVENT_STREAM
+    heartbeat: ClassVar[bytes] = b": still here\n\n"
 
     def __init__(
         self, events: AsyncIterator[bytes], failed: Callable[[Exception], bytes], closed: Callable[[], None]
@@ -53,6 +60,28 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._closed()
+
+    async def stream_response(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+
+        async def watched(message: Message) -> None:
+            nonlocal last
+            last = loop.time()
+            await send(message)
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(last + HEARTBEAT_S - loop.time())
+                if loop.time() - last >= HEARTBEAT_S:
+                    await watched({"type": "http.response.body", "body": self.heartbeat, "more_body": True})
+
+        beating = asyncio.create_task(beat()) if self.heartbeat else None
+        try:
+            await super().stream_response(watched)
+        finally:
+            if beating is not None:
+                beating.cancel()
 
 
 async def _ended(events: AsyncIterator[bytes], failed: Callable[[Exception], bytes]) -> AsyncIterator[bytes]:

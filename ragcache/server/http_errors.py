@@ -22,7 +22,7 @@ from ragcache.server.chat_types import UNSUPPORTED
 from ragcache.server.error_object import EVENT_STREAM, ErrorBody, ErrorDetail
 
 MAX_MESSAGE = 1000
-TYPES = {401: "authentication_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
+TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys((409, 503, 504), "overloaded_error")
 FAILURE = "the server failed; its log says more under this request's id"
 UNAVAILABLE = "a part of the store does not answer; ask again later. The log says which under this request's id"
 OWN_FAULTS = (500, 502)
@@ -226,8 +226,9 @@ def add_handlers(app: FastAPI) -> None:
 
 def _methods_at(request: Request) -> list[str]:
     """Return the methods of all routes at the path; the framework names only those of the first route."""
-    asked = [{**request.scope, "method": method} for method in METHODS]
-    return [one["method"] for one in asked if any(route.matches(one)[0] is Match.FULL for route in request.app.routes)]
+    as_asked = {method: {**request.scope, "method": "GET" if method == "HEAD" else method} for method in METHODS}
+    routes = request.app.routes
+    return [one for one, scope in as_asked.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 STATUS_MEANINGS = {
@@ -235,10 +236,11 @@ STATUS_MEANINGS = {
     401: "The API key is absent or wrong",
     403: "Not from here: another origin or host name; or the store is read-only",
     404: "There is nothing of this name",
-    408: "No part of the body arrived for ten seconds",
+    408: "The body did not arrive in time",
     409: "Another change of the documents is under way; `Retry-After` says when to try again",
     413: "The body is too large",
     415: "The body is of another content type",
+    429: "The API key has used up its rate; `Retry-After` says when to go on",
     500: "The server failed",
     503: "The server has too much to do, or is shutting down: `Retry-After` says when to try again; or its GPU failed",
     504: "The time for one request is up",

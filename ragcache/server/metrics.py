@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -47,6 +47,10 @@ class Metrics:
         self.ttft = self._histogram(
             "ttft_seconds", "Time to the first token by phase; phase total is all of it", "phase", "method"
         )
+        self.queue_wait = self._histogram("queue_wait_seconds", "Time that questions wait for a slot")
+        self.inter_token = self._histogram("inter_token_seconds", "Time between two pieces of an answer")
+        self.key_requests = self._counter("key_requests", "Requests by the id of their API key", "key")
+        self.key_tokens = self._counter("key_tokens", "Computed and answered tokens by the id of the API key", "key")
         self.hits = self._counter("kv_hits", "KV blocks that a tier had", "tier")
         self.misses = self._counter("kv_misses", "KV blocks that a tier was asked for and did not have", "tier")
         self.tokens = self._counter("tokens", "Tokens: prompt (cached, created and computed); completion", "kind")
@@ -73,6 +77,7 @@ class Metrics:
             ("prefix_lent_bytes", "Of these, placed contexts", lambda: prefixes().lent_bytes),
         ):
             self._gauge(name, help).set_function(value)
+        ProcessCollector("ragcache", registry=self.registry)  # memory, processors and open files
         self.registry.register(_Passes(passes))
         self.registry.register(_Prefixes(prefixes))
 

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.errors import StoreUnreachableError
+from ragcache.models.deadline import CALLER
 from ragcache.server.http_errors import CLIENT_GONE, HUNG_UP, as_api_error, printable
 from ragcache.server.metrics import Metrics
 
@@ -81,6 +82,9 @@ class Observe:
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
         started, status = time.perf_counter(), 0
         scope[ARRIVED], scope[ID] = started, request_id
+        method = _method(scope)
+        if method == "HEAD":  # every route of GET has it; uvicorn drops the body, by its own scope
+            scope = {**scope, "method": "GET"}
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -100,16 +104,19 @@ class Observe:
             if not status:
                 await as_api_error(error).response(scope)(scope, receive, answer)
         finally:
-            self._done(scope, request_id, status or CLIENT_GONE, time.perf_counter() - started)
+            self._done(scope, method, request_id, status or CLIENT_GONE, time.perf_counter() - started)
 
-    def _done(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "other")
-        self.metrics.requests.labels(route, _method(scope), str(status)).inc()
+    def _done(self, scope: Scope, method: str, request_id: str, status: int, seconds: float) -> None:
+        route, key = getattr(scope.get("route"), "path", "other"), CALLER.get()
+        self.metrics.requests.labels(route, method, str(status)).inc()
+        if key:
+            self.metrics.key_requests.labels(key).inc()
         self.metrics.seconds.labels(route).observe(seconds)
         if route in QUIET and status < 400:
             return
         level = logging.ERROR if status in (500, 507) else logging.INFO
-        fields = {"request_id": request_id, "method": _method(scope), "route": route, "status": status}
+        fields = {"request_id": request_id, "method": method, "route": route, "status": status}
+        fields |= {"key": key} if key else {}
         write(REQUEST, level, **fields, seconds=round(seconds, 6), **scope.get(FIELDS, {}))
 
 

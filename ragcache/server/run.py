@@ -48,7 +48,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service: Service = app.state.service
         settings = self.service.settings
-        self.server_state = Connections(settings.max_connections or affordable_connections(), settings.receive_s)
+        most = settings.max_connections or affordable_connections()
+        self.server_state = Connections(most, settings.max_address_connections or -(-most // 2), settings.receive_s)
         self.drain_s = drain_s
         self._drain_until: float | None = None
         self._has_said_so = False

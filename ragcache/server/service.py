@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -16,15 +16,18 @@ from weakref import WeakSet
 from fastapi import Depends
 from starlette.requests import Request
 
-from ragcache import RagCache
+from ragcache import Answer, RagCache
 from ragcache.engine.info import Info
 from ragcache.errors import StoreError, StoreUnreachableError
-from ragcache.models.deadline import Limit, limited
+from ragcache.ingest.read_limits import TokenLimits
+from ragcache.ingest.sandbox import IsolatedReader
+from ragcache.models.deadline import CALLER, Limit, limited
 from ragcache.prompt import encode_text
 from ragcache.server import observe as logs
 from ragcache.server.http_errors import NO_RETRY, OWN_FAULTS, ApiError, ClientGoneError, as_api_error
 from ragcache.server.limits import Slots, Writers
 from ragcache.server.metrics import Metrics
+from ragcache.server.quotas import TOKENS, UPLOAD_TOKENS, Quotas
 from ragcache.server.record import RequestLog
 from ragcache.server.settings import ServerSettings
 from ragcache.server.uploads import UploadFolder
@@ -35,6 +38,8 @@ View = Callable[[RagCache], RagCache]
 THREADS = 8
 # Embedding requests that run at once. They share the embedder, take no slots of questions and leave most threads free.
 EMBEDDING_SLOTS = 4
+# Uploads whose files are read at once, each by a process of its own, and none of them with the writer's lock.
+READING_SLOTS = 3
 
 
 class Service:
@@ -52,13 +57,20 @@ class Service:
         self.unfiltered = kb
         self.kb = kb = reduce(lambda seen, view: view(seen), views, kb)
         self.settings = settings
-        self.slots = Slots(settings.slots, settings.max_queue)
-        self.embedding_slots = Slots(EMBEDDING_SLOTS, settings.max_queue)
+        shared = len(settings.api_keys) > 1
+        self.slots, self.embedding_slots = (
+            Slots(slots, settings.max_queue, max(1, slots - max(1, slots // 4)) if shared else None)
+            for slots in (settings.slots, EMBEDDING_SLOTS)
+        )
         self.writers = Writers(settings.write_wait_s)
+        self.reading_slots = Slots(READING_SLOTS, settings.max_queue, 1 if shared else None)
+        self.quotas = Quotas.of(settings)
+        self._readers: list[IsolatedReader] = []
         self.uploads = UploadFolder(kb.store.layout.root / "uploads")
         self.figures = Figures(kb, settings.figures_s, self.in_thread)
         tiers = list(kb.info().bytes_by_tier)
         self.metrics = Metrics(self.slots, tiers, kb.pass_stats, kb.admission, kb.prefix_stats)
+        self.slots.on_wait = self.metrics.queue_wait.observe
         self.log: RequestLog | None = None
         if settings.record is not None:
             self.log = RequestLog(settings.record, lambda text: len(encode_text(kb.lm.tokenizer, text)))
@@ -110,9 +122,20 @@ class Service:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
+        while self._readers:
+            self._readers.pop().close()
         self.uploads.close()
         if self.log is not None:
             self.log.close()
+
+    @contextmanager
+    def reader(self) -> Iterator[IsolatedReader]:
+        """Lend a reader of files, whose process goes on for the next upload."""
+        reader = self._readers.pop() if self._readers else IsolatedReader(self.kb.ingestor.config.reading)
+        try:
+            yield reader
+        finally:
+            self._readers.append(reader)
 
     async def in_thread(self, function: Callable[..., T], *args: Any, cancelled: threading.Event | None = None) -> T:
         """Run a blocking function in a thread. If cancelled, wait until it returns: a thread cannot be stopped, and
@@ -158,20 +181,45 @@ class Service:
 
         Raises ApiError (503) if the server is shutting down.
         """
+        self.quotas.check(TOKENS)
         most = self.settings.timeout_s if timeout_s is None else min(timeout_s, self.settings.timeout_s)
         return self._begin(answers, self.slots.hold, most)
 
+    def count_answer(self, answer: Answer) -> None:
+        """Count an answer in the metrics, and its tokens for the caller's key."""
+        tokens = answer.usage.computed_tokens + answer.usage.completion_tokens
+        self.quotas.charge(TOKENS, tokens)
+        if CALLER.get():
+            self.metrics.key_tokens.labels(CALLER.get()).inc(tokens)
+        self.metrics.count_answer(answer)
+
     def change(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """Start a change of the documents; changes run one after another, without a time limit, because half an
-        upload is of no use.
+        """Start a change of the documents; changes run one after another. A change that was asked for is carried out,
+        without a time limit.
         """
         return self._begin([items], self.writers.hold, None)
 
-    def add(self, items: AsyncGenerator[T, None]) -> Work[T]:
-        """Start a change that `end_additions` may cancel."""
-        work = self.change(items)
+    def add(self, items: AsyncGenerator[T, None], *, holds: bool = True) -> Work[T]:
+        """Start an addition, which `end_additions` may cancel and which has a time limit.
+
+        holds: whether to hold the writer's lock; otherwise `items` holds it for the part that needs it
+
+        Raises ApiError (429) if the caller's key has added its tokens of this hour.
+        """
+        self.quotas.check(UPLOAD_TOKENS)
+        work = self._begin([items], self.writers.hold if holds else nullcontext, self.settings.upload_s)
         self._additions.update(work.tasks)
         return work
+
+    def addition_limits(self) -> TokenLimits:
+        """Return the limits of an addition by the caller's key."""
+        limits, left = self.settings, self.quotas.left(UPLOAD_TOKENS)
+        found = self.kb.token_limits(
+            limits.document_tokens, limits.upload_tokens, limits.upload_kv_bytes, limits.upload_s
+        )
+        if found.call is not None and left < found.call:
+            found = TokenLimits(found.document, int(left), "left to this key in this hour")
+        return found
 
     def _begin(
         self,

@@ -21,8 +21,9 @@ class ServerSettings:
     write_wait_s:     how long a change of the documents waits for another change before 409
     max_upload_bytes: largest body of POST /v1/documents
     max_upload_files: files in an upload
-    receive_s:        seconds for a request's whole header, and for each next part of its body
+    receive_s:        seconds for a request's whole header, and for its body, plus a second for each SLOWEST bytes
     max_connections:  connections at once; None: as many as the limit of open files allows, 4096 at most
+    max_address_connections: of these, connections of an address; None: half
     figures_s:        how long store figures are cached
     api_keys:         keys that open /v1; if empty, every client that reaches the port has access
     allowed_hosts:    names in the Host header; empty: any
@@ -40,8 +41,33 @@ class ServerSettings:
     max_body_bytes: Annotated[int, Size("--max-body", "Largest JSON body.")] = 4 * MIB
     max_upload_bytes: Annotated[int, Size("--max-upload", "Largest upload.")] = 64 * MIB
     max_upload_files: int = 100
+    document_tokens: Annotated[
+        int, Option("--max-document-tokens", "Most tokens of an added document, before its KV is computed.")
+    ] = 100_000
+    upload_tokens: Annotated[
+        int, Option("--max-upload-tokens", "Most tokens of an addition whose KV is to be computed.")
+    ] = 1_000_000
+    upload_kv_bytes: Annotated[int, Size("--max-upload-kv", "Most KV of an addition, as estimated.")] = 16 << 30
+    upload_s: Annotated[
+        float, Option("--max-upload-time", "Seconds for an addition, as estimated before and as taken.")
+    ] = 1800.0
+    key_requests: Annotated[
+        float | None, Option("--key-requests", "Requests of an API key in a minute; any number if not given.")
+    ] = None
+    key_tokens: Annotated[
+        float | None,
+        Option("--key-tokens", "Computed and answered tokens of an API key in a minute; any number if not given."),
+    ] = None
+    key_upload_tokens: Annotated[
+        float | None, Option("--key-upload-tokens", "Added tokens of an API key in an hour; any number if not given.")
+    ] = None
     receive_s: float = 10.0
-    max_connections: int | None = None
+    max_connections: Annotated[
+        int | None, Option("--max-connections", "Connections at once; as many as open files allow if not given.")
+    ] = None
+    max_address_connections: Annotated[
+        int | None, Option("--max-address-connections", "Connections of an address at once; half of all if not given.")
+    ] = None
     figures_s: float = 5.0
     api_keys: Sequence[str] = ()
     retrieve: Annotated[
@@ -53,7 +79,9 @@ class ServerSettings:
     ] = 1000
     strict: Annotated[bool, Option("--strict", "Refuse unknown fields of requests, instead of ignoring them.")] = False
     open_metrics: Annotated[bool, Option("--open-metrics", "Let /metrics be read without an API key.")] = False
-    allowed_hosts: Sequence[str] = ()
+    allowed_hosts: Annotated[
+        Sequence[str], Option("--allowed-host", "A name of this server in the Host header; may be repeated.")
+    ] = ()
     model_name: Annotated[
         str | None, Option("--model-name", "What clients call the model; its own name if not given.")
     ] = None
@@ -63,14 +91,16 @@ class ServerSettings:
     def __post_init__(self) -> None:
         least: dict[str, float] = {"slots": 1, "max_queue": 0, "write_wait_s": 0, "drain_s": 0, "figures_s": 0}
         least |= {"max_body_bytes": 1024, "max_upload_bytes": 1024, "max_upload_files": 1, "keep_responses": 0}
-        least |= {"max_connections": 1} if self.max_connections is not None else {}
+        least |= {"document_tokens": 1, "upload_tokens": 1, "upload_kv_bytes": 1}
+        for name in ("max_connections", "max_address_connections", "key_requests", "key_tokens", "key_upload_tokens"):
+            least |= {name: 1} if getattr(self, name) is not None else {}
         for name, bound in least.items():
             check_least(name, getattr(self, name), bound)
         from ragcache.engine.aio import THREADS
 
         if self.slots >= THREADS:
             raise ConfigError(f"slots is {self.slots}; the engine has threads for {THREADS - 1}")
-        for name in ("timeout_s", "receive_s"):
+        for name in ("timeout_s", "receive_s", "upload_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if any(not key.strip() for key in self.api_keys):

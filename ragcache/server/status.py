@@ -139,14 +139,12 @@ def check_device() -> None:
         raise ApiError(503, failure, "device_failed")
 
 
-@operation_router.head("/healthz", include_in_schema=False)
 @operation_router.get("/healthz", summary="Whether it can answer at all", responses=errors(503))
 async def healthz() -> Health:
     check_device()
     return Health(status="ok")
 
 
-@operation_router.head("/readyz", include_in_schema=False)
 @operation_router.get("/readyz", summary="Whether it takes questions", responses=errors(503))
 async def readyz(service: ServiceParam) -> Health:
     check_device()

@@ -30,7 +30,7 @@ from ragcache.cli.flags import StoreOptions
 from ragcache.cli.terminal import bytes_text, command, printable, seconds_text, size
 from ragcache.engine.options import AnswerOptions, StoreConfig
 from ragcache.errors import ConfigError, StoreBusyError
-from ragcache.server.auth import LOOPBACK_NAMES
+from ragcache.server.auth import LOOPBACK
 from ragcache.server.run import listen
 from ragcache.server.settings import ServerSettings
 from ragcache.store.eviction import ADMISSIONS, POLICIES
@@ -490,7 +490,7 @@ def test_options_are_the_servers_settings(store, monkeypatch):
     assert (made.slots, made.max_queue, made.timeout_s, made.drain_s) == (2, 3, 4.0, 5.0)
     assert (made.max_body_bytes, made.max_upload_bytes) == (6000, 7168)
     assert (made.model_name, made.open_metrics, tuple(made.api_keys)) == ("ours", True, ())
-    assert set(made.allowed_hosts) == {"localhost", "127.0.0.1", "[::1]"}
+    assert made.allowed_hosts == (LOOPBACK,)
     given = made.answers
     assert (given.k, given.max_tokens, given.temperature, tuple(given.stop)) == (3, 9, 0.5, ("x",))
     assert (given.filter, given.on_overflow, given.evict) == ({"a": 1}, "trim", 7)
@@ -502,8 +502,21 @@ def test_a_server_for_others_goes_by_any_name_and_keys_come_from_the_environment
     assert (made.allowed_hosts, tuple(made.api_keys)) == ((), ("a", "b"))
 
 
+def test_a_server_for_others_needs_keys(store, cli):
+    refused = cli("serve", "--store", store, "--host", "0.0.0.0", code=1)
+    assert "API keys are needed" in refused.stderr
+
+
+def test_names_of_this_server_may_be_given(store, monkeypatch):
+    hosts = ("--allowed-host", "kb.example", "--allowed-host", "kb")
+    assert settings_of(monkeypatch, "serve", "--store", store, *hosts).allowed_hosts == ("kb.example", "kb", LOOPBACK)
+    env = {"RAGCACHE_API_KEYS": "a"}
+    made = settings_of(monkeypatch, "serve", "--store", store, "--host", "0.0.0.0", *hosts, env=env)
+    assert made.allowed_hosts == ("kb.example", "kb")
+
+
 def test_defaults_are_those_of_the_settings(store, monkeypatch):
-    own = {"allowed_hosts": LOOPBACK_NAMES}
+    own = {"allowed_hosts": (LOOPBACK,)}
     assert settings_of(monkeypatch, "serve", "--store", store) == ServerSettings(**own)
     assert settings_of(monkeypatch, "chat", "--web", "--store", store) == ServerSettings(**own)
     late = settings_of(monkeypatch, "chat", "--web", "--store", store, "--timeout", 7)

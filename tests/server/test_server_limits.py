@@ -280,7 +280,7 @@ def test_a_body_that_stalls_is_refused(serve):
 
 
 def test_idle_connections_make_room_for_others(serve, caplog):
-    served = serve(max_connections=8)
+    served = serve(max_connections=8, max_address_connections=8)
     stream = open_stream(served)
     assert b"200 OK" in stream.recv(1000)
     halves = [raw(served) for _ in range(30)]

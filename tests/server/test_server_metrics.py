@@ -1,15 +1,19 @@
 """Prometheus's figures against the answers that they count, and the log, which names no text."""
 
+import hashlib
 import json
 import logging
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from engine_texts import TEXTS
 from serving import Served, figures, send, wait_for
 
 import ragcache as rc
+from ragcache.server import metrics as metrics_module
 from ragcache.server.observe import JsonFormatter
 
 QUESTION = "Where does the cat sit, xylophone?"
@@ -272,3 +276,41 @@ def test_the_prefix_tree(served: Served):
     assert found["ragcache_prefix_tokens_total", "matched"] >= cached > 0
     assert found["ragcache_prefix_tokens_total", "evicted"] == 0
     assert found["ragcache_prefix_bytes",] > 0
+
+
+def test_waits_tokens_memory_and_keys_are_measured(serve, caplog):
+    caplog.set_level(logging.INFO, "ragcache.server")
+    served = serve(api_keys=("alice-secret", "bob-secret"), open_metrics=True)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Cats?"}], "max_tokens": 6}
+    for key, count in (("alice-secret", 2), ("bob-secret", 1)):
+        for _ in range(count):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert served.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    found = figures(served)
+    ids = {key: hashlib.sha256(key.encode()).hexdigest()[:8] for key in ("alice-secret", "bob-secret")}
+    assert found["ragcache_key_requests_total", ids["alice-secret"]] == 2
+    assert found["ragcache_key_requests_total", ids["bob-secret"]] == 1
+    assert found["ragcache_key_tokens_total", ids["bob-secret"]] > 6
+    assert found["ragcache_queue_wait_seconds_count",] == 3
+    assert found["ragcache_inter_token_seconds_count",] > 3
+    assert found["ragcache_process_resident_memory_bytes",] > 1 << 20
+    logged = [record.fields for record in caplog.records if record.msg == "request"]
+    assert [one["key"] for one in logged if "key" in one] == [ids["alice-secret"]] * 2 + [ids["bob-secret"]]
+    assert "alice-secret" not in str([record.__dict__ for record in caplog.records])
+
+
+def test_the_dashboard_and_the_alarms_name_metrics_that_exist(shared: Served):
+    root = Path(__file__).parents[2]
+    dashboard = json.loads((root / "deploy" / "grafana.json").read_text())
+    alarms = (root / "docs" / "operating.md").read_text()
+    text = shared.http.get("/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(expressions) > 15
+    used = {name for one in (*expressions, alarms) for name in re.findall(r"\bragcache_\w+", one)}
+    for name in used:
+        assert name in kinds or kinds.get(name.removesuffix("_bucket")) == "histogram", name
+    groups = [group for one in expressions for group in re.findall(r"by \(([^)]*)\)", one)]
+    labels = {label for group in groups for label in group.split(", ")}
+    source = Path(metrics_module.__file__).read_text()
+    assert all(f'"{label}"' in source for label in labels - {"le"})

@@ -273,8 +273,8 @@ def test_paths_and_methods_that_are_not_there(shared: Served):
         assert (response.status_code, error_of(response)["code"]) == (404, "not_found"), path
     response = shared.http.put(DOCUMENTS)
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
-    assert response.headers["allow"] == "DELETE, GET, POST"
-    assert shared.http.patch(f"{DOCUMENTS}/x").headers["allow"] == "DELETE, GET"
+    assert response.headers["allow"] == "DELETE, GET, HEAD, POST"
+    assert shared.http.patch(f"{DOCUMENTS}/x").headers["allow"] == "DELETE, GET, HEAD"
 
 
 @pytest.mark.parametrize(
@@ -365,3 +365,22 @@ def test_the_servers_defaults_reach_it_too_and_a_request_wins():
 
 def test_the_engine_has_defaults_of_its_own():
     assert set(call(retrieve=False)) == {"sampling", "on_overflow", "order", "hint", "context", "drop_turns"}
+
+
+def test_unknown_query_parameters_are_named(shared):
+    for path in ("/v1/models?colour=red", "/v1/documents?limit=1&colour=red", "/metrics?colour=red"):
+        refused = shared.http.get(path)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "unknown_parameter", "colour"), path
+    assert "known are id, limit, offset, source" in shared.http.get("/v1/documents?Limit=1").text
+    assert shared.http.get("/v1/documents?limit=1").status_code == 200
+
+
+def test_routes_of_get_answer_head(shared):
+    for path in ("/v1/models", "/v1/store", "/v1/documents", "/metrics", "/healthz", "/openapi.json"):
+        whole, head = shared.http.get(path), shared.http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert shared.http.head("/v1/documents/none").status_code == 404
+    assert shared.http.head("/v1/embeddings").status_code == 405
+    assert "HEAD" in shared.http.patch("/v1/models").headers["allow"]

@@ -23,7 +23,7 @@ class ServedTools(Tools):
     async def answered(self, work: Callable[[], Awaitable[T]]) -> T:
         found = await _last(self.service.answer(alone(work)))
         if isinstance(found, Answer):
-            self.service.metrics.count_answer(found)
+            self.service.count_answer(found)
         return found
 
     async def added(self, documents: Sequence[Document]) -> IngestReport:

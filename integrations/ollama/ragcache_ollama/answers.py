@@ -14,8 +14,8 @@ from starlette.responses import Response
 from ragcache import Answer, Done, Reasoning, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.models.thoughts import thinking_of
-from ragcache.server.answers import chat_logprobs, engine_call, read_options, sources_of
-from ragcache.server.chat import Writer, respond
+from ragcache.server.answers import chat_logprobs, read_options, sources_of
+from ragcache.server.chat import Writer, call_of, respond
 from ragcache.server.chat_types import ChatExtension, Message
 from ragcache.server.error_object import EventStream
 from ragcache.server.http_errors import ApiError, Responses
@@ -73,7 +73,7 @@ async def answer(
     retrieves, lm = service.retrieves(name), service.kb.lm
     tools = asked.tools or () if isinstance(asked, OllamaChatRequest) else ()
     told = asked.as_chat(name, messages, tools, thinks=thinking_of(lm.tokenizer) is not None)
-    call = engine_call(told, asked.defaults(service.settings.answers), lm.max_positions, retrieves=retrieves)
+    call = await call_of(service, told, asked.defaults(service.settings.answers), retrieves=retrieves)
     events = service.kb.astream_chat(call.messages, **call.options)
     return await respond(writer(service, request, asked.model), told, [events], told.extension.timeout_s)
 
@@ -90,6 +90,7 @@ def loaded(request: Request, asked: AnswerRequest, **empty: Any) -> Response:
 
 class Lines(EventStream):
     media_type = NDJSON
+    heartbeat = b""  # such a stream has no comments
 
 
 @dataclass

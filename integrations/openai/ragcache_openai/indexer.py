@@ -71,7 +71,8 @@ class Indexer:
         except StoreBusyError:
             await asyncio.sleep(PAUSE_S)
             return
-        except ApiError:  # the server is shutting down
+        except ApiError:  # the server is shutting down, or has added its tokens of this hour
+            await asyncio.sleep(PAUSE_S)
             return
         except Exception as error:
             if not isinstance(error, IngestError):

@@ -19,9 +19,9 @@ from ragcache.engine.answer import Event
 from ragcache.errors import RagCacheError
 from ragcache.models.thoughts import Effort
 from ragcache.server import observe as logs
-from ragcache.server.answers import citations, engine_call, sources_of
+from ragcache.server.answers import citations, sources_of
 from ragcache.server.body import JsonRoute
-from ragcache.server.chat import Writer, respond
+from ragcache.server.chat import Writer, call_of, respond
 from ragcache.server.chat_types import (
     ChatExtension,
     ChatRequest,
@@ -315,7 +315,7 @@ async def create_response(request: Request, caller: CallerParam, asked: Response
         kb = only_files_in(service.unfiltered, asked.search.vector_store_ids)
     check_room(len(history) + len(asked.items) + 1, 0, "input")
     chat = asked.as_chat(history)
-    call = engine_call(chat, service.settings.answers, service.kb.lm.max_positions, retrieves=retrieves)
+    call = await call_of(service, chat, service.settings.answers, retrieves=retrieves)
     writer = ResponseWriter(
         service, request, asked.model, asked=asked, sampling=call.options["sampling"], caller=caller
     )

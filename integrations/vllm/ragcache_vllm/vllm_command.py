@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 import typer
 
 from ragcache.cli.flags import ENGINE_KEY, StoreOptions, open_for_care, option
-from ragcache.cli.serve import LOOPBACK
 from ragcache.cli.terminal import command, say
 from ragcache.errors import ConfigError
 
@@ -52,7 +51,9 @@ def vllm(
     model, checkpoint = servable(str(bound.get("model_name", "")), str(bound.get("checkpoint", "")), models)
     made = vllm_command(settings, {**bound, "checkpoint": checkpoint}, model)
     key = os.environ.get(ENGINE_KEY) or None
-    if engine.host not in LOOPBACK and key is None and "--api-key" not in settings.more:
+    from ragcache.server.auth import is_loopback
+
+    if not is_loopback(engine.host) and key is None and "--api-key" not in settings.more:
         raise ConfigError(
             f"{engine.host} is reached from outside, and requests carry the salt of block keys: set {ENGINE_KEY} to a "
             "secret, here and where `--engine` is used"
