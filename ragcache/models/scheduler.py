@@ -193,7 +193,8 @@ class Scheduler:
 
     def _welcome(self, caller: str) -> None:
         """Count the work for a caller that was away from where the others are now, less its credit."""
-        active = {one.limit.caller for one in (*self._waiting, *self._running, *self._decoding)}
+        active = {one.limit.caller for one in (*self._waiting, *self._running)}
+        active |= {one.limit.caller for one in self._decoding}
         if active and caller not in active:
             least = min(self._worked_s.get(one, 0.0) for one in active) - CREDIT_S
             self._worked_s[caller] = max(least, self._worked_s.get(caller, least))
