@@ -114,7 +114,7 @@ def _forget(thread: int) -> None:
 @cache
 def _watch() -> None:
     """Start the thread that interrupts others, once a process."""
-    threading.Thread(target=_interrupt_late, name="ragcache-watch", daemon=True).start()
+    threading.Thread(target=_interrupt_late, name="ragcache-limit", daemon=True).start()
 
 
 os.register_at_fork(after_in_child=_watch.cache_clear)

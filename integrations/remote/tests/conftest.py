@@ -1,5 +1,7 @@
 """The stores that the engine's own tests use."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from ragcache.seal import VARIABLE
@@ -8,6 +10,8 @@ from tests.store.conftest import url  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
-def _one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_key() -> Iterator[None]:
     """Machines that share a remote share the key."""
-    monkeypatch.setenv(VARIABLE, "5e" * 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "5e" * 32)
+        yield
