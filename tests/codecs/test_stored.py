@@ -122,7 +122,7 @@ def test_every_answer_reads_what_the_store_keeps(codec: str, lm: rc.LanguageMode
         answers = []
         for _ in range(2):
             answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
-            kb._reader.contexts.clear()
+            kb._engine.contexts.clear()
     with open_kb(store=config) as kb:
         answers.append(kb.ask("Where is the cat?", k=2, sampling=SHORT))
         report = kb.doctor()

@@ -134,7 +134,7 @@ def test_a_store_behind_a_prefix_keeps_passages_there(prefixed, oracle):
     kb = prefixed
     turns = [user("One?"), {"role": "assistant", "content": "Yes."}, user("The cat?")]
     kb.chat(turns, k=1, sampling=SHORT)
-    kb._reader.contexts.clear()
+    kb._engine.contexts.clear()
     answer = kb.chat(turns, k=1, sampling=SHORT)
     head = f"{bos(oracle)}[system]Be brief.[end][user]"
     tail = "Question: One?[end][assistant]Yes.[end][user]Question: The cat?[end][assistant]"
@@ -147,7 +147,7 @@ def test_blocks_behind_another_prefix_are_computed_for_it_and_serve_no_other(pre
     kb = prefixed
     turns = [{"role": "system", "content": "Shout."}, user("The cat?")]
     first = kb.chat(turns, k=1, sampling=SHORT)
-    kb._reader.contexts.clear()
+    kb._engine.contexts.clear()
     second = kb.chat(turns, k=1, sampling=SHORT)
     expected = reading(
         oracle, [f"{bos(oracle)}[system]Shout.[end][user]", CATS, "Question: The cat?[end][assistant]"], causal=True
@@ -196,7 +196,7 @@ def test_a_passage_is_found_by_its_text_id_or_handle(kb):
         "unknown id": rc.Passage(DOGS, id="mine"),
     }
     for name, passage in given.items():
-        kb._reader.contexts.clear()
+        kb._engine.contexts.clear()
         source = kb.ask("Where?", hits=[passage], sampling=SHORT).hits[0]
         assert (source.handle, source.kv) == (chunk.handle, "memory"), name
         assert source.chunk.text.strip() == DOGS.strip()
@@ -214,7 +214,7 @@ def test_an_altered_text_is_what_is_read(kb, oracle):
 def test_a_passage_from_outside_is_kept_in_memory_only(kb):
     on_disk = set(kb.store.kv.keys())
     first = kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT)
-    kb._reader.contexts.clear()
+    kb._engine.contexts.clear()
     second = kb.ask("Where?", hits=[rc.Passage(NEW)], sampling=SHORT)
     assert first.text == second.text
     assert (first.hits[0].kv, second.hits[0].kv) == ("computed", "memory")
@@ -229,7 +229,7 @@ def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_
     hit = kb.retrieve("Where do dogs bark?", 1)[0]
     expected = kb.ask("Where?", hits=[hit], sampling=SHORT).text
     kb.store.kv.delete(hit.handle)
-    kb._reader.contexts.clear()
+    kb._engine.contexts.clear()
     again = kb.ask("Where?", hits=[rc.Passage(DOGS, hit.chunk.id, hit.handle)], sampling=SHORT)
     assert (again.text, again.hits[0].kv) == (expected, "computed")
     assert hit.handle in set(kb.store.kv.keys())
@@ -349,7 +349,7 @@ def test_nothing_of_it_depends_on_what_is_still_there(kb, open_kb, oracle, metho
         talk = Talk(one, oracle, method)
         for number, question in enumerate(QUESTIONS[:3]):
             if number == 2:
-                one._reader.prefixes.clear()
+                one._engine.prefixes.clear()
             talk.ask(question)
         texts.append([message["content"] for message in talk.messages])
     assert texts[0] == texts[1]
@@ -459,7 +459,7 @@ def test_a_deleted_passage_is_read_no_more(kb, oracle):
         gone = talk.ask(f"this will be gone, {method} reads").hits[0].chunk
         assert gone.document_id == "passing"
         kb.delete("passing")
-        assert gone.vector_id not in kb._reader.prefixes._tree.owners()
+        assert gone.vector_id not in kb._engine.prefixes._tree.owners()
         talk.pieces = [(kind, text) for kind, text in talk.pieces if text != gone.text]
         answer = talk.ask("Is the cat happy?")
         assert answer.usage.prompt_tokens < 400

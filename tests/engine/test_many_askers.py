@@ -137,7 +137,7 @@ def test_a_deadline_ends_loading(kb, monkeypatch):
         until(lambda: not wanted())
         raise AbandonedSignal
 
-    monkeypatch.setattr(kb._reader.lookup.encoder.lm, "encode", never)
+    monkeypatch.setattr(kb._engine.lookup.encoder.lm, "encode", never)
     with pytest.raises(TimedOutError, match=r"within 0\.2 s"):
         kb.ask(QUESTIONS[0], hits=[rc.Passage("Nobody has read this passage.")], sampling=SHORT, timeout_s=0.2)
     assert begun == [1]
@@ -375,7 +375,7 @@ def test_askers_of_one_context_share_it(kb, method):
     """Eight streams that are open at once: the first placed it, the others stand on it, and all say what one says."""
     hits = kb.retrieve(QUESTIONS[0], k=3)
     alone = [kb.ask(question, hits=hits, method=method, sampling=SHORT) for question in QUESTIONS]
-    kb._reader.clear()
+    kb._engine.clear()
     streams = [kb.stream(question, hits=hits, method=method, sampling=SHORT) for question in QUESTIONS]
     sources, answers = [], []
     for stream in streams:  # each has its first token before the next is asked
@@ -407,7 +407,7 @@ def test_their_memory_is_little_more_than_one_askers(kb, lm, monkeypatch):
         made.append(capacity)
         return allocate(shape, capacity)
 
-    kb._reader.clear()
+    kb._engine.clear()
     lm.pool._idle.clear()
     monkeypatch.setattr(KVBuffers, "allocate", counted)
     streams = [kb.stream(question, hits=hits, sampling=SHORT) for question in QUESTIONS]
@@ -432,7 +432,7 @@ def test_askers_that_come_at_once_place_it_once(kb, monkeypatch):
 
     long = {q: kb.ask(q, hits=hits, sampling=LONG).text for q in QUESTIONS}
     shared.clear()
-    kb._reader.clear()
+    kb._engine.clear()
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         assert dict(zip(QUESTIONS, pool.map(ask, QUESTIONS), strict=True)) == long
     assert 1 <= len(shared) < len(QUESTIONS), "some stood on what another had placed"
@@ -616,7 +616,7 @@ def test_a_repeated_prompt_only_runs_its_suffix(kb, open_kb):
     hits = kb.retrieve(QUESTIONS[0], k=3)
     for method in ("reposition", "concat"):
         first, again = (kb.ask(QUESTIONS[0], hits=hits, method=method, sampling=SHORT) for _ in range(2))
-        suffix = kb._reader.prompts.question_ends(QUESTIONS[0]).suffix_ids
+        suffix = kb._engine.prompts.question_ends(QUESTIONS[0]).suffix_ids
         assert again.usage.computed_tokens == len(suffix)
         assert {hit.kv for hit in again.hits} == {"shared"}
         assert again.text == first.text

@@ -326,7 +326,7 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
         assert [one.chunk.token_ids for one in hits] == [own[2:]]
         assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
         reading = bpe_kb._questions._request_options({"sampling": ONE})
-        list(bpe_kb._reader.stream(bpe_kb._reader.prompts.request(ends, hits, reading, Clock(0.0))))
+        list(bpe_kb._engine.stream(bpe_kb._engine.prompts.request(ends, hits, reading, Clock(0.0))))
     (whole,) = bpe_kb._parts.block_keys.encode([own])
     torch.testing.assert_close(blocks[0][0].keys, whole.keys[:, :, 2:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks[0][0].values, whole.values[:, :, 2:], atol=1e-5, rtol=1e-5)

@@ -162,7 +162,7 @@ def test_a_damaged_block_is_dropped_and_computed_again(kb, open_kb, caplog):
     assert answer.text == expected.text
     assert [hit.kv for hit in answer.hits] == ["computed", "disk", "disk", "disk"]
     assert handle in caplog.text
-    again._reader.contexts.clear()
+    again._engine.contexts.clear()
     assert ask(again).hits[0].kv == "memory"
     assert again.doctor().sound
 
@@ -240,7 +240,7 @@ def test_a_block_computed_while_its_document_is_deleted_is_not_left_behind(kb, m
     """The block had been dropped as damaged; its chunk, retrieved before, still names it."""
     gone = next(hit for hit in ask(kb).hits if hit.chunk.document_id == "dogs")
     kb.store.kv.delete(gone.handle)
-    kb._reader.contexts.clear()
+    kb._engine.contexts.clear()
     put = kb.store.kv.put
 
     def put_too_late(key, block):
@@ -265,7 +265,7 @@ def test_lazy_blocks_are_computed_at_first_use(open_kb):
     assert report.computed_tokens == 0
     assert [d.state for d in kb.documents()] == ["pending"]
     first = ask(kb)
-    kb._reader.contexts.clear()
+    kb._engine.contexts.clear()
     second = ask(kb)
     assert [hit.kv for hit in first.hits] == ["computed"]
     assert [hit.kv for hit in second.hits] == ["memory"]
@@ -283,7 +283,7 @@ def test_a_read_only_store_answers_and_writes_nothing(kb, open_kb):
     before = {path: path.stat().st_mtime_ns for path in kb.store.layout.kv.rglob("*")}
     reader = open_kb(store=rc.StoreConfig(read_only=True))
     assert ask(reader).text == expected
-    reader._reader.contexts.clear()
+    reader._engine.contexts.clear()
     assert ask(reader).hits[0].kv == "memory"
     with pytest.raises(StoreReadOnlyError):
         reader.ingest(rc.Document("x", "y"))

@@ -200,7 +200,7 @@ def test_a_store_that_is_read_only_reads_behind_neighbours_and_records_none(open
 def test_a_conversation_lets_go_of_kv_read_behind_what_was_deleted(near):
     near.ask(QUESTION, k=2, sampling=SHORT)
     near.chat([{"role": "user", "content": QUESTION}], k=2, context="keep", sampling=SHORT)
-    tree = near._reader.prefixes._tree
+    tree = near._engine.prefixes._tree
     assert tree.owners()
     near.delete("boats")
     near.ask(QUESTION, k=2, sampling=SHORT)

@@ -91,7 +91,7 @@ def test_the_models_own_method_answers(open_trained, directories, name):
     kb.ask(QUESTION, k=3, sampling=SHORT)  # computes the prefix's block
     answers = []
     for _ in range(2):
-        kb._reader.contexts.clear()
+        kb._engine.contexts.clear()
         answers.append(kb.ask(QUESTION, k=3, sampling=SHORT))
     texts = [hit.chunk.text for hit in answers[0].hits]
     expected, size = oracle_answer(directories[name], SPECS[name], QUESTION, texts, SHORT.max_tokens)

@@ -56,7 +56,7 @@ def test_the_prompt_travels_with_the_places_of_its_blocks(kb, front, vllm):
     blocks = [ids[block.start : block.stop] for block in layout.blocks]
     assert blocks[-3:] == [source.chunk.token_ids for source in answer.hits]
     assert [block.start for block in layout.blocks[-2:]] == [block.stop for block in layout.blocks[-3:-1]]
-    assert ids[layout.blocks[-1].stop :] == list(kb._reader.prompts.question_ends(QUESTION).suffix_ids)
+    assert ids[layout.blocks[-1].stop :] == list(kb._engine.prompts.question_ends(QUESTION).suffix_ids)
     assert layout.runs == ()
     assert answer.usage.prompt_tokens == len(ids)
     assert [source.handle for source in answer.hits] == [source.chunk.handle for source in answer.hits]
@@ -67,7 +67,7 @@ def test_a_long_beginning_is_a_block_of_its_own_and_stays(open_kb, front, vllm):
     system = "You are a patient clerk. " * 6
     with open_kb(system=system) as kb:
         kb.ingest(rc.Document("clubs", "The rowing club of Kelbrook meets on Monday, too."))
-        first = list(kb._reader.prompts.format.prefix_ids)
+        first = list(kb._engine.prompts.format.prefix_ids)
         assert kb.doctor().sound
         key = kb.lm.block_key(first, rc.Recipe())
         assert kb.store.documents.referenced([key, "other"]) == {key}

@@ -74,7 +74,7 @@ def test_a_long_system_prompt_comes_from_a_block_too(store, engine):
     with rc.RagCache.open(store, **options) as here:
         here.ingest(rc.Document("archive", "The archive opens at nine."))
         expected = here.ask(QUESTIONS[0], k=3)
-        suffix = here._reader.prompts.question_ends(QUESTIONS[0]).suffix_ids
+        suffix = here._engine.prompts.question_ends(QUESTIONS[0]).suffix_ids
     with rc.RagCache.open(store, engine=engine, **options) as front:
         answer = front.ask(QUESTIONS[0], k=3)
     assert answer.text == expected.text

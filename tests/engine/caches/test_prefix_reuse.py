@@ -44,7 +44,7 @@ def ask(kb, question, **options):
 
 
 def tree(kb):
-    return kb._reader.prefixes
+    return kb._engine.prefixes
 
 
 def test_answers_are_those_of_plain_transformers_whatever_was_asked_before(kb, oracle):
@@ -83,7 +83,7 @@ def test_streaming_that_is_left_early_keeps_what_was_computed(kb):
 def test_blocks_and_evicted_caches_stay_out(kb):
     kb.ask("Where do dogs bark?", k=3, sampling=SHORT)
     kb.ask("Where do dogs bark?", k=3, method="full", evict=4, sampling=SHORT)
-    assert tree(kb).stats().tokens == len(kb._reader.prompts.format.prefix_ids), (
+    assert tree(kb).stats().tokens == len(kb._engine.prompts.format.prefix_ids), (
         "of blocks only what stands before them"
     )
     whole = ask(kb, "Where do dogs bark?", evict=4)
@@ -114,7 +114,7 @@ def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
         kb.ingest([rc.Document("dogs", "Dogs bark at night.\n"), rc.Document("cats", "Cats sleep all day.\n")])
         asked = [first, *(method for method in methods if method != first)]
         answers[name] = [kb.ask("Where do dogs bark?", k=2, method=method, sampling=SHORT) for method in asked]
-    prefix_tokens = len(kb._reader.prompts.format.prefix_ids)
+    prefix_tokens = len(kb._engine.prompts.format.prefix_ids)
     assert prefix_tokens > len(system)
     for off, on in zip(answers["off"][1:], answers["on"][1:], strict=True):
         assert on.text == off.text
@@ -181,8 +181,8 @@ def test_prefixes_of_methods_that_read_blocks_are_within_the_budget(open_kb, tmp
         computed.append(answers[1].usage.created_tokens)
         stats = one.prefix_stats()
         assert stats.num_bytes <= budget
-        assert stats.tokens == (len(one._reader.prompts.format.prefix_ids) if budget else 0)
-        assert "_prefix" not in vars(one._reader.lookup.encoder)
+        assert stats.tokens == (len(one._engine.prompts.format.prefix_ids) if budget else 0)
+        assert "_prefix" not in vars(one._engine.lookup.encoder)
     assert len(set(texts)) == 1
     assert computed[0] >= len(system) > computed[1] == 0
 
@@ -210,7 +210,7 @@ def test_no_memory_costs_no_answer(kb, monkeypatch, caplog):
 def holds(kb, ids):
     """Tokens of a prompt whose exact KV is there."""
     full = rc.METHODS["full"]()
-    return kb._reader.prefixes.count(full, ids)
+    return kb._engine.prefixes.count(full, ids)
 
 
 def test_a_deleted_document_leaves_no_exact_kv(kb):
