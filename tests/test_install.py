@@ -82,6 +82,7 @@ EXTRAS = {
     "extras/eval": ["eval", "capability"],
     "extras/train": ["train"],
     "extras/watch": ["watch"],
+    "integrations/anthropic": ["server"],
     "integrations/completions": ["server"],
     "integrations/langchain": ["langchain"],
     "integrations/llama-index": ["llama-index"],

@@ -431,6 +431,13 @@ class RagCache(Store):
         self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
 
+    def count_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> int:
+        """Count the tokens of a conversation's prompt, passages in its messages included, without any that would be
+        retrieved. Takes the options of `stream_chat` and raises its errors.
+        """
+        self._check(options, ChatOptions)
+        return self._questions.count_chat(messages, options)
+
     def complete(
         self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[GenerationOptions]
     ) -> Answer:

@@ -105,6 +105,10 @@ class Guard:
 
     def _key_problem(self, headers: Headers) -> ApiError | None:
         given = headers.getlist("authorization")
+        if (
+            not given and "anthropic-version" in headers
+        ):  # Anthropic's clients, which send the key in a header of its own
+            given = [f"Bearer {key}" for key in headers.getlist("x-api-key")]
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         if scheme.lower() == "bearer" and key.strip().encode("latin-1") in self.keys:
             return None
