@@ -72,11 +72,12 @@ DISTRIBUTIONS = {
     "markdown_it": "markdown-it-py",
     "starlette": "fastapi",
     "tokenizers": "transformers",
+    "opentelemetry": "opentelemetry-sdk",
     "yaml": "pyyaml",
 }
 # Folder of packages -> extras that bring what it imports beyond the wheel's own requirements.
 EXTRAS = {
-    ".": ["server", "structured", "train"],
+    ".": ["otel", "server", "structured", "train"],
     "apps/chatbot": ["server"],
     "extras/documents": ["documents"],
     "extras/eval": ["eval", "capability"],

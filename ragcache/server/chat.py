@@ -46,6 +46,7 @@ from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
 from ragcache.server.service import Service, ServiceParam, Work
+from ragcache.server.tracing import trace
 from ragcache.server.wire import AnswerModel
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
@@ -99,6 +100,7 @@ async def _counted(service: Service, request: Request, events: AsyncIterator[Eve
             if isinstance(one, Done):
                 answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
                 service.metrics.count_answer(answer)
+                trace(answer, request.headers, service.chat_model)
                 yield Done(answer)
             else:
                 yield one

@@ -1,0 +1,50 @@
+"""Spans of answers, as OpenTelemetry's own exporter in memory receives them."""
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from ragcache.errors import ConfigError
+from ragcache.server import tracing
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.fixture
+def exported(monkeypatch):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "tracer", lambda: provider.get_tracer("ragcache"))
+    return exporter
+
+
+def test_an_answer_is_a_span_with_its_phases(served, exported):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 3}
+    answer = served.http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT}).json()
+    spans = {one.name: one for one in exported.get_finished_spans()}
+    whole, usage = spans.pop("chat tiny"), answer["usage"]
+    assert f"{whole.context.trace_id:032x}-{whole.parent.span_id:016x}" == PARENT[3:52]
+    assert whole.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 3
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert whole.attributes["gen_ai.usage.cache_read.input_tokens"] == cached
+    assert spans.keys() >= {"retrieve", "prefill", "decode"}
+    for span in spans.values():
+        assert span.parent.span_id == whole.context.span_id
+        assert whole.start_time <= span.start_time <= span.end_time
+    took = whole.end_time - whole.start_time
+    assert took == pytest.approx(answer["ragcache"]["timings"]["total_s"] * 1e9, rel=0.01)
+
+
+def test_nothing_is_traced_unless_an_exporter_is_named(monkeypatch):
+    for name in tracing.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert tracing.tracer.__wrapped__() is None
+
+
+def test_an_exporter_without_its_library_is_an_error(monkeypatch):
+    monkeypatch.setenv(tracing.VARIABLES[0], "http://127.0.0.1:9")
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"ragcache-kv\[otel\]"):
+        tracing.tracer.__wrapped__()
