@@ -72,6 +72,7 @@ DISTRIBUTIONS = {
     "markdown_it": "markdown-it-py",
     "starlette": "fastapi",
     "tokenizers": "transformers",
+    "opentelemetry": "opentelemetry-sdk",
     "yaml": "pyyaml",
 }
 # Folder of packages -> extras that bring what it imports beyond the wheel's own requirements.
@@ -82,6 +83,7 @@ EXTRAS = {
     "extras/eval": ["eval", "capability"],
     "extras/train": ["train"],
     "extras/watch": ["watch"],
+    "integrations/anthropic": ["server"],
     "integrations/completions": ["server"],
     "integrations/langchain": ["langchain"],
     "integrations/llama-index": ["llama-index"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +63,31 @@ def ask(
             print_json(kb.ask(question, **options).to_json())
         else:
             print_answer(stream_text(kb.stream(question, **options)).to_json())
+
+
+@command
+def why(
+    question: Annotated[str, typer.Argument(help="A question, or - for a whole prompt on standard input.")],
+    store: StoreOptions,
+    models: EngineOptions,
+    answer: AnswerOptions,
+    as_json: Json = False,
+) -> None:
+    """Say for each passage of a question why it is, or is not, read from stored KV. Nothing is answered."""
+    asked = [{"role": "user", "content": sys.stdin.read()}] if question == "-" else question
+    options = answer.call_options()
+    if not isinstance(asked, str):
+        options.pop("k", None)
+    with open_with_models(store, models) as kb:
+        reasons = kb.why(asked, **options)
+    if as_json:
+        print_json({"reasons": [asdict(one) for one in reasons]})
+        return
+    for one in reasons:
+        place = f" at token {one.place}" if one.place >= 0 else ""
+        say(f"{printable(one.passage)}: {one.why}{place}{f' ({printable(one.detail)})' if one.detail else ''}")
+    if not reasons:
+        say("the prompt holds no passage, and nothing that is close to a stored passage")
 
 
 def _served(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ragcache import plugins
-from ragcache.cli.ask import ask, chat
+from ragcache.cli.ask import ask, chat, why
 from ragcache.cli.ingest import delete, ingest, list_documents, precompute
 from ragcache.cli.maintain import backup, doctor, info, methods, pin, pull, reencode, reencrypt, restore, unpin
 from ragcache.cli.serve import serve
@@ -23,6 +23,7 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "precompute": precompute,
         "reencode": reencode,
         "ask": ask,
+        "why": why,
         "chat": chat,
         "serve": serve,
         "list": list_documents,

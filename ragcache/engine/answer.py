@@ -66,6 +66,7 @@ class Usage:
     computed_tokens:   tokens that the model ran for this question, mean over its layers: the suffix, and the tokens
                        that the method adds or recomputes
     reasoning_tokens:  of completion_tokens, those of the model's thoughts
+    pinned_tokens:     first tokens of the prompt whose KV is kept from eviction (`ChatOptions.pins`)
     """
 
     prompt_tokens: int
@@ -74,6 +75,7 @@ class Usage:
     created_tokens: int = 0
     computed_tokens: int = 0
     reasoning_tokens: int = 0
+    pinned_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Answer:
     tool_calls: calls of tools, which are not part of the text
     reasoning: the model's thoughts before the answer, which are not part of the text either
     dropped_turns: oldest messages of the conversation that did not fit and were left out (drop_turns)
+    stop: the stop string that ended the answer; "": none
     """
 
     text: str
@@ -117,6 +120,7 @@ class Answer:
     method_reason: str = ""
     reasoning: str = ""
     dropped_turns: int = 0
+    stop: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values, the hits as `source_to_json` writes them."""
@@ -133,6 +137,7 @@ class Answer:
             "tool_calls": [asdict(call) for call in self.tool_calls],
             "reasoning": self.reasoning,
             "dropped_turns": self.dropped_turns,
+            "stop": self.stop,
         }
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,9 @@ from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.documents import DocumentStore
+
+if TYPE_CHECKING:
+    from ragcache.engine.why import Reason
 
 log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
@@ -464,6 +467,26 @@ class RagCache(Store):
         """
         self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
+
+    def why(self, asked: str | Sequence[Mapping[str, Any]], k: int = DEFAULT_K, **options: Any) -> list[Reason]:
+        """Say for each passage of a question why it is, or is not, read from stored KV. Nothing is read or computed.
+
+        asked: a question, which is answered from its k best passages, or the messages of a conversation
+        options: those of `ask`, or of `chat`
+
+        Then come the stored passages that the prompt's text holds but for some tokens. Raises the errors of both.
+        """
+        from ragcache.engine.why import explain
+
+        self._check(options, AskOptions if isinstance(asked, str) else ChatOptions)
+        return explain(self._parts, asked, k, options)
+
+    def count_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> int:
+        """Count the tokens of a conversation's prompt, passages in its messages included, without any that would be
+        retrieved. Takes the options of `stream_chat` and raises its errors.
+        """
+        self._check(options, ChatOptions)
+        return self._questions.count_chat(messages, options)
 
     def complete(
         self, parts: str | Sequence[str | Hit | Passage | int], **options: Unpack[GenerationOptions]

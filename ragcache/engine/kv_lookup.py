@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ragcache.engine.answer import Source, Usage
+from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.caches.prefixes import Path, Prefixes, PrefixKV
 from ragcache.engine.caches.whole_store import WholeStore
 from ragcache.engine.loader import COMPUTED, BlockLoader, LoadedBlocks
@@ -40,7 +43,7 @@ class ResolvedKV:
     loaded: LoadedBlocks
     sources: list[Source]
 
-    def usage(self, fused: FuseOutput, output: OutputProcessor) -> Usage:
+    def usage(self, fused: FuseOutput, output: OutputProcessor, pinned_tokens: int = 0) -> Usage:
         counts = fused.counts(self.prefix.created_tokens + self.loaded.encoded_tokens)
         return Usage(
             fused.prompt_tokens,
@@ -49,6 +52,7 @@ class ResolvedKV:
             counts.created,
             counts.computed,
             output.reasoning_tokens,
+            pinned_tokens,
         )
 
 
@@ -100,6 +104,17 @@ class KVLookup:
             return
         if method.reuses_blocks or method.takes_exact:
             self._prefixes.keep(method, path, answer_ids, fused)
+
+    def pin(self, request: Request, path: Path | None) -> int:
+        """Keep the KV up to the prompt's cache points from eviction; return how many of its first tokens are kept."""
+        prompt, pinned = request.prompt, [0]
+        for head_ids, ttl_s in request.options.pins:
+            count = common_length(np.asarray(prompt.ids), np.asarray(head_ids))
+            if path is None:
+                pinned.append(self._prefixes.pin(None, prompt.prefix_ids[:count], ttl_s))
+            else:
+                pinned.append(self._prefixes.pin(request.options.method, path.elements[:count], ttl_s))
+        return max(pinned)
 
     def keeps_context_of(self, method: FusionMethod) -> bool:
         """Return whether the method's placed context can be shared and kept.

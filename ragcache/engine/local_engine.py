@@ -107,7 +107,8 @@ class LocalEngine:
                 fused.cache.release()
             if request.earlier_turns is not None:
                 request.earlier_turns.answered(request.hits, output.turn, output.said(self.lm))
-            yield Done(output.answer(request, resolved.sources, resolved.usage(fused, output)))
+            usage = resolved.usage(fused, output, self.lookup.pin(request, resolved.path))
+            yield Done(output.answer(request, resolved.sources, usage))
 
     def _scope_of(self, request: Request) -> Scope:
         """Return the scope in which methods share knowledge between questions.

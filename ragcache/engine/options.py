@@ -247,6 +247,17 @@ class AskOptions(RetrieveOptions, GenerationOptions, total=False):
     system: str | None
 
 
+class CachePoint(NamedTuple):
+    """A place in a conversation up to which the KV of its prompt is kept from eviction.
+
+    messages: the conversation up to the place, as it was given; the last message may be cut
+    ttl_s:    for how many seconds after the answer
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    ttl_s: float = 300.0
+
+
 class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
     """Options of a conversation.
 
@@ -269,6 +280,8 @@ class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
     parallel_tool_calls: False: at most one call
     tool_format: how the model writes calls, a name in `ragcache.models.tool_calls.FORMATS`; None: as its chat template
                  says
+    pins: up to where the prompt's KV is kept from eviction, in memory, within half of the prefix tree's budget;
+          `Usage.pinned_tokens` says how much. Passages that are retrieved end it; an engine elsewhere pins nothing
     """
 
     passages: Sequence[Hit | Passage] | None
@@ -280,6 +293,7 @@ class ChatOptions(RetrieveOptions, GenerationOptions, total=False):
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool
     tool_format: str | None
+    pins: Sequence[CachePoint]
 
 
 MetadataFilter = Annotated[

@@ -24,6 +24,7 @@ class OutputProcessor:
     ids:         its tokens
     has_run_all: whether the last token has run; if the reader ends the answer, this depends on timing
     is_cut:      whether its text ends before its tokens do, at a stop string or after the last allowed call
+    stop:        the stop string
     scores:      log-probabilities of its tokens, if requested; may already include tokens to come
     logprobs:    the same for its tokens, with their texts
     sent:        how many of these are in its events
@@ -36,6 +37,7 @@ class OutputProcessor:
     ids: list[int] = field(default_factory=list)
     has_run_all: bool = False
     is_cut: bool = False
+    stop: str = ""
     finish: Literal["stop", "length", "tool_calls"] = "length"
     scores: list[TokenScores] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -76,6 +78,7 @@ class OutputProcessor:
             choice.why,
             self.reasoning,
             request.options.dropped_turns,
+            self.stop,
         )
 
     def add(self, card: ModelCard, token: int) -> None:
@@ -146,8 +149,8 @@ def write(
             written.add(card, token)
             pieces.stops = written.parser is None or not written.parser.is_thinking
             yield from written.events(pieces.push(token))
-            if pieces.stopped or (written.parser and written.parser.is_full):
-                written.is_cut = True
+            if pieces.stop or (written.parser and written.parser.is_full):
+                written.is_cut, written.stop = True, pieces.stop
                 break
         else:
             written.has_run_all = True

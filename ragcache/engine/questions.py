@@ -25,7 +25,7 @@ from ragcache.engine.notices import MINI_NOTICE, is_other_text
 from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextMode, GenerationOptions, retrieval
 from ragcache.engine.passages import Passage, find_passages
 from ragcache.engine.request import Clock, EarlierTurns, Request, RequestOptions
-from ragcache.engine.tool_use import tool_use
+from ragcache.engine.tool_use import ToolUse, tool_use
 from ragcache.engine.verdict import (
     AUTO,
     FULL,
@@ -128,10 +128,7 @@ class Questions:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> Iterator[Event]:
         passages, k, context = keywords.get("passages"), keywords.get("k"), keywords.get("context", "last")
-        tools = tool_use(keywords, self._parts.card.tokenizer)
-        shown = self._shown(keywords)
-        shown = shown._replace(tools=tools.shown if tools else ())
-        conversation = Conversation(self._parts.card.tokenizer, messages, shown)
+        conversation, shown, tools = self._conversation(messages, keywords)
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         check_choice("context", context, get_args(ContextMode))
@@ -143,7 +140,12 @@ class Questions:
         conversation = engine.prompts.bounded(conversation, shown, drops=drops)
         if k is not None and not self._parts.store.documents.documents(limit=1):
             k = None  # there is nothing to retrieve: a plain chat
-        if context == "last" and passages is None and k is None:
+        in_place = context == "last" and passages is None and k is None
+        if points := keywords.get("pins"):
+            heads = [Conversation(self._parts.card.tokenizer, point.messages, shown) for point in points]
+            ids = [self._head_ids(head, system, in_place) for head in heads]
+            options = replace(options, pins=list(zip(ids, [point.ttl_s for point in points], strict=True)))
+        if in_place:
             self._parts.generation.check()
             (whole, given), dropped = engine.prompts.shortened(
                 conversation, lambda read: read.as_written(system), self._written_tokens, options, drops=drops
@@ -157,7 +159,7 @@ class Questions:
             return self._continue(conversation, k, keywords, options, system, drops)
         count = DEFAULT_K if k is None else k
         find = partial(self._find, passages, conversation.question, count, keywords, options)
-        first = engine.prompts.block_keys.recipe.needs_prefix
+        first = self._marks_first
 
         def write(passages: int) -> Written:
             written, dropped = engine.prompts.shortened(
@@ -172,6 +174,11 @@ class Questions:
 
         return self._read(write, find, options, retrieves=passages is None)
 
+    def count_chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> int:
+        conversation, _, _ = self._conversation(messages, keywords)
+        system = self._system(conversation, keywords, self._request_options(keywords, templated=True))
+        return self._written_tokens(conversation.as_written(system))
+
     # Options
 
     def _question(self, question: str, keywords: AskOptions) -> tuple[RequestOptions, Callable[[], PromptEnds]]:
@@ -180,6 +187,29 @@ class Questions:
         self._parts.card.check_text(keywords.get("system") or "", "the system prompt")
         options, shown = self._request_options(keywords, templated=True), self._shown(keywords)
         return options, partial(self._parts.engine.prompts.question_ends, question, keywords.get("system"), shown)
+
+    def _conversation(
+        self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions
+    ) -> tuple[Conversation, Shown, ToolUse | None]:
+        tools = tool_use(keywords, self._parts.card.tokenizer)
+        shown = self._shown(keywords)._replace(tools=tools.shown if tools else ())
+        return Conversation(self._parts.card.tokenizer, messages, shown), shown, tools
+
+    def _head_ids(self, head: Conversation, system: str | None, in_place: bool) -> list[int]:
+        """Return the ids of a conversation's beginning, up to its first passage.
+
+        in_place: whether passages are read where the messages have them
+        """
+        if in_place:
+            ends, given = head.as_written(system)
+            return [*ends.prefix_ids, *(() if given else ends.suffix_ids)]
+        ends = head.around_passages(self._parts.engine.prompts.format, system, first=self._marks_first)
+        return [*ends.prefix_ids, *ends.suffix_ids]
+
+    @property
+    def _marks_first(self) -> bool:
+        """Return whether passages are put in front of a conversation's first question, instead of its last."""
+        return self._parts.engine.prompts.block_keys.recipe.needs_prefix
 
     def _shown(self, keywords: GenerationOptions) -> Shown:
         """Return the chat template's variables. Raises ConfigError."""

@@ -39,6 +39,7 @@ class RequestOptions:
     thinking_budget: tokens after which its thoughts are ended
     dropped_turns: oldest messages of the conversation that were left out
     continues: whether the answer continues the text at the prompt's end
+    pins: ids of the prompt up to each of its cache points, with the point's time to live
     found: whether passages were found in the caller's text, so that a later prompt may continue after them
     """
 
@@ -58,6 +59,7 @@ class RequestOptions:
     dropped_turns: int = 0
     continues: bool = False
     found: bool = False
+    pins: Sequence[tuple[Sequence[int], float]] = ()
 
     def __post_init__(self) -> None:
         if self.thinking_budget is not None:

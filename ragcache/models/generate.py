@@ -73,6 +73,7 @@ class Detokenizer:
 
     markers: special tokens that are part of the text; all others are left out
     begun:   ids that the answer continues, so that white space at its beginning is kept; their text is not returned
+    stop:    the stop string that ended the text; "": none yet
     stops:   whether a stop string ends the text now; False while the model thinks, since thoughts are not the answer
     """
 
@@ -91,17 +92,17 @@ class Detokenizer:
         self._ids = list(begun)
         self._sent = len(self._text())
         self.stops = True
-        self.stopped = False
+        self.stop = ""
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes, possibly "". Sets `stopped` if a stop string was met."""
+        """Return the text that this token completes, possibly "". Sets `stop` if a stop string was met."""
         if token not in self._left_out:
             self._ids.append(token)
         return self._emit(self._text(), final=False)
 
     def finish(self) -> str:
         """Return the text that is still held back."""
-        return "" if self.stopped else self._emit(self._text(), final=True)
+        return "" if self.stop else self._emit(self._text(), final=True)
 
     def _text(self) -> str:
         return str(
@@ -110,9 +111,9 @@ class Detokenizer:
 
     def _emit(self, text: str, *, final: bool) -> str:
         stop = self._stop if self.stops else ()
-        cut = min((at for s in stop if (at := text.find(s, self._sent)) >= 0), default=-1)
-        if cut >= 0:
-            self.stopped = True
+        cut, found = min(((at, s) for s in stop if (at := text.find(s, self._sent)) >= 0), default=(-1, ""))
+        if found:
+            self.stop = found
             text = text[:cut]
         elif not final:
             text = text[: len(text) - self._held_back(text)]

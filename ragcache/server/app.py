@@ -19,6 +19,7 @@ from ragcache.server.observe import Observe
 from ragcache.server.service import Service
 from ragcache.server.settings import ServerSettings
 from ragcache.server.status import models_router, operation_router, store_router
+from ragcache.server.tracing import tracer
 
 ROUTERS = (chat.router, embeddings.router, document_routes.router, models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
@@ -44,6 +45,7 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     added = {name: router for name, router in ADDED.items() if web or name != PAGE_NAME}
     if web and PAGE_NAME not in added:
         raise ConfigError("the chat page is not installed; install ragcache-kv again, with its annex ragcache_chatbot")
+    tracer()  # an exporter that is named and not installed is an error at the start
     service = Service(kb, settings, [router.view for router in added.values() if hasattr(router, "view")])
 
     @asynccontextmanager

@@ -134,6 +134,10 @@ class Guard:
 
     def _key_problem(self, headers: Headers) -> ApiError | None:
         given = headers.getlist("authorization")
+        if (
+            not given and "anthropic-version" in headers
+        ):  # Anthropic's clients, which send the key in a header of its own
+            given = [f"Bearer {key}" for key in headers.getlist("x-api-key")]
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         id = self.keys.id_of(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
         if id is not None:

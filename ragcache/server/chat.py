@@ -51,6 +51,7 @@ from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
 from ragcache.server.service import Service, ServiceParam, Work
+from ragcache.server.tracing import trace
 from ragcache.server.wire import AnswerModel
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
@@ -131,6 +132,7 @@ async def _counted(
             if isinstance(one, Done):
                 answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
                 service.count_answer(answer)
+                trace(answer, request.headers, service.chat_model)
                 if service.log is not None and isinstance(asked, ChatRequest):
                     service.log.write(asked.messages, answer)
                 yield Done(answer)

@@ -56,7 +56,7 @@ class ApiError(HTTPException):
     def response(self, scope: Scope) -> Response:
         """Return the response in the form of the package that the path belongs to, or in OpenAI's."""
         forms, path = scope["app"].state.error_forms, scope["path"]
-        form = next((form for start, form in forms.items() if path.startswith(start)), ApiError.body)
+        form = next((form for start, form in forms.items() if f"{path}/".startswith(start)), ApiError.body)
         return Response(form(self).to_json(), self.status_code, self.headers, "application/json")
 
 

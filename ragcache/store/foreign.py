@@ -155,6 +155,11 @@ class PassageList:
 
         return self._run(look) or {}
 
+    def owners(self, token_ids: Sequence[int]) -> set[str]:
+        """Return the owners under which a passage is listed, whether its KV is there or not. Raises StoreError."""
+        query, ids = "SELECT owner FROM passages WHERE token_ids = ?", np.asarray(token_ids, _TOKEN).tobytes()
+        return {owner for (owner,) in self._run(lambda database: database.execute(query, (ids,)).fetchall()) or []}
+
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every listed passage's KV by handle, whether it is there or not. Prompts' prefixes are no
         passages. Raises StoreError."""

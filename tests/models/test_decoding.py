@@ -92,7 +92,7 @@ def test_streamed_pieces_join_to_the_text_before_the_first_stop(byte_tokenizer, 
     pieces = []
     for token in byte_tokenizer(text, add_special_tokens=False)["input_ids"]:
         pieces.append(stream.push(token))
-        if stream.stopped:
+        if stream.stop:
             break
     pieces.append(stream.finish())
     expected = text

@@ -138,7 +138,7 @@ def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Se
     for token in decode(lm, fused.cache, fused.next_logits, fused.next_position, sampling, eos_ids=eos, never=never):
         ids.append(token)
         text += pieces.push(token)
-        if pieces.stopped:
+        if pieces.stop:
             break
     text += pieces.finish()
     _take_back(fused.cache, held)

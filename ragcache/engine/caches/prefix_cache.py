@@ -12,10 +12,11 @@ reading it in another way gives other KV. Sequences of different namespaces neve
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
@@ -118,6 +119,15 @@ class PrefixMatch:
         self.release()
 
 
+class _Pin(NamedTuple):
+    """A sequence's first tokens that are not evicted. until: when the pin ends, by `time.monotonic`"""
+
+    namespace: str
+    elements: Elements
+    lease: PrefixMatch
+    until: float
+
+
 class PrefixCache:
     """A radix tree of exact KV, held on the model's device in the model's dtype. Thread-safe.
 
@@ -144,6 +154,7 @@ class PrefixCache:
         self._order: OrderedDict[Node, None] = OrderedDict()
         self._used_bytes = 0  # held and reserved
         self._counts: Counter[str] = Counter()
+        self._pins: list[_Pin] = []
         # Re-entrant: the garbage collector may close an abandoned stream, and so release its lease, while it is held.
         self._lock = threading.RLock()
 
@@ -208,6 +219,34 @@ class PrefixCache:
             known.release()
         return held
 
+    def pin(self, namespace: str, elements: Sequence[int] | Elements, ttl_s: float) -> int:
+        """Keep the longest held prefix of the sequence from eviction for `ttl_s` seconds; return its number of tokens.
+
+        A pin replaces those of its own beginning that end before it. All pins together take at most half of the budget:
+        beyond that, those that end first are released. `drop` and `clear` remove pinned tokens, too.
+        """
+        wanted = np.asarray(elements, dtype=np.int64)[: self.budget_bytes // 2 // self.token_bytes]
+        until = time.monotonic() + ttl_s
+        with self._lock:
+            if (path := list(self._walk(namespace, wanted))) and not self.shape.states:
+                self._split(*path[-1])  # what follows the pinned tokens may be evicted
+            lease = self._lease(namespace, wanted)
+            held = wanted[: lease.num_tokens]
+            if not lease.num_tokens:
+                lease.release()
+                return 0
+            self._unpin(
+                one.namespace == namespace
+                and one.until <= until
+                and common_length(one.elements, held) == len(one.elements)
+                for one in self._pins
+            )
+            self._pins.append(_Pin(namespace, held, lease, until))
+            while sum(len(one.elements) for one in self._pins) * self.token_bytes > self.budget_bytes // 2:
+                first = min(one.until for one in self._pins)
+                self._unpin(one.until == first for one in self._pins)
+            return len(held) if any(one.lease is lease for one in self._pins) else 0
+
     def drop(self, owners: Collection[int]) -> int:
         """Remove everything computed over elements of these owners, and everything below it.
 
@@ -220,6 +259,7 @@ class PrefixCache:
                 starts = [one.start for one in node.owned if one.owner in owners]
                 if starts and node in self._order:
                     self._truncate(node, min(starts))
+            self._unpin(self.count(one.namespace, one.elements) < len(one.elements) for one in self._pins)
             return before - self._counts["tokens"]
 
     def owners(self) -> set[int]:
@@ -229,6 +269,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         with self._lock:
+            self._unpin(True for _ in self._pins)
             for root in self._roots.values():
                 for child in list(root.children.values()):
                     self._truncate(child, 0)
@@ -303,6 +344,14 @@ class PrefixCache:
             self._let_go(lease._slices, *(end for _, end in lease._ends))
             lease._node, lease._slices, lease._ends = None, [], []
 
+    def _unpin(self, which: Iterable[bool]) -> None:
+        """Release the pins for which `which` says True."""
+        pins, ends = self._pins, list(which)
+        self._pins = [one for one, over in zip(pins, ends, strict=True) if not over]
+        for one, over in zip(pins, ends, strict=True):
+            if over:
+                one.lease.release()
+
     def _let_go(self, slices: Sequence[Slice], *ends: End | None) -> None:
         for one in [*(one.page for one in slices), *ends]:
             if one is not None:
@@ -328,6 +377,9 @@ class PrefixCache:
     def _evict(self, excess_bytes: int) -> None:
         """Evict pages of old leaves until `excess_bytes` are free, or no evictable leaf is left."""
         enough = self._used_bytes - excess_bytes
+        if self._pins and excess_bytes > 0:
+            now = time.monotonic()
+            self._unpin(one.until <= now for one in self._pins)
         while self._used_bytes > enough:
             victim = next((node for node in self._order if not node.children and not node.leases), None)
             if victim is None:

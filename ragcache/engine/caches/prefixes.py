@@ -161,6 +161,15 @@ class Prefixes:
         elements = [*path.elements, *answer_ids][: fused.cache.get_seq_length()]
         self._keep(self._namespace(method), elements, fused.cache, self._owned(path, elements), path.seen)
 
+    def pin(self, method: FusionMethod | None, elements: Sequence[int], ttl_s: float) -> int:
+        """Keep known KV of a prompt's first tokens from eviction; see `PrefixCache.pin`.
+
+        method: that computed it; None: it is of running text
+        """
+        if not self._tree.budget_bytes:
+            return 0
+        return self._tree.pin(self._text if method is None else self._namespace(method), elements, ttl_s)
+
     def _keep(
         self,
         namespace: str,

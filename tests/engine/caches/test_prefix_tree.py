@@ -280,3 +280,54 @@ def test_threads(seed):
         at_once(*(partial(work, number) for number in range(6)))
     tree.clear()
     assert (tree.stats().num_bytes, tree.stats().tokens, tree.stats().nodes) == (0, 0, 0)
+
+
+def test_pinned_tokens_outlive_every_eviction(monkeypatch):
+    tree, now = PrefixCache(SHAPE, 8 * TOKEN_BYTES, page_tokens=2), [0.0]
+    monkeypatch.setattr("ragcache.engine.caches.prefix_cache.time.monotonic", lambda: now[0])
+    insert(tree, "a", [1, 2, 3, 4, 5, 6])
+    assert tree.pin("a", [1, 2, 3, 9], 60) == 3
+    for first in range(10, 20):
+        insert(tree, "a", [first] * 5)
+        assert served(tree, "a", [1, 2, 3, 4, 5, 6]) == 3, "what follows a pin is evicted"
+    now[0] = 61.0
+    for first in range(20, 30):
+        insert(tree, "a", [first] * 8)
+    assert served(tree, "a", [1, 2, 3]) == 0
+    tree.clear()
+    assert tree.stats().num_bytes == 0
+
+
+def test_pins_take_half_of_the_budget(monkeypatch):
+    tree, now = PrefixCache(SHAPE, 20 * TOKEN_BYTES), [0.0]
+    monkeypatch.setattr("ragcache.engine.caches.prefix_cache.time.monotonic", lambda: now[0])
+    for first in (1, 2, 3):
+        insert(tree, "a", [first] * 6)
+        assert tree.pin("a", [first] * 6, 100 + first) == 6  # the pin before it ends first, and is released
+    insert(tree, "a", [4] * 14)
+    assert served(tree, "a", [3] * 6) == 6
+    assert served(tree, "a", [1] * 6) + served(tree, "a", [2] * 6) == 0
+    assert tree.pin("a", [4] * 14, 200) == 10, "no pin takes more"
+
+
+def test_a_pin_replaces_those_of_its_beginning():
+    tree = PrefixCache(SHAPE, 20 * TOKEN_BYTES)
+    for count in range(1, 11):
+        insert(tree, "a", [1] * count)
+        assert tree.pin("a", [1] * count, 60) == count
+    insert(tree, "b", [2] * 10)
+    assert served(tree, "a", [1] * 10) == 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(namespaces, sequences, st.integers(1, 3)), max_size=20), st.integers(1, 30))
+def test_pins_leave_the_budget_and_deletion_as_they_are(steps, tokens):
+    tree = PrefixCache(SHAPE, tokens * TOKEN_BYTES, page_tokens=2)
+    for namespace, elements, owner in steps:
+        insert(tree, namespace, elements, [Owned(0, len(elements), owner)])
+        held = tree.pin(namespace, elements, 60)
+        assert held <= tokens // 2
+        assert served(tree, namespace, elements) >= held
+        assert tree.stats().num_bytes <= tokens * TOKEN_BYTES
+    tree.drop({1, 2, 3})
+    assert (tree.stats().num_bytes, tree.stats().nodes) == (0, 0)

@@ -1,0 +1,144 @@
+"""Shares of prefix, moved, changed and new tokens in a log of requests.
+
+A prompt is cut into pieces where its own words say so, so that a piece is found again wherever it stands. A piece is
+
+    prefix   if an earlier prompt began with the same pieces up to its end
+    moved    if it was in an earlier prompt otherwise
+    changed  if it was not, and stands between two pieces that were
+    new      otherwise
+
+The last `most` pieces and beginnings are remembered; what was seen before that is new again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ragcache_plan.rates import MachineRates
+from ragcache_plan.request_logs import Logged
+
+UNIT = re.compile(r"\w+|[^\w\s]")
+SHARES = ("prefix", "moved", "changed", "new")
+MOST = 1 << 19
+"""Pieces, and beginnings of prompts, that are remembered."""
+CUT_EVERY = 16
+"""Mean units of a piece. A piece has at most 8 times as many."""
+
+
+def pieces_of(request: Logged) -> Iterator[tuple[int, int]]:
+    """Yield each piece's hash and tokens. A word or sign counts as a token; a block of a trace is a piece."""
+    for part in request.parts:
+        if not isinstance(part, str):
+            yield part, request.block_tokens
+            continue
+        piece: list[str] = []
+        for unit in UNIT.finditer(part):
+            piece.append(unit[0])
+            if _hash(unit[0]) % CUT_EVERY == 0 or len(piece) == 8 * CUT_EVERY:
+                yield _hash(" ".join(piece)), len(piece)
+                piece = []
+        if piece:
+            yield _hash(" ".join(piece)), len(piece)
+
+
+def _hash(text: str) -> int:
+    return int(xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")))
+
+
+class Window:
+    """The hashes that were used last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._known
+
+    def add(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+
+@dataclass
+class Census:
+    """tokens: by share, of all requests, by day and by kind. skipped: lines that are no request, by reason"""
+
+    most: int = MOST
+    requests: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    by_day: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._pieces, self._beginnings = Window(self.most), Window(self.most)
+
+    def add(self, request: Logged) -> None:
+        pieces, chain, chains = list(pieces_of(request)), 0, list[int]()
+        for key, _ in pieces:
+            chain = _hash(f"{chain}:{key}")
+            chains.append(chain)
+        first = next((rank for rank, one in enumerate(chains) if one not in self._beginnings), len(chains))
+        known = [rank < first or key in self._pieces for rank, (key, _) in enumerate(pieces)]
+        last = max((rank for rank, one in enumerate(known) if one), default=-1)
+        begun = False
+        for rank, (_, tokens) in enumerate(pieces):
+            begun = begun or known[rank]
+            unknown = "changed" if begun and rank < last else "new"
+            share = "prefix" if rank < first else "moved" if known[rank] else unknown
+            for counts in (self.tokens, self.by_day[request.day], self.by_kind[request.kind]):
+                counts[share] += tokens
+        self._pieces.add(key for key, _ in pieces)
+        self._beginnings.add(chains)
+        self.requests += 1
+
+    def to_json(self, rates: MachineRates) -> dict[str, Any]:
+        """Return shares in percent, and what these rates would save: seconds of prefill for found tokens."""
+        speed = rates.prefill_tokens_s
+        return {
+            "requests": self.requests,
+            "tokens": sum(self.tokens.values()),
+            "shares": shares(self.tokens),
+            "by_day": {day: shares(counts) for day, counts in sorted(self.by_day.items())},
+            "by_kind": {kind: shares(counts) for kind, counts in sorted(self.by_kind.items())},
+            "prefix_saves_s": self.tokens["prefix"] / speed,
+            "moved_saves_s": self.tokens["moved"] / speed,
+            "remembered": self.most,
+            "skipped": dict(self.skipped),
+        }
+
+
+def shares(counts: Counter[str]) -> dict[str, float]:
+    total = sum(counts.values())
+    return {name: 100 * counts[name] / total if total else 0.0 for name in SHARES}
+
+
+def draw(found: dict[str, Any], path: str) -> None:
+    """Write a PNG of the shares by day. Raises ConfigError where matplotlib is not installed."""
+    from ragcache.errors import ConfigError
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib; pip install 'ragcache-kv[bench]', or leave --plot out") from error
+    rows = {"all": found["shares"], **found["by_kind"], **found["by_day"]}
+    figure = Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
+    axes, left = figure.subplots(), [0.0] * len(rows)
+    for name in SHARES:
+        widths = [row[name] for row in rows.values()]
+        axes.barh(list(rows), widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("% of prompt tokens")
+    axes.legend(ncols=len(SHARES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,150 @@
+"""Says why each passage of a prompt is, or is not, read from stored KV. Nothing is read, computed or changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from ragcache.engine.assemble import Components
+from ragcache.engine.caches.prefix_nodes import common_length
+from ragcache.engine.loader import Prefetch
+from ragcache.engine.questions import Questions
+from ragcache.engine.request import Clock, Request
+from ragcache.retrieval.retriever import Hit
+from ragcache.store.records import NOT_STORED
+
+WINDOW = 8
+SHOWN_TOKENS = 6
+MOST_COMPARED = 200_000
+"""Stored passages that a prompt's text is compared with, the oldest first."""
+Why = Literal["found", "never stored", "evicted", "another model", "differs", "method cannot"]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a passage is, or is not, read from stored KV.
+
+    passage: id of the passage; for text without an id, how it begins
+    why:     "another model": its KV is of another model, recipe, system prompt or tenant
+    detail:  the tier of the KV, the method's reason, or both texts around the token that differs
+    place:   number of the passage's first token that differs; -1: none
+    """
+
+    passage: str
+    why: Why
+    detail: str = ""
+    place: int = -1
+
+
+class _Planned(Questions):
+    """Questions whose prompts are made, but not read."""
+
+    def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Any]:
+        try:
+            yield prepare(Clock(time.perf_counter()))
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+
+def explain(parts: Components, asked: str | Sequence[Mapping[str, Any]], k: int, keywords: Any) -> list[Reason]:
+    """Return a reason for each passage of the prompt, then for each stored passage that its text nearly holds.
+
+    Raises the errors of `RagCache.ask` and `RagCache.chat`.
+    """
+    questions = _Planned(parts)
+    events: Iterator[Any] = (
+        questions.ask(asked, k, keywords) if isinstance(asked, str) else questions.chat(asked, keywords)
+    )
+    request = next(events)
+    row = np.asarray(request.prompt.ids, np.int64)
+    near = _differing(parts, row, {hit.chunk.vector_id for hit in request.hits} - {NOT_STORED})
+    reasons = [_reason(parts, request, hit) for hit in request.hits]
+    return reasons + near
+
+
+def _reason(parts: Components, request: Request, hit: Hit) -> Reason:
+    chunk, kv, choice = hit.chunk, parts.store.kv, request.options.choice
+    name = chunk.id or chunk.text[:40]
+    if not choice.method.reuses_blocks:
+        return Reason(name, "method cannot", f"{choice.label} reads every token: {choice.why}")
+    (key,) = parts.block_keys.keys([chunk])
+    if there := kv.lookup([key]):
+        return Reason(name, "found", there[key].tier)
+    if chunk.vector_id != NOT_STORED:
+        if chunk.handle is None:
+            return Reason(name, "never stored", "its document was added without KV, which is computed at the first use")
+        return Reason(name, "evicted" if chunk.handle == key else "another model")
+    owners = set() if kv.passages is None else kv.passages.owners(chunk.token_ids)
+    if parts.block_keys.owner in owners:
+        return Reason(name, "evicted")
+    return Reason(name, "another model" if owners else "never stored")
+
+
+def _differing(parts: Components, row: Ids, read: set[int]) -> list[Reason]:
+    """Return stored passages of which at least half of the windows occur in `row`, but not the whole passage.
+
+    read: vector ids of passages that are in the prompt
+    """
+    if len(row) < WINDOW:
+        return []
+    powers = np.random.default_rng(0).integers(1, 2**63, WINDOW, np.uint64)
+    hashes = _hashes(row, powers)
+    found: list[Reason] = []
+    for vector_id, own in _stored(parts):
+        if len(own) < WINDOW or vector_id in read:
+            continue
+        theirs = _hashes(own, powers)
+        known = np.isin(theirs, hashes)
+        if 2 * known.sum() < len(known):
+            continue
+        first = int(np.flatnonzero(known)[0])
+        shift = int(np.flatnonzero(hashes == theirs[first])[0]) - first
+        place = _first_difference(own, row, shift, first)
+        if place is None:
+            continue
+        chunks = [] if vector_id is None else parts.store.documents.chunks_by_vector_ids([vector_id])
+        decode = parts.card.tokenizer.decode
+        start, stop = max(0, place - SHOWN_TOKENS), place + SHOWN_TOKENS
+        stored, here = decode(own[start:stop]), decode(row[max(0, start + shift) : max(0, stop + shift)])
+        name = chunks[0].id if chunks else str(decode(own[:SHOWN_TOKENS]))
+        found.append(Reason(name, "differs", f"stored {stored!r}, in the prompt {here!r}", place))
+    return found
+
+
+def _first_difference(own: Ids, row: Ids, shift: int, first: int) -> int | None:
+    """Return the number of the passage's first token that is another in the prompt; None if all are there.
+
+    shift: where the passage begins in the prompt, by the window at `first`, which both have
+    """
+    for place in range(first):
+        if place + shift < 0 or row[place + shift] != own[place]:
+            return place
+    end = first + common_length(own[first:], row[first + shift :])
+    return None if end == len(own) else end
+
+
+def _stored(parts: Components) -> Iterator[tuple[int | None, Ids]]:
+    """Yield the token ids of stored passages, at most MOST_COMPARED; without a number: of no document."""
+    left = MOST_COMPARED
+    for batch in parts.store.documents.token_ids():
+        for vector_id, ids in batch[:left]:
+            yield vector_id, np.asarray(ids, np.int64)
+        left -= len(batch)
+        if left <= 0:
+            return
+    passages = parts.store.kv.passages
+    for _, ids in [] if passages is None else passages.passages(parts.block_keys.owner)[:left]:
+        yield None, np.asarray(ids, np.int64)
+
+
+def _hashes(ids: Ids, powers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    windows = sliding_window_view(ids.astype(np.uint64) + np.uint64(1), WINDOW)
+    return np.asarray((windows * powers).sum(1, dtype=np.uint64))

@@ -1,0 +1,78 @@
+"""Spans of answers for OpenTelemetry, with the names of its GenAI conventions. Off unless an exporter is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from ragcache import Answer
+from ragcache.errors import ConfigError
+
+VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+NS = 1_000_000_000
+
+
+@cache
+def tracer() -> Any:
+    """Return the tracer, or None if no exporter is named. Raises ConfigError if OpenTelemetry is not installed."""
+    if not any(os.environ.get(name) for name in VARIABLES):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"{VARIABLES[0]} is set; pip install 'ragcache-kv[otel]', or unset it") from error
+    name = os.environ.get("OTEL_SERVICE_NAME", "ragcache")
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer("ragcache")
+
+
+def trace(answer: Answer, headers: Mapping[str, str], model: str) -> None:
+    """Write an answer's spans, which end now: the whole answer, and within it each phase that took time.
+
+    headers: of the request; a W3C trace context in them becomes the parent
+    """
+    if (writer := tracer()) is None:
+        return
+    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    times, usage = answer.timings, answer.usage
+    start = time.time_ns() - int(times.total_s * NS)
+    parent = TraceContextTextMapPropagator().extract(headers)
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "ragcache",
+        "gen_ai.request.model": model,
+        "gen_ai.response.finish_reasons": (answer.finish_reason,),
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": usage.created_tokens,
+        "ragcache.method": answer.method,
+        "ragcache.passages": len(answer.hits),
+    }
+    whole = writer.start_span(f"chat {model}", parent, SpanKind.SERVER, attributes, start_time=start)
+    inside, at = set_span_in_context(whole), start
+    phases = {
+        "queue": times.queue_s,
+        "retrieve": times.retrieve_s,
+        "load": times.load_s,
+        "compute": times.encode_s,
+        "place": times.place_s,
+        "prefill": times.prefill_s,
+    }
+    for name, seconds in phases.items():
+        if seconds > 0:
+            end = at + int(seconds * NS)
+            writer.start_span(name, inside, start_time=at).end(end)
+            at = end
+    end, first = start + int(times.total_s * NS), start + int(times.ttft_s * NS)
+    writer.start_span("decode", inside, start_time=first).end(end)
+    whole.end(end)
