@@ -502,9 +502,11 @@ def test_a_server_for_others_goes_by_any_name_and_keys_come_from_the_environment
     assert (made.allowed_hosts, tuple(made.api_keys)) == ((), ("a", "b"))
 
 
-def test_a_server_for_others_needs_keys(store, cli):
-    refused = cli("serve", "--store", store, "--host", "0.0.0.0", code=1)
-    assert "API keys are needed" in refused.stderr
+def test_a_server_for_others_needs_keys(store):
+    command = [sys.executable, "-m", "ragcache", "serve", "--store", str(store), "--host", "0.0.0.0"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAGCACHE_API_KEYS"}
+    refused = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (refused.returncode, "API keys are needed" in refused.stderr) == (1, True), refused.stderr
 
 
 def test_names_of_this_server_may_be_given(store, monkeypatch):
