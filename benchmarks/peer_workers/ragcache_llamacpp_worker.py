@@ -22,7 +22,7 @@ from ragcache.models.generate import decode
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import Prompt as Parts
 from ragcache.store.kv_store import KVStore
-from ragcache_llamacpp.engine import load
+from ragcache_llamacpp.entry import load
 from ragcache_llamacpp.model import as_cache
 from ragcache_llamacpp.reading import Reading, prefill
 

@@ -481,8 +481,10 @@ def open_engine(
         raise ConfigError("a loaded model was given beside an engine that has its own; name the model's directory")
     scheme = url.partition("://")[0]
     if scheme not in ENGINES:
-        forms = " or ".join([*EMBEDDED, *(f"{name}://host:port" for name in ENGINES)])
-        raise ConfigError(f"engine {url!r} is no address of an engine; give {forms}, or several with commas")
+        forms, here = " or ".join(f"{name}://host:port" for name in ENGINES), " or ".join(EMBEDDED)
+        raise ConfigError(
+            f"engine {url!r} is no address of an engine; give {forms}, several with commas, or {here} for this process"
+        )
     if "fingerprint" not in bound:
         raise ConfigError(
             "no model has encoded anything into this store; run `ragcache ingest` without an engine first"

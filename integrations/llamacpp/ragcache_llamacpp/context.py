@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import llama_cpp as api
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,12 +18,6 @@ from torch import Tensor
 from ragcache.errors import ConfigError, EngineError, StaleBlockError, UnsupportedModelError
 from ragcache.kv.block_key import digest
 from ragcache_llamacpp.options import GUARD, HELD, KV_TYPES, LlamaOptions
-
-try:
-    import llama_cpp as api
-except ImportError as error:
-    way_out = "pip install 'ragcache-kv[llamacpp]'"
-    raise ConfigError(f"engine llama.cpp needs llama-cpp-python; {way_out}", "engine") from error
 
 log = logging.getLogger(__name__)
 BATCH_TOKENS = 2048

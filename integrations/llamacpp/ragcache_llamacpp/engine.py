@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 from torch import Tensor
@@ -34,7 +33,7 @@ from ragcache.models.thoughts import ThoughtLimit
 from ragcache.retrieval.retriever import Hit
 from ragcache.store.documents import DocumentStore
 from ragcache_llamacpp.model import LlamaModel, as_cache
-from ragcache_llamacpp.options import NAME, LlamaOptions
+from ragcache_llamacpp.options import NAME
 from ragcache_llamacpp.reading import Reading, prefill
 from ragcache_llamacpp.sequences import CellSequence, same
 
@@ -73,11 +72,6 @@ class EmbeddedLlama(LlamaModel, EmbeddedModel):
         estimate: PrefillEstimate,
     ) -> LlamaEngine:
         return LlamaEngine(self, prompts, encoder, documents, loader, estimate)
-
-
-def load(name: str | Path, address: str) -> EmbeddedLlama:
-    """Load a GGUF model for an address such as "llama.cpp:n_ctx=16384". Raises ConfigError and ModelError."""
-    return EmbeddedLlama(name, LlamaOptions.of(address))
 
 
 @dataclass(eq=False, repr=False)

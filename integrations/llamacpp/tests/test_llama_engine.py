@@ -198,7 +198,7 @@ def test_other_methods_and_options_are_refused_by_name(open_llama):
         ("llama.cpp:kv=q8_0", "64"),
         ("llama.cpp:parallel=1000", "parallel=1000"),
         ("llama.cpp:kv=q8_0,flash=0", "flash"),
-        ("lama.cpp", "llama.cpp or vllm://host:port"),
+        ("lama.cpp", "vllm://host:port, several with commas, or llama.cpp"),
     ],
 )
 def test_a_wrong_address_is_refused_by_name(open_llama, engine, said):

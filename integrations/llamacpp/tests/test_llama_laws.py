@@ -16,7 +16,7 @@ from ragcache.prompt import Prompt
 llama_cpp = pytest.importorskip(
     "llama_cpp", reason="llama.cpp's laws need llama-cpp-python, which is built from source"
 )
-from ragcache_llamacpp.engine import load  # noqa: E402
+from ragcache_llamacpp.entry import load  # noqa: E402
 from ragcache_llamacpp.reading import Reading, prefill  # noqa: E402
 from ragcache_llamacpp.sequences import same  # noqa: E402
 
