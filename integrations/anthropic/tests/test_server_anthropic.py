@@ -256,7 +256,7 @@ def tight(lm, tmp_path) -> Iterator[Served]:
     room = 2 * len(lm.tokenizer(LONG)["input_ids"]) + 400
     config = rc.StoreConfig(prefix_bytes=room * 2 * lm.config.num_hidden_layers * 64 * 4, foreign_cache=0)
     with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords(), store=config) as kb:
-        tree = kb._reader.prefixes._tree
+        tree = kb._engine.prefixes._tree
         tree.budget_bytes = room * tree.token_bytes  # the tokens above, whatever the model's shape
         kb.ingest(rc.Document("cat", TEXTS["rivers"]))
         with serving(kb) as served:
@@ -284,7 +284,7 @@ def test_a_cache_point_keeps_its_prefix(tight, connect, pinned, monkeypatch):
 
 
 def test_points_in_turns_and_tools_pin_what_comes_before(agent, converse, monkeypatch):
-    pins, tree = [], agent.service.kb._reader.prefixes._tree
+    pins, tree = [], agent.service.kb._engine.prefixes._tree
     monkeypatch.setattr(tree, "pin", lambda *given: pins.append(given) or 0)
     turns = [
         {"role": "user", "content": [text("One."), text("Two.", cache_control={**POINT, "ttl": "1h"})]},
