@@ -64,7 +64,7 @@ def test_eight_askers_get_what_each_gets_alone(open_llama):
     kb = open_llama(method="reposition")
     questions = [f"{QUESTION} Number {number}." for number in range(8)]
     alone = [kb.ask(one, k=3, sampling=SHORT).text for one in questions]
-    kb._engine.clear()
+    kb._parts.engine.clear()
     with ThreadPoolExecutor(8) as threads:
         together = list(threads.map(lambda one: kb.ask(one, k=3, sampling=SHORT).text, questions))
     same = sum(one == other for one, other in zip(alone, together, strict=True))
