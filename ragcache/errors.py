@@ -17,6 +17,7 @@
     ├── ForeignPackageError             another project's package `ragcache` is installed beside this one (also an
     │                                   ImportError)
     ├── PluginError                     a plug-in of another distribution that cannot be loaded
+    ├── NotAllowedError                 a key's scopes or collections do not allow it
     ├── EngineError                     another engine (vLLM) cannot be reached, refuses, or broke off
     ├── ForkedError                     a store or model of a parent process is used in its fork
     ├── CancelledError                  the caller gave up
@@ -47,6 +48,7 @@
     │   ├── DamagedIndexError
     │   ├── FilterError                 a metadata filter that cannot be evaluated
     │   ├── NoSuchDocumentError
+    │   ├── NoSuchCollectionError       a collection that does not exist, or that the caller may not see
     │   └── UnknownHandleError          a passage without text whose handle or id names nothing here
     └── IngestError
         ├── ReaderError                 one file could not be read: path and reason
@@ -273,6 +275,14 @@ class FilterError(StoreError):
 
 class NoSuchDocumentError(StoreError):
     """No document has this id."""
+
+
+class NoSuchCollectionError(StoreError):
+    """No collection has this name, or the caller may not see it."""
+
+
+class NotAllowedError(RagCacheError):
+    """A key's scopes or collections do not allow this."""
 
 
 class UnknownHandleError(StoreError):

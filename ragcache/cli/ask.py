@@ -12,6 +12,7 @@ import typer
 
 from ragcache.cli.client import NotServedError, ask_server, find_server
 from ragcache.cli.flags import (
+    Collection,
     EngineOptions,
     Json,
     ReadLimitOptions,
@@ -40,6 +41,7 @@ def ask(
     store: StoreOptions,
     models: EngineOptions,
     answer: AnswerOptions,
+    collection: Collection = None,
     timeout_s: Timeout = None,
     whole: Annotated[
         bool, option("--whole", "Read every passage of a small store, from KV of all of them that is kept on disk.")
@@ -53,12 +55,15 @@ def ask(
     model is loaded. Options of how a store is opened, and --whole, have the store opened here.
     """
     if not local and not whole:
-        found = _served(question, store, models, answer, {"timeout_s": timeout_s}, quiet=as_json)
+        found = _served(
+            question, store, models, answer, {"timeout_s": timeout_s, "collection": collection}, quiet=as_json
+        )
         if found is not None:
             print_json(found) if as_json else print_answer(found)
             return
     options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
-    with open_with_models(store, models) as kb:
+    with open_with_models(store, models) as opened:
+        kb = opened if collection is None else opened.collection(collection, create=False)
         if as_json:
             print_json(kb.ask(question, **options).to_json())
         else:

@@ -10,6 +10,7 @@ import typer
 from ragcache import plugins
 from ragcache.cli.ask import ask, chat, why
 from ragcache.cli.ingest import delete, ingest, list_documents, precompute
+from ragcache.cli.keys import collections, keys
 from ragcache.cli.maintain import backup, doctor, info, methods, pin, pull, reencode, reencrypt, restore, unpin
 from ragcache.cli.serve import serve
 from ragcache.cli.terminal import Command
@@ -28,6 +29,8 @@ COMMANDS: Registry[Callable[..., None]] = Registry(
         "serve": serve,
         "list": list_documents,
         "delete": delete,
+        "collections": collections,
+        "keys": keys,
         "pin": pin,
         "unpin": unpin,
         "info": info,

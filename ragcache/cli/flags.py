@@ -38,6 +38,9 @@ def method_options(texts: Sequence[str]) -> dict[str, Any]:
 Json = Annotated[bool, option("--json", "Print JSON and nothing else on standard output.")]
 Wait = Annotated[float, option("--wait", "Seconds to wait for another process that is writing.", min=0)]
 WAIT_S = 30.0
+Collection = Annotated[
+    str | None, option("--collection", "Only this collection of documents; new ones go to `default` if not given.")
+]
 Timeout = Annotated[float | None, option("--timeout", "Seconds for one question, waiting included.")]
 
 
@@ -113,10 +116,6 @@ class ModelOptions:
     dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the store's own.")] = None
     device: Annotated[str, option("--device", "Where the models run: auto, cuda, xpu, mps or cpu.")] = "auto"
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
-    tenant: Annotated[
-        str,
-        option("--tenant", "Salt of block keys. Separates nothing else: every tenant sees and deletes all documents."),
-    ] = ""
 
     def chosen_method(self) -> FusionMethod | str | None:
         """Return the chosen method with its options; None: the model's own; "auto" is returned as it is.
@@ -237,7 +236,6 @@ def open_with_models(
         chunker=chunks.config() if chunks else None,
         ingest=reading.config() if reading else None,
         store=store,
-        tenant=models.tenant,
         create=create,
         engine=models.engine if isinstance(models, EngineOptions) else None,
         engine_key=os.environ.get(ENGINE_KEY) or None,

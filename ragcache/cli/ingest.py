@@ -13,6 +13,7 @@ import typer
 from ragcache.cli.flags import (
     WAIT_S,
     ChunkOptions,
+    Collection,
     EngineOptions,
     Json,
     ReadLimitOptions,
@@ -113,6 +114,7 @@ def ingest(
     models: EngineOptions,
     chunks: ChunkOptions,
     reading: ReadLimitOptions,
+    collection: Collection = None,
     kv: KvMode = "eager",
     sync: Annotated[
         bool, option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones.")
@@ -143,8 +145,9 @@ def ingest(
     with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
             say_note(kb.estimate_kv(paths))
+        seen = kb if collection is None else kb.collection(collection, create=not dry_run)
         with bars() as progress:
-            report = kb.ingest(
+            report = seen.ingest(
                 paths, kv=kv, sync=sync, dry_run=dry_run, ray=cluster,
                 progress=progress, timeout_s=wait,
             )  # fmt: skip
@@ -295,6 +298,7 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
 @command
 def list_documents(
     store: StoreOptions,
+    collection: Collection = None,
     filter: MetadataFilter = None,
     source: Sources = None,
     id: Annotated[
@@ -307,7 +311,8 @@ def list_documents(
     """List the documents in the store, by id."""
     with open_for_care(store, read_only=True) as kb:
         where = all_of(filter, by_source(source), _any_of("document_id", id or ()))
-        documents = kb.documents(where, limit=limit, offset=offset)
+        seen = kb if collection is None else kb.collection(collection, create=False)
+        documents = seen.documents(where, limit=limit, offset=offset)
     if as_json:
         print_json({"documents": [{**asdict(document), "state": document.state} for document in documents]})
         return
@@ -321,6 +326,7 @@ def delete(
     ids: Annotated[
         list[str] | None, typer.Argument(help="Document ids, as `ragcache list` shows them, or files.", metavar="ID...")
     ] = None,
+    collection: Collection = None,
     source: Sources = None,
     wait: Wait = WAIT_S,
     as_json: Json = False,
@@ -331,7 +337,8 @@ def delete(
     """
     if not ids and not source:
         raise ConfigError("say which documents to delete: their ids, or --source")
-    with open_for_care(store) as kb:
+    with open_for_care(store) as opened:
+        kb = opened if collection is None else opened.collection(collection, create=False)
         named = document_ids(kb, ids or [])
         absent = [one for one in source or [] if not kb.documents(by_source([one]), limit=1)]
         deleted = kb.delete(named.values(), filter=by_source(source), timeout_s=wait)

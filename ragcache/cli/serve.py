@@ -20,6 +20,7 @@ from ragcache.cli.flags import (
     option,
 )
 from ragcache.cli.terminal import command, say
+from ragcache.engine.keys import read_key_file
 from ragcache.engine.options import AnswerDefaults
 from ragcache.errors import ConfigError
 from ragcache.server.settings import ServerSettings
@@ -38,6 +39,9 @@ class AddressOptions:
     port: Annotated[int, option("--port", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000
     api_keys_file: Annotated[
         Path | None, option("--api-keys-file", "API keys, one a line; RAGCACHE_API_KEYS holds keys themselves.")
+    ] = None
+    key_file: Annotated[
+        Path | None, option("--keys", "Key file of `ragcache keys`: who may ask and write, in which collections.")
     ] = None
 
 
@@ -85,10 +89,13 @@ def run_server(
     local = is_loopback(address.host)
     hosts = (*settings.allowed_hosts, *((LOOPBACK,) if local else ()))
     settings = replace(settings, api_keys=read_keys(address.api_keys_file, os.environ), allowed_hosts=hosts)
-    if not local and not settings.api_keys:
+    settings = replace(settings, key_file=address.key_file)
+    if address.key_file is not None:
+        read_key_file(address.key_file)  # refused before a model is loaded
+    if not local and not settings.api_keys and settings.key_file is None:
         raise ConfigError(
-            f"{address.host} is reached from outside, so API keys are needed: give --api-keys-file or {VARIABLE}, or "
-            "listen on 127.0.0.1"
+            f"{address.host} is reached from outside, so API keys are needed: give --keys, --api-keys-file or "
+            f"{VARIABLE}, or listen on 127.0.0.1"
         )
     limit_arenas()
     raise_file_limit()

@@ -41,7 +41,6 @@ ENVIRONMENT = frozenset(
         "embedder",
         "reranker",
         "engine",
-        "tenant",
         "device",
         "dtype",
         "method",

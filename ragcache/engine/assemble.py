@@ -59,8 +59,10 @@ from ragcache.retrieval.embedder_types import Embedder
 from ragcache.retrieval.reranker import Reranker, load_reranker
 from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
+from ragcache.store.collections import EVERYTHING
 from ragcache.store.documents import DocumentStore
 from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
+from ragcache.store.schema import DEFAULT
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "mini"
@@ -123,7 +125,6 @@ class OpenOptions:
     question_format: str | None
     chunker: ChunkerConfig
     ingest: IngestConfig
-    tenant: str
 
 
 @team_ends()
@@ -168,7 +169,7 @@ def assemble(
     if number:
         store.documents.bind(NEIGHBOURS, neighbours.bound())
         near = NEIGHBOURHOODS[neighbours.chosen_from](store.documents, retriever, neighbours)
-    own_blocks = used, first_ids, chosen.tenant
+    own_blocks = used, first_ids
     # Blocks after a primer serve every prefix here; a request to another engine names them by the prompt's beginning.
     dated = used.needs_prefix or (engine is not None and used.sees_prefix)
     formats = text, chosen.system, shown, dated
@@ -190,7 +191,7 @@ def assemble(
         made.engine.check(RequestOptions(choice, chosen.evict))
     else:
         raise ConfigError(f"{card.name} was given without its weights, and no engine that has them")
-    cut = Chunker(card.tokenizer, chosen.chunker)
+    cut, into = Chunker(card.tokenizer, chosen.chunker), store.documents.seen_by(EVERYTHING.only(DEFAULT))
     return Components(
         store=store,
         config=config,
@@ -200,9 +201,9 @@ def assemble(
         stored=replace(stored, recipe=used),
         evict=chosen.evict,
         **vars(made),
-        ingestor=Ingestor(store.layout, store.documents, store.kv, retriever, cut, made.block_keys, chosen.ingest),
+        ingestor=Ingestor(store.layout, into, store.kv, retriever, cut, made.block_keys, chosen.ingest),
         whole=PassthroughSplitter(card.tokenizer, card.max_positions),
-        turns=ConversationCache(store.documents, chosen.tenant),
+        turns=ConversationCache(store.documents, ""),
         system=chosen.system,
     )
 
@@ -279,17 +280,17 @@ def _here(
     store: StoreParts,
     config: StoreConfig,
     lm: LanguageModel,
-    own_blocks: tuple[Recipe, list[int], str],
+    own_blocks: tuple[Recipe, list[int]],
     formats: tuple[PromptFormat, str | None, Shown, bool],
     near: Neighbourhood | None,
     generation: Generation,
 ) -> _Made:
     """Build the parts for a model in this process.
 
-    own_blocks: how blocks are made: recipe, ids before the first passage, tenant
+    own_blocks: how blocks are made: recipe, ids before the first passage
     formats: of `Prompts`
     """
-    documents, kv, (recipe, first_ids, tenant) = store.documents, store.kv, own_blocks
+    documents, kv, (recipe, first_ids) = store.documents, store.kv, own_blocks
     kv.use_device(lm.device)
     rates = None
     if config.load != ALWAYS:  # without a choice there is nothing to measure
@@ -301,7 +302,7 @@ def _here(
     stored = None
     if kv.foreign is not None and kv.passages is not None and config.prefix_bytes and not lm.shape.states:
         stored = StoredPrefixes(tree, generation, loader, kv.foreign, kv.passages)
-    prefixes = Prefixes(lm, documents, generation, recipe, tenant, tree, first_ids, stored)
+    prefixes = Prefixes(lm, documents, generation, recipe, "", tree, first_ids, stored)
     encoder = ModelEncoder(
         lm, *own_blocks, read_prefix=prefixes.exact, on_encoded=estimate.add, neighbourhood=near, codec=kv.codec
     )
@@ -309,7 +310,7 @@ def _here(
     local_engine = LocalEngine(
         lm,
         Prompts(lm, encoder, *formats, prefixes.count),
-        KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, generation, tenant, estimate.add), loader),
+        KVLookup(lm, encoder, documents, prefixes, WholeStore(lm, kv, generation, "", estimate.add), loader),
         prefixes,
         SharedPrefixes(admission, tree),
         estimate,
@@ -324,7 +325,7 @@ def _embedded(
     store: StoreParts,
     config: StoreConfig,
     lm: EmbeddedModel,
-    own_blocks: tuple[Recipe, list[int], str],
+    own_blocks: tuple[Recipe, list[int]],
     formats: tuple[PromptFormat, str | None, Shown, bool],
     near: Neighbourhood | None,
     generation: Generation,

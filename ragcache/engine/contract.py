@@ -34,6 +34,9 @@ class Engine(Protocol):
     @property
     def prompts(self) -> Prompts: ...
 
+    def of(self, salt: str) -> Engine:
+        """Return the engine for questions whose KV has another salt."""
+
     def check(self, options: RequestOptions) -> None:
         """Raise ConfigError if a question cannot be read with these options."""
 

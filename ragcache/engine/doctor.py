@@ -189,16 +189,16 @@ def _forget_missing(store: StoreParts) -> list[str]:
     missing.
     """
     stored = set(store.kv.keys())
-    missing = [
-        chunk.id
+    missing = {
+        chunk.vector_id: chunk.id
         for document in store.documents.documents()
-        for chunk in store.documents.chunks_of(document.id)
+        for chunk in store.documents.chunks_of(document.id, document.collection)
         if chunk.handle is not None and chunk.handle not in stored and not store.kv.lookup([chunk.handle], "durable")
-    ]
+    }
     if missing:
         store.documents.set_handles(dict.fromkeys(missing))
         collect_garbage(store.documents, store.kv)
-    return missing
+    return list(missing.values())
 
 
 def _check_index(store: StoreParts, kind: str) -> str:

@@ -72,12 +72,12 @@ class KeptTurn(NamedTuple):
 class ConversationCache:
     """Passages and ids of answers, keyed by the conversation up to each answer. Holds no text. Thread-safe.
 
-    The key covers the salt (tenant), the filter that passages were found under, and the texts of the turns: a caller
+    The key covers the salt of the view, the filter that passages were found under, and the texts of the turns: a caller
     who knows these could have found the same passages. The oldest entries are dropped.
     """
 
     _documents: DocumentStore
-    _tenant: str
+    _salt: str
     _turns: OrderedDict[str, KeptTurn] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -106,7 +106,7 @@ class ConversationCache:
         """Return a key for each (role, text), for the conversation up to and including that turn."""
         keys: list[str] = []
         for role, text in turns:
-            before = keys[-1] if keys else [self._tenant, system, dict(where) if where else None]
+            before = keys[-1] if keys else [self._salt, system, dict(where) if where else None]
             keys.append(digest([before, role, text.strip()]))
         return keys
 

@@ -34,6 +34,7 @@ from ragcache.engine.assemble import (
 )
 from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.contract import EMBEDDED, EmbeddedModel
+from ragcache.engine.history import ConversationCache
 from ragcache.engine.loader import LoadCounts
 from ragcache.engine.many import answer_of, ask_many
 from ragcache.engine.options import (
@@ -79,7 +80,8 @@ from ragcache.retrieval.embedder_types import Embedder
 from ragcache.retrieval.reranker import Reranker
 from ragcache.retrieval.retriever import Hit, Retriever
 from ragcache.runtime import team_ends
-from ragcache.store.documents import DocumentStore
+from ragcache.store.collections import View
+from ragcache.store.schema import DEFAULT
 
 if TYPE_CHECKING:
     from ragcache.engine.why import Reason
@@ -120,7 +122,6 @@ class RagCache(Store):
         chunker: ChunkerConfig | None = None,
         ingest: IngestConfig | None = None,
         store: StoreConfig | None = None,
-        tenant: str = "",
         create: bool = True,
         engine: str | None = None,
         engine_key: str | None = None,
@@ -144,7 +145,6 @@ class RagCache(Store):
         dtype, device: of the models, see `load_lm`; a store keeps the dtype that it was created with
         system, question_format: see `ragcache.prompt.prompt_format`
         chunker, ingest, store: settings of those parts
-        tenant:   salt of block keys; it separates nothing else: every tenant sees, reads and deletes all documents
         create:   create the store if it does not exist
         engine:   where the model runs: "vllm://host:port" of `ragcache vllm` over this store, where no weights are
                   loaded here, `model` says where to find tokenizer and configuration, and documents are added without
@@ -166,9 +166,7 @@ class RagCache(Store):
             method, method_options = get_method(method, **method_options), {}
         evict_budget, cut = None if evict is None else SnapKV.of(evict), chunker or ChunkerConfig()
         settings, config = ingest or IngestConfig(), store or StoreConfig()
-        chosen = OpenOptions(
-            method, method_options, evict_budget, recipe, system, question_format, cut, settings, tenant
-        )
+        chosen = OpenOptions(method, method_options, evict_budget, recipe, system, question_format, cut, settings)
         opened = open_store(path, config, create=create)
         try:
             if engine is None and not isinstance(model, LanguageModel | PreTrainedModel):
@@ -186,19 +184,25 @@ class RagCache(Store):
             opened.close()
             raise
 
-    def filtered_view(self, documents: DocumentStore) -> Self:
-        """Return this knowledge base restricted to `documents`, a view that hides some of its documents.
-
-        Hidden documents cannot be found, listed, changed or deleted through the result. Everything else is shared, so
-        close this knowledge base and not the view.
-        """
-        parts, seen = self._parts, copy(self)
-        seen.store, ingestor = parts.store._replace(documents=documents), copy(parts.ingestor)
-        ingestor.documents = documents
-        turns = replace(parts.turns, _documents=documents)
-        seen._parts = replace(parts, store=seen.store, ingestor=ingestor, turns=turns)
-        seen._questions = self._questions.of(seen._parts)
-        return seen
+    def _seen(self, view: View, salt: str, secret: str) -> Self:
+        made, parts = super()._seen(view, salt, secret), self._parts
+        documents, ingestor = made.store.documents, copy(parts.ingestor)
+        engine = parts.engine.of(salt)
+        keys = engine.prompts.block_keys
+        if view.into is not None:
+            view = view.only(view.into)
+        ingestor.documents, ingestor.block_keys = documents.seen_by(view), replace(keys, salt=secret)
+        made._parts = replace(
+            parts,
+            store=made.store,
+            engine=engine,
+            block_keys=keys,
+            estimate=getattr(engine, "estimate", parts.estimate),
+            ingestor=ingestor,
+            turns=ConversationCache(documents, salt),
+        )
+        made._questions = self._questions.of(made._parts)
+        return made
 
     # Parts
 
@@ -319,8 +323,15 @@ class RagCache(Store):
     def copy(
         self, other: Store, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
-        """Store the documents of another store, which may use another model; see `Ingestor.copy`."""
-        return self._parts.ingestor.copy(other.store.documents, kv=kv, progress=progress, timeout_s=timeout_s)
+        """Store the documents of another store, which may use another model; see `Ingestor.copy`. Each goes to a
+        collection of the same name, or all of them to the one that this knowledge base shows."""
+        report, is_whole = IngestReport(), self.store.documents.view.reads is None
+        for name in other.collections():
+            public = other._collections.secret(name) == ""
+            to = self.collection(name, public=public) if is_whole and name != DEFAULT else self
+            source = other.collection(name, create=False).store.documents
+            report.extend(to._parts.ingestor.copy(source, kv=kv, progress=progress, timeout_s=timeout_s))
+        return report
 
     @team_ends()
     def precompute(

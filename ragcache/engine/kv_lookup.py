@@ -17,7 +17,7 @@ from ragcache.engine.output import OutputProcessor
 from ragcache.engine.request import Request
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
-from ragcache.ingest.encoder import ModelEncoder
+from ragcache.ingest.encoder import ModelEncoder, OnEncoded
 from ragcache.kv.buffers import SharedContext
 from ragcache.models.language_model import LanguageModel
 from ragcache.store.documents import DocumentStore
@@ -75,7 +75,7 @@ class KVLookup:
 
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
-        path, loaded, encoder = self._path(request), LoadedBlocks(), self.encoder
+        path, loaded, encoder = self._path(request), LoadedBlocks(), self._encoder_for(request)
         with self._prefix(request, path, base) as prefix:
             known, chunks = 0 if prefix.exact is None else prefix.exact.num_tokens, list[Chunk]()
             if path is not None and base is None:
@@ -83,12 +83,15 @@ class KVLookup:
                 chunks = [path.hits[piece.passage].chunk for piece in placed if piece.passage is not None]
             elif request.options.method.reuses_blocks and base is None:
                 chunks = [hit.chunk for hit in request.hits]
-                encoder = self._encoder_behind(request.options.method.prefix_ids(self.lm, request.prompt), prefix)
+                ids = request.options.method.prefix_ids(self.lm, request.prompt)
+                encoder = self._encoder_behind(encoder, ids, prefix)
             if chunks:
                 passing, ahead = encoder is not self.encoder, request.options.ahead
                 loaded = self._loader.load(encoder, self._documents, chunks, passing=passing, ahead=ahead)
             if path is not None and base is None:
-                sources = self._along(request, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT)
+                sources = self._along(
+                    encoder, request, path, loaded, known, COMPUTED if prefix.created_tokens else EXACT
+                )
             else:
                 origins = loaded.origins or [UNUSED if base is None else SHARED] * len(request.hits)
                 keys = loaded.handles or encoder.keys([hit.chunk for hit in request.hits])
@@ -149,7 +152,9 @@ class KVLookup:
         if earlier_turns is None and not goes_on:
             return None
         hits = [*(earlier_turns.history.hits if earlier_turns else ()), *request.hits]
-        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), self._prefixes.generation.seen)
+        salt = request.filter_salt if self.encoder.recipe.neighbours else ""
+        seen = self._prefixes.generation.seen
+        return Path(request.plan.parts, request.plan.layout, hits, len(request.hits), seen, salt)
 
     def _prefix(
         self, request: Request, path: Path | None, base: SharedContext | None
@@ -182,25 +187,36 @@ class KVLookup:
                 prefix = self._whole.read(prompt.ids[: prompt.context_tokens], options.whole)
                 yield prefix._replace(load_s=prefix.load_s + load_s)
 
-    def _encoder_behind(self, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
-        """Return the store's encoder, or an encoder for the prefix `ids` if blocks depend on their prefix."""
-        own = self.encoder
+    def of(self, salt: str, prefixes: Prefixes, on_encoded: OnEncoded) -> KVLookup:
+        """Return the same for another salt."""
+        encoder = replace(self.encoder, salt=salt, read_prefix=prefixes.exact, on_encoded=on_encoded)
+        return replace(self, encoder=encoder, _prefixes=prefixes, _whole=self._whole.of(salt, on_encoded))
+
+    def _encoder_for(self, request: Request) -> ModelEncoder:
+        """Return the store's encoder, or one that leaves out neighbours which the question's filter hides."""
+        near, where = self.encoder.neighbourhood, request.options.where
+        return self.encoder if near is None or not where else replace(self.encoder, neighbourhood=near.passing(where))
+
+    def _encoder_behind(self, own: ModelEncoder, ids: list[int], prefix: PrefixKV) -> ModelEncoder:
+        """Return the encoder `own`, or an encoder for the prefix `ids` if blocks depend on their prefix."""
         if not own.recipe.needs_prefix or ids == own.prefix_ids:
             return own
         return ModelEncoder(
             self.lm,
             own.recipe,
             ids,
-            own.tenant,
+            own.salt,
             read_prefix=lambda _: nullcontext(prefix.exact),
             on_encoded=own.on_encoded,
             neighbourhood=own.neighbourhood,
         )
 
-    def _along(self, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str) -> list[Source]:
+    def _along(
+        self, encoder: ModelEncoder, request: Request, path: Path, loaded: LoadedBlocks, known: int, known_as: str
+    ) -> list[Source]:
         """Return this turn's passages, those read in earlier turns included, with the origin of their KV."""
         fresh = iter(zip(loaded.handles, loaded.origins, strict=True))
-        keys = self.encoder.keys([hit.chunk for _, hit in path.passages])
+        keys = encoder.keys([hit.chunk for _, hit in path.passages])
         sources = []
         for (piece, hit), key in zip(path.passages, keys, strict=True):
             if path.layout.separate and piece.end > known:

@@ -145,7 +145,7 @@ class BlockLoader:
         Raises CancelledError and TimedOutError within `limits.limited`.
         """
         whole = encoder.with_neighbours([chunk.whole for chunk in chunks])
-        handles = [encoder.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
+        handles = [encoder.key_of(chunk) for chunk in whole]
         started = time.perf_counter()
         question = _Question(self, encoder, documents, passing, dict(zip(handles, whole, strict=True)))
         request, begun = self.kv.ask(handles), {} if ahead is None else ahead.take(handles)
@@ -465,11 +465,11 @@ class _Question:
         try:
             stored = self._kv.put(handle, block)
             if chunk.handle != handle:
-                self._documents.set_handle(chunk.id, handle)
-            elif not self._documents.chunks([chunk.id]):
+                self._documents.set_handle(chunk.vector_id, handle)
+            elif not self._documents.chunks_by_vector_ids([chunk.vector_id]):
                 self._forget(handle)
             if chunk.neighbours and self._encoder.keys([chunk]) != [handle]:
-                self._documents.set_handle(chunk.id, None)
+                self._documents.set_handle(chunk.vector_id, None)
                 self._forget(handle)
         except NoSuchDocumentError:
             self._forget(handle)

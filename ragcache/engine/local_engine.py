@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ragcache.engine.admission import Size, kv_bytes, tokens_within
@@ -32,6 +32,7 @@ from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
 
 WARM_TOKENS = 16
+MOST_SCOPES = 64
 
 
 @dataclass(eq=False, repr=False)
@@ -54,6 +55,14 @@ class LocalEngine:
     def __post_init__(self) -> None:
         self._eos = eos_token_ids(self.lm)
 
+    def of(self, salt: str) -> LocalEngine:
+        """Return the engine for another salt. Model, memory and budgets are shared, and neither finds KV of the other,
+        nor learns from its questions."""
+        prefixes, estimate = self.prefixes.of(salt), PrefillEstimate()
+        lookup = self.lookup.of(salt, prefixes, estimate.add)
+        prompts = self.prompts.of(lookup.encoder, prefixes.count)
+        return replace(self, prompts=prompts, lookup=lookup, prefixes=prefixes, estimate=estimate)
+
     def check(self, options: RequestOptions) -> None:
         self.prompts.check(options.method)
         options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
@@ -69,6 +78,9 @@ class LocalEngine:
         # The prefix tree keeps running text, passages included; a placed context of blocks stays in its buffers.
         keep = method.reuses_blocks and bool(prompt.chunk_ids)
         key = request.context_key if self.lookup.shares_context_of(method) else None
+        if key is not None:
+            own = self.lookup.encoder
+            key = (own.salt, request.filter_salt if own.recipe.neighbours else "", key)
         waiting = time.perf_counter()
         with translate_device_errors(), self.contexts.admit(key, need, limit, keep=keep) as shared:
             clock.queue_s = time.perf_counter() - waiting
@@ -111,11 +123,12 @@ class LocalEngine:
             yield Done(output.answer(request, resolved.sources, usage))
 
     def _scope_of(self, request: Request) -> Scope:
-        """Return the scope in which methods share knowledge between questions.
+        """Return the scope in which methods share knowledge between questions of one view under one filter.
 
         A request with text other than the store's own, or with a passage that was deleted meanwhile, gets a new scope.
         """
-        scope = self.generation.seen  # taken before the check: any later change begins a new scope
+        # Taken before the check: any later change begins a new scope.
+        scope = self.generation.seen.scope(self.lookup.encoder.salt, request.filter_salt)
         return scope if request.options.method.remembers and self.lookup.is_of_store(request) else Scope()
 
     def clear(self) -> None:

@@ -20,8 +20,8 @@ class Passage:
     text:   may be empty if id or handle names a stored chunk
     id:     of a stored chunk, or any name of the caller's; returned with the answer's sources
     handle: as attached by a retriever. It only helps to find the text: a KV block's key follows from model, recipe,
-            tenant and text, so a handle from elsewhere, of an altered text or of a deleted block can never supply wrong
-            KV
+            collection and text, so a handle from elsewhere, of an altered text or of a deleted block can never supply
+            wrong KV
     score:  returned with the answer's sources, as is metadata, whose "title" and "source" name the document
     """
 
@@ -67,7 +67,7 @@ def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
             raise PromptError(f"passage {rank} has no text; leave empty passages out")
         raise UnknownHandleError(
             f"passage {rank} has no text, and this store knows no chunk of {' or '.join(names)}: it was deleted, or "
-            "belongs to another store, model or salt (tenant); send the text with it"
+            "belongs to another store, model or collection; send the text with it"
         )
     ids = texts.encode([passage.text])[0]
     metadata = dict(passage.metadata)

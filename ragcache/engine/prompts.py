@@ -57,6 +57,10 @@ class Prompts:
     _known: Known = lambda _method, _ids: 0
     _read_counts: ReadCounts = field(default_factory=lambda: ReadCounts())
 
+    def of(self, block_keys: BlockKeys, known: Known | None = None) -> Prompts:
+        """Return the same for blocks of another salt, without counts of the passages that others have read."""
+        return replace(self, block_keys=block_keys, _known=known or self._known, _read_counts=ReadCounts())
+
     def check(self, method: FusionMethod) -> None:
         """Raise ConfigError if the method cannot read the blocks that this store's encoder makes."""
         added = method.additions(self.lm)

@@ -73,9 +73,10 @@ class Questions:
         self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # each warning is given once
 
     def of(self, parts: Components) -> Self:
-        """Return a copy over other parts of the same store."""
+        """Return the questions of another view of the same store."""
         questions = copy(self)
         questions._parts = parts
+        questions.finder = self.finder.of(parts.store.documents, parts.block_keys.owner)
         return questions
 
     def retrieve(
@@ -94,6 +95,7 @@ class Questions:
         if keywords.get("whole"):
             return self._ask_whole(question, keywords)
         options, ends = self._question(question, keywords)
+        options = replace(options, where=keywords.get("filter"))
         self._parts.engine.prompts.check_system(keywords.get("system"), options.method)
         hits = keywords.get("hits")
         find = partial(self._find, hits, question, k, keywords, options)
@@ -129,10 +131,13 @@ class Questions:
     def chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> Iterator[Event]:
         passages, k, context = keywords.get("passages"), keywords.get("k"), keywords.get("context", "last")
         conversation, shown, tools = self._conversation(messages, keywords)
+        where = keywords.get("filter")
         if sum((conversation.has_passages, passages is not None, k is not None)) > 1:
             raise ConfigError("passages in messages, passages= and k= exclude each other; choose one")
         check_choice("context", context, get_args(ContextMode))
-        options = replace(self._request_options(keywords, templated=True), continues=conversation.continues)
+        options = replace(
+            self._request_options(keywords, templated=True), continues=conversation.continues, where=where
+        )
         system = self._system(conversation, keywords, options)
         if tools is not None:
             options = replace(options, tools=tools, sampling=tools.sampling(options.sampling))
@@ -280,7 +285,7 @@ class Questions:
         # Passages may only be left out or reordered among those that came with the prompt, not among found ones.
         is_settled = not hits or options.order == "relevance"
         if self._reuses_text(options) and is_settled and not prompts.prompt(ends, hits, options)[1]:
-            ends, found = self.finder.cut(ends, hits, self._parts.store.documents, parts=parts)
+            ends, found = self.finder.cut(ends, hits, parts=parts)
         if len(found) == len(hits):
             self._look(written.own, options)
         return ends, found, replace(options, found=len(found) > len(hits))

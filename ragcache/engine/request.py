@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,7 @@ from ragcache.errors import ConfigError, check_choice, check_least
 from ragcache.fusion.fuse import PromptPlan
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
+from ragcache.kv.block_key import digest
 from ragcache.models.deadline import Limit
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import Thinking
@@ -39,6 +40,7 @@ class RequestOptions:
     thinking_budget: tokens after which its thoughts are ended
     dropped_turns: oldest messages of the conversation that were left out
     continues: whether the answer continues the text at the prompt's end
+    where: filter of the passages; neither neighbours nor pools of earlier prompts reach past it
     pins: ids of the prompt up to each of its cache points, with the point's time to live
     found: whether passages were found in the caller's text, so that a later prompt may continue after them
     """
@@ -58,6 +60,7 @@ class RequestOptions:
     thinking_budget: int | None = None
     dropped_turns: int = 0
     continues: bool = False
+    where: Mapping[str, Any] | None = None
     found: bool = False
     pins: Sequence[tuple[Sequence[int], float]] = ()
 
@@ -118,6 +121,11 @@ class Request:
         """
         thinking, inside = self.options.thinking, self.options.continues
         return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=inside)
+
+    @cached_property
+    def filter_salt(self) -> str:
+        """Return a digest of the question's filter, or "" without a filter."""
+        return digest(self.options.where) if self.options.where else ""
 
     @cached_property
     def context_key(self) -> Hashable | None:

@@ -32,7 +32,7 @@ class SharedRagCache(RagCache):
     key: tuple[str, dict[str, Any]]
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True):  # also if opening failed
+        if self._whole is not None or getattr(self, "_closing", None) is None or self._closed:  # or opening failed
             return
         if threading.current_thread().name.startswith(_THREADS):  # closing waits for these threads
             threading.Thread(target=self.close, name="close a store").start()
@@ -48,15 +48,20 @@ class SharedStores:
         self._stores: WeakSet[SharedRagCache] = WeakSet()
         self._models: WeakValueDictionary[tuple[str, str, str], LanguageModel] = WeakValueDictionary()
 
-    def open(self, path: RagCache | str | Path, **options: Any) -> RagCache:
+    def open(self, path: RagCache | str | Path, *, collection: str | None = None, **options: Any) -> RagCache:
         """Return the store at `path` as this process has it open, or open it; return an open store unchanged.
 
+        collection: return the store as this collection alone, which is created if it does not exist
         options: of `RagCache.open`; None is as if left out. Without model, embedder and dtype, those of the open store
                  match. If the open store has other options, the path is opened again with the same weights
 
         The store is closed when its last user is garbage-collected; `close` closes it for all users. Raises ConfigError
         for options beside an open store, and the errors of `RagCache.open`.
         """
+        kb = self._open(path, options)
+        return kb if collection is None else kb.collection(collection)
+
+    def _open(self, path: RagCache | str | Path, options: dict[str, Any]) -> RagCache:
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(path, RagCache):
             if given:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -14,15 +17,21 @@ from ragcache.engine.rates import RateFigures
 from ragcache.engine.store_config import StoreParts, open_store
 from ragcache.engine.usage_log import UsageLog
 from ragcache.errors import ConfigError, MissingBlockError, NoSuchDocumentError, PinError, StoreClosedError
+from ragcache.store.collections import OTHERS, CollectionTable, View, may, no_collection
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import Chunk, StoredDocument
 
 if TYPE_CHECKING:  # these import FAISS, which most calls do not need
     from ragcache.engine.doctor import DoctorReport
+    from ragcache.engine.keys import Key
     from ragcache.ingest.encoder import ModelEncoder
     from ragcache.retrieval.embedder_types import Vectors
     from ragcache.retrieval.retriever import Retriever
+
+
+MOST_VIEWS = 256
+"""Views that are kept with what they have learnt: the last used."""
 
 
 class Store:
@@ -32,11 +41,15 @@ class Store:
     Create it with `Store.open`. Thread-safe; several processes may open the same store.
     """
 
+    _whole: Self | None = None  # of a view: the store that it shows, which stays open as long
+
     def __init__(self, store: StoreParts, config: StoreConfig) -> None:
         self.store = store
         self.config = config
         self._usage = UsageLog(store.layout.root / "usage.json")
-        self._closed = False
+        self._closing = threading.Event()
+        self._collections = CollectionTable(store.documents.database)
+        self._views, self._seeing = OrderedDict[tuple[View, str, str], Self](), threading.Lock()
 
     @classmethod
     def open(cls, path: str | Path, *, store: StoreConfig | None = None, create: bool = False) -> Self:
@@ -49,6 +62,76 @@ class Store:
         """
         config = store or StoreConfig()
         return cls(open_store(path, config, create=create), config)
+
+    # Collections
+
+    def collections(self) -> list[str]:
+        """Return the names of the collections that this view reads, OpenAI's vector stores included."""
+        self._check_open()
+        view = self.store.documents.view
+        return [name for name in self._collections.secrets() if may(view.reads, name)]
+
+    def collection(self, name: str, *, create: bool = True, public: bool = False) -> Self:
+        """Return this store as its collection `name` alone: all that is found, listed, changed and deleted through the
+        result is in it. Close this store, and not the result.
+
+        create: create the collection if it does not exist
+        public: if it is created: share its KV with that of other public collections. Otherwise the KV that its
+                documents and questions leave is found only by who may read the collection
+
+        Raises NoSuchCollectionError, ConfigError (name), StoreReadOnlyError.
+        """
+        self._check_open()
+        view = self.store.documents.view.only(name)
+        if create and view.writes:
+            self._collections.create(name, public=public)
+        return self.seen_by(view)
+
+    def delete_collection(self, name: str, *, timeout_s: float = 30.0) -> list[str]:
+        """Delete a collection with its documents; return their ids. Raises NoSuchCollectionError, StoreBusyError."""
+        seen = self.collection(name, create=False)
+        deleted = seen.delete([document.id for document in seen.documents()], timeout_s=timeout_s)
+        self._collections.drop(name)
+        return deleted
+
+    def as_key(self, key: Key) -> Self:
+        """Return this store as an API key sees it. Collections that it may write to are created; those that it may read
+        and that do not exist are left out."""
+        view, known = key.view, self._collections
+        changed = view.writes or frozenset()
+        for name in sorted(changed - {OTHERS}) if not self.config.read_only else ():
+            known.create(name)
+        if view.reads is not None and view.reads != {OTHERS}:
+            there = known.secrets(view.reads)
+            view = replace(view, reads=frozenset(name for name in view.reads if name in there or name == OTHERS))
+        return self.seen_by(view)
+
+    def seen_by(self, view: View) -> Self:
+        """Return this store as a view shows it. Everything else is shared, so close this store and not the result.
+
+        KV of prompts and of passages that callers give is found by views of the same collections alone, also in times
+        and counts. Raises NoSuchCollectionError.
+        """
+        self._check_open()
+        table = self._collections
+        secret = "" if view.into is None else table.secret(view.into)
+        if secret is None:
+            raise no_collection(str(view.into))
+        key = (view, table.salt(view), secret)
+        with self._seeing:
+            if key not in self._views:
+                self._views[key] = self._seen(*key)
+                self._views[key]._whole = self._whole or self
+            self._views.move_to_end(key)
+            while len(self._views) > MOST_VIEWS:
+                self._views.popitem(last=False)
+            return self._views[key]
+
+    def _seen(self, view: View, salt: str, secret: str) -> Self:
+        """Return this store as a view shows it. salt: of the view's KV; secret: salt of the collection to add to"""
+        made = copy(self)
+        made.store = self.store._replace(documents=self.store.documents.seen_by(view))
+        return made
 
     # Documents
 
@@ -89,11 +172,12 @@ class Store:
         """Delete documents by id, and those that pass the filter; return the ids found.
 
         This removes their text, embeddings, index entries, and KV bytes in every tier. Raises FilterError,
-        StoreBusyError, StoreReadOnlyError.
+        StoreBusyError, StoreReadOnlyError, NotAllowedError.
         """
         from ragcache.retrieval.deletion import delete_documents
 
         self._check_open()
+        self.store.documents.check_changes()
         wanted = [ids] if isinstance(ids, str) else list(ids)
         if filter:
             wanted += [document.id for document in self.documents(filter)]
@@ -196,8 +280,12 @@ class Store:
         """
         if self._closed or not self.store.layout.home.is_here:
             return
-        self._closed = True
+        self._closing.set()
         self._let_go()
+
+    @property
+    def _closed(self) -> bool:
+        return self._closing.is_set()
 
     def _let_go(self) -> None:
         if not self.config.read_only and self.store.layout.exists():

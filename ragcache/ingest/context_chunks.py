@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Self
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.models.deadline import LIMIT
 from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
+from ragcache.store.filters import Filter
 from ragcache.store.neighbours import DOCUMENT, SIMILARITY, Near, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk, VectorBatch
 
@@ -49,6 +52,14 @@ class Neighbourhood(ABC):
         self._documents = documents
         self._retriever = retriever
         self._table = NeighbourTable(documents.database)
+        self._where: Filter | None = None
+        self._there: dict[str, DocumentStore] = {}  # by collection
+
+    def passing(self, where: Filter) -> Self:
+        """Return the same without neighbours that a question's filter hides."""
+        near = copy(self)
+        near._where = where
+        return near
 
     def of(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Return the neighbours of each chunk, nearest first; none for a passage from outside the store.
@@ -58,6 +69,11 @@ class Neighbourhood(ABC):
         ids = [chunk.vector_id for chunk in chunks if chunk.is_stored]
         recorded = self._table.of(ids)
         recorded |= self._found_now([id for id in dict.fromkeys(ids) if id not in recorded])
+        if self._where:
+            passing = self._documents.passing_among({id for found in recorded.values() for id in found}, self._where)
+            for id, found in recorded.items():
+                if not set(found) <= set(passing):  # a hidden passage must not even take another's place
+                    recorded[id] = [near.vector_id for near in self._find(id, self._where)]
         there = self._documents.chunks_by_vector_ids({id for found in recorded.values() for id in found})
         by_id = {chunk.vector_id: chunk for chunk in there}
         return [[by_id[id] for id in recorded.get(chunk.vector_id, ()) if id in by_id] for chunk in chunks]
@@ -79,7 +95,7 @@ class Neighbourhood(ABC):
         """Yield the chunks whose KV is still to be computed, in batches."""
         ids = self._table.without_kv()
         for start in range(0, len(ids), WINDOW):
-            yield self._documents.chunks(ids[start : start + WINDOW])
+            yield self._documents.chunks_by_vector_ids(ids[start : start + WINDOW])
 
     @abstractmethod
     def _outdated(self, new: VectorBatch) -> list[int]:
@@ -89,8 +105,8 @@ class Neighbourhood(ABC):
         """
 
     @abstractmethod
-    def _find(self, vector_id: int) -> list[Near]:
-        """Return the neighbours of a chunk, nearest first."""
+    def _find(self, vector_id: int, where: Filter | None = None) -> list[Near]:
+        """Return the neighbours of a chunk among those that pass a filter, nearest first."""
 
     def _newer_than(self, vector_id: int) -> VectorBatch:
         batches = list(self._documents.all_vectors(after=vector_id))
@@ -117,11 +133,13 @@ class Preceding(Neighbourhood):
         # The chunks before a stored chunk never change, so only new chunks count.
         return [int(id) for id in np.unique(self._documents.chunks_of_vectors(new.ids))]
 
-    def _find(self, vector_id: int) -> list[Near]:
+    def _find(self, vector_id: int, where: Filter | None = None) -> list[Near]:
         """Return the preceding chunks, nearest first. A document's chunks have consecutive vector ids."""
         own = next(iter(self._documents.chunks_by_vector_ids([vector_id])), None)
         before = 0 if own is None else min(self.choice.number, own.ordinal)
-        return [Near(vector_id - back) for back in range(1, before + 1)]
+        ids = range(vector_id - 1, vector_id - before - 1, -1)
+        passing = set(self._documents.passing_among(ids, where))
+        return [Near(id) for id in ids if id in passing]
 
 
 class Similar(Neighbourhood):
@@ -146,11 +164,16 @@ class Similar(Neighbourhood):
             found += batch.ids[outdated].tolist()
         return found
 
-    def _find(self, vector_id: int) -> list[Near]:
+    def _find(self, vector_id: int, where: Filter | None = None) -> list[Near]:
         own = next(self._documents.embeddings(after=vector_id - 1, batch_size=1), None)
         if own is None or own.ids[0] != vector_id:
             return []
-        result = self._retriever.nearest(self._documents, own.vectors[0], FETCH_FACTOR * (self.choice.number + 1), None)
+        name = next((chunk.collection for chunk in self._documents.chunks_by_vector_ids([vector_id])), None)
+        if name is None:
+            return []
+        # Of the same collection: a chunk's KV depends on its neighbours' texts.
+        there = self._there.setdefault(name, self._documents.seen_by(self._documents.view.only(name)))
+        result = self._retriever.nearest(there, own.vectors[0], FETCH_FACTOR * (self.choice.number + 1), where)
         scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
         chunks = self._documents.chunks_by_vector_ids([vector_id, *(id for id in scores if id != vector_id)])
         seen, found = set[tuple[int, ...]](), list[Near]()

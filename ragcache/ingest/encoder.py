@@ -32,16 +32,17 @@ OnEncoded = Callable[[int, float, int], None]  # tokens of the longest chunk, se
 
 @dataclass(eq=False, repr=False)
 class BlockKeys:
-    """The keys of a model's blocks under a given recipe, prefix and tenant.
+    """The keys of a model's blocks under a given recipe, prefix and salt.
 
     first_ids:  token ids that the store's prompts begin with
+    salt:       of the keys of passages that were not ingested; a stored chunk has the salt of its collection
     neighbourhood: finds the neighbours of each chunk; None if the recipe has no neighbours
     """
 
     card: ModelCard
     recipe: Recipe = field(default_factory=Recipe)
     first_ids: Sequence[int] = ()
-    tenant: str = ""
+    salt: str = ""
     neighbourhood: Neighbourhood | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -62,11 +63,11 @@ class BlockKeys:
         """Return the block key of the prompts' beginning, or None if it is too short to be stored as a block."""
         if len(self.first_ids) < LEAST_FIRST_TOKENS:
             return None
-        return self.card.block_key(self.first_ids, Recipe(), (), self.tenant)
+        return self.card.block_key(self.first_ids, Recipe(), (), self.salt)
 
     @property
     def owner(self) -> str:
-        """Return a key that identifies all blocks of this model, recipe, prefix and tenant together."""
+        """Return a key that identifies all blocks of this model, recipe, prefix and salt together."""
         return self.key(())
 
     @property
@@ -86,14 +87,18 @@ class BlockKeys:
         self.card.check_ids(ids, what)
         check_replay(self.card, self.recipe, self.context_ids, token_ids, what)
 
-    def key(self, token_ids: Sequence[int], neighbours: Neighbours = ()) -> str:
-        """Return the block key of a chunk."""
-        return self.card.block_key(token_ids, self.recipe, self.prefix_ids, self.tenant, neighbours)
+    def key(self, token_ids: Sequence[int], neighbours: Neighbours = (), salt: str | None = None) -> str:
+        """Return the block key of a chunk. salt: None: `self.salt`"""
+        own = self.salt if salt is None else salt
+        return self.card.block_key(token_ids, self.recipe, self.prefix_ids, own, neighbours)
+
+    def key_of(self, chunk: Chunk) -> str:
+        """Return the block key of a chunk whose neighbours were looked up."""
+        return self.key(chunk.token_ids, chunk.neighbours, chunk.salt)
 
     def keys(self, chunks: Sequence[Chunk]) -> list[str]:
         """Return the block keys of chunks, after looking up their neighbours."""
-        whole = self.with_neighbours([chunk.whole for chunk in chunks])
-        return [self.key(chunk.token_ids, chunk.neighbours) for chunk in whole]
+        return [self.key_of(chunk) for chunk in self.with_neighbours([chunk.whole for chunk in chunks])]
 
     def with_neighbours(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Return the chunks with the token ids of their neighbours, in reading order, as many as the model has room
@@ -119,7 +124,7 @@ class BlockKeys:
 
 @dataclass(eq=False, repr=False)
 class ModelEncoder(BlockKeys):
-    """Computes a language model's blocks under a given recipe, prefix and tenant.
+    """Computes a language model's blocks under a given recipe, prefix and salt.
 
     Ingestion uses the language model only through this class.
 

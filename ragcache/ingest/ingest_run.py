@@ -365,7 +365,7 @@ class IngestRun:
 
     def _encode_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Compute and commit the KV of stored chunks, which come with their neighbours."""
-        keys = [self.to.block_keys.key(chunk.token_ids, chunk.neighbours) for chunk in chunks]
+        keys = [self.to.block_keys.key_of(chunk) for chunk in chunks]
         wanted = {key: chunk.token_ids for key, chunk in zip(keys, chunks, strict=True)}
         behind = {key: chunk.neighbours for key, chunk in zip(keys, chunks, strict=True)}
         self._total["encode"] += sum(map(len, wanted.values()))
@@ -373,7 +373,7 @@ class IngestRun:
         self._uncommitted |= wanted.keys()
         for done, _ in self._work.compute([(keys, EncodeJob([], wanted, behind))]):
             with self.report.seconds.timed("commit_s"):
-                handles = {chunk.id: key for chunk, key in zip(chunks, done, strict=True)}
+                handles = {chunk.vector_id: key for chunk, key in zip(chunks, done, strict=True)}
                 self.to.documents.set_handles(handles)
 
     # Storing
@@ -437,7 +437,7 @@ class IngestRun:
     def _commit_handles(self, one: PendingDocument) -> None:
         with self.report.seconds.timed("commit_s"):
             stored = self.to.documents.chunks_of(one.document.id)  # ids may have changed: see `free_chunk_ids`
-            self.to.documents.set_handles({chunk.id: key for chunk, key in zip(stored, one.keys, strict=True)})
+            self.to.documents.set_handles({chunk.vector_id: key for chunk, key in zip(stored, one.keys, strict=True)})
         self._tell_unchanged(one.document.id)
         self._say("commit", 1, one.document.id)
 

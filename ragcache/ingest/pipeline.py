@@ -91,6 +91,7 @@ class Ingestor(StoreWriter):
         sync, raises ReaderError for a given path that does not exist or cannot be read; then nothing was changed.
         """
         check_choice("kv", kv, KV_MODES)
+        _ = self.documents.into
         if kv == "eager":
             _ = self.block_keys.encoder
         if cluster is not None and kv == "eager" and self.kv.lacks_basis:
@@ -127,6 +128,7 @@ class Ingestor(StoreWriter):
         interrupted copy, run it again. Options and errors are those of `ingest`.
         """
         check_choice("kv", kv, KV_MODES)
+        _ = self.documents.into
         if kv == "eager":
             _ = self.block_keys.encoder
         whole = PassthroughSplitter(self.block_keys.card.tokenizer, self.block_keys.card.max_positions)

@@ -106,6 +106,14 @@ class IngestReport:
     dry_run: bool = False
     seconds: IngestSeconds = field(default_factory=IngestSeconds)
 
+    def extend(self, other: IngestReport) -> None:
+        """Add the results of another ingestion to this one's."""
+        for name in ("added", "updated", "unchanged", "failed", "skipped", "moved", "removed"):
+            getattr(self, name).extend(getattr(other, name))
+        for name in ("chunks", "tokens", "computed_tokens", "reused_blocks", "kv_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.seconds.add(other.seconds)
+
     @property
     def kv_text(self) -> str:
         """Return a sentence that states kv_bytes."""

@@ -243,13 +243,13 @@ def block_key(
     recipe: Recipe,
     prefix_ids: Sequence[int],
     chunk_ids: Sequence[int],
-    tenant: str = "",
+    salt: str = "",
     neighbours: Neighbours = (),
 ) -> str:
     """Return the 64 hex digits that name a block.
 
-    prefix_ids count only if the recipe sees the prefix: an isolated block serves every prefix. tenant salts the key, so
-    that blocks of a tenant are never found by another. neighbours count by their ids and order; a recipe without
+    prefix_ids count only if the recipe sees the prefix: an isolated block serves every prefix. salt separates
+    keys: blocks under one salt are never found under another. neighbours count by their ids and order; a recipe without
     neighbours leaves them out.
     """
     behind = {"neighbours": [list(one) for one in neighbours]} if recipe.neighbours else {}
@@ -259,7 +259,7 @@ def block_key(
             "recipe": recipe.to_json(),
             "prefix": list(prefix_ids) if recipe.sees_prefix else [],
             "chunk": list(chunk_ids),
-            "tenant": tenant,
+            "tenant": salt,
             **behind,
         }
     )

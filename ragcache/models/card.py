@@ -145,10 +145,10 @@ class ModelCard:
         chunk_ids: Sequence[int],
         recipe: Recipe,
         prefix_ids: Sequence[int] = (),
-        tenant: str = "",
+        salt: str = "",
         neighbours: Neighbours = (),
     ) -> str:
-        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, tenant, neighbours)
+        return block_key(self.fingerprint, recipe, prefix_ids, chunk_ids, salt, neighbours)
 
 
 def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:

@@ -246,7 +246,6 @@ class Retriever:
     def _rank(
         self, seen: DocumentStore, question: str, vector: Vectors, search: Search, where: Filter | None, k: int
     ) -> Ranking:
-        where = seen.visible(where)
         if search == "vector":
             return self.nearest(seen, vector, k, where)
         rankings = [seen.search_text(question, FETCH_FACTOR * k, where)]

@@ -174,7 +174,7 @@ class VectorIndex:
 
     def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
         """Search among the chunks that pass a filter; see `search`. Raises FilterError."""
-        return self.search(vector, k, documents.vector_ids(where) if where else None)
+        return self.search(vector, k, None if documents.shows_all(where) else documents.vector_ids(where))
 
     def search(self, vector: Vectors, k: int, allowed: Collection[int] | None = None) -> SearchResult:
         """Return the k ids with the largest inner product with `vector` ([dimension]), or all ids if there are fewer.

@@ -9,10 +9,11 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from ragcache import RagCache, __version__
+from ragcache.engine.keys import KeyFile
 from ragcache.errors import ConfigError
 from ragcache.plugins import ROUTES, Registry
 from ragcache.server import chat, document_routes, embeddings
-from ragcache.server.auth import Guard, is_open
+from ragcache.server.auth import ApiKeys, Guard, is_open
 from ragcache.server.http_errors import STATUS_MEANINGS, add_handlers
 from ragcache.server.limits import BodyLimit
 from ragcache.server.observe import Observe
@@ -23,9 +24,8 @@ from ragcache.server.tracing import tracer
 
 ROUTERS = (chat.router, embeddings.router, document_routes.router, models_router, store_router, operation_router)
 ADDED: Registry[APIRouter] = Registry(ROUTES)
-"""Routes that installed packages add. A router may have two attributes: `error_body` writes the errors below its
-prefix, and `view` makes a view of the knowledge base that every request sees, without the documents that the package
-keeps for its own routes.
+"""Routes that installed packages add. A router may have an attribute `error_body`, which writes the errors below its
+prefix.
 """
 OPEN, PAGE = ("/healthz", "/readyz", "/openapi.json"), ("/", "/static/")
 """Paths that need no API key, and the paths of the chat page."""
@@ -39,14 +39,14 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
 
     web: serve the chat page at "/" too
 
-    Raises ConfigError when `web` is set and the chat page is not installed.
+    Raises ConfigError when `web` is set and the chat page is not installed, or for a key file that cannot be used.
     """
     settings = settings or ServerSettings()
     added = {name: router for name, router in ADDED.items() if web or name != PAGE_NAME}
     if web and PAGE_NAME not in added:
         raise ConfigError("the chat page is not installed; install ragcache-kv again, with its annex ragcache_chatbot")
     tracer()  # an exporter that is named and not installed is an error at the start
-    service = Service(kb, settings, [router.view for router in added.values() if hasattr(router, "view")])
+    service = Service(kb, settings)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -74,11 +74,12 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
     add_handlers(app)
     # Every route needs a key, however a package nests its routes.
     open_paths = (*OPEN, *(PAGE if web else ()), *(("/metrics",) if settings.open_metrics else ()))
-    app.open_paths = open_paths if settings.api_keys else None
+    keys = ApiKeys(settings.api_keys, None if settings.key_file is None else KeyFile(settings.key_file))
+    app.open_paths = open_paths if keys else None
     # The last middleware added sees a request first.
     sizes = settings.max_body_bytes, settings.max_upload_bytes
     app.add_middleware(BodyLimit, *sizes, document_routes.PATH, settings.receive_s)
-    app.add_middleware(Guard, settings.api_keys, open_paths, settings.allowed_hosts, service.quotas)
+    app.add_middleware(Guard, keys, open_paths, settings.allowed_hosts, service.quotas)
     app.add_middleware(Observe, service.metrics)
     return app
 

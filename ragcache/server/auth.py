@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,13 +12,15 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ragcache.engine.keys import ADMIN, ASK, WRITE, Key, KeyFile, digest_of, plain_key
 from ragcache.errors import ConfigError
 from ragcache.models.deadline import CALLER
 from ragcache.server.http_errors import ApiError
 from ragcache.server.quotas import REQUESTS, Quotas
 
 VARIABLE = "RAGCACHE_API_KEYS"
-ID_DIGITS = 8
+CHANGED = ("/v1/documents", "/v1/files", "/v1/vector_stores")
+"""Paths below which requests other than reads and searches change documents."""
 LOOPBACK = "loopback"
 """Stands in `allowed_hosts` for every name of the loopback interface."""
 
@@ -51,26 +52,30 @@ def _keys_in(file: Path) -> list[str]:
 
 
 class ApiKeys:
-    """Digests of the keys. A look-up takes the same time for every key, valid or not."""
+    """The keys of a plain list, which may do everything, and those of a key file. A look-up takes the same time for
+    every key, valid or not.
+    """
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    def __init__(self, keys: Iterable[str], file: KeyFile | None = None) -> None:
+        self._plain = [plain_key(key) for key in keys]
+        self._file = file
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._plain) or self._file is not None
 
-    def __contains__(self, key: bytes) -> bool:
-        return self.id_of(key) is not None
-
-    def id_of(self, key: bytes) -> str | None:
-        """Return the id of a key, which logs and metrics show; None for an unknown key."""
-        given = _digest(key)
-        matches = [hmac.compare_digest(given, known) for known in self._digests]  # all keys, for constant time
-        return given.hex()[:ID_DIGITS] if any(matches) else None
+    def find(self, secret: bytes) -> Key | None:
+        """Return the key with this secret, or None if no key has it or it has expired."""
+        given, keys = digest_of(secret), [*self._plain, *(() if self._file is None else self._file.current())]
+        found = [key for key in keys if hmac.compare_digest(given, key.digest)]  # all keys, for constant time
+        return next((key for key in found if key.is_valid), None)
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def scope_of(method: str, path: str) -> str:
+    """Return the scope that a request needs. Changes through /mcp are refused by the view of the documents."""
+    if path == "/metrics":
+        return ADMIN
+    changes = method not in ("GET", "HEAD") and path.startswith(CHANGED) and not path.endswith("/search")
+    return WRITE if changes else ASK
 
 
 def is_open(path: str, open_paths: Sequence[str]) -> bool:
@@ -90,14 +95,14 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Sequence[str],
+        keys: ApiKeys,
         open_paths: Sequence[str],
         allowed_hosts: Sequence[str],
         quotas: Quotas,
     ) -> None:
         self.app = app
         self.quotas = quotas
-        self.keys = ApiKeys(keys)
+        self.keys = keys
         self.open_paths = open_paths
         self.allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
 
@@ -119,7 +124,7 @@ class Guard:
             return ApiError(403, "pages of another origin cannot use this server", "origin_not_allowed")
         if is_open(scope["path"], self.open_paths):
             return None
-        problem = self._key_problem(headers) if self.keys else None
+        problem = self._key_problem(scope, headers) if self.keys else None
         if problem is None:
             try:
                 self.quotas.check(REQUESTS)
@@ -132,17 +137,22 @@ class Guard:
         named = self.allowed_hosts
         return not named or name in named or (LOOPBACK in named and is_loopback(name))
 
-    def _key_problem(self, headers: Headers) -> ApiError | None:
+    def _key_problem(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """Note the request's key in its state, or return the reason why it opens nothing."""
         given = headers.getlist("authorization")
         if (
             not given and "anthropic-version" in headers
         ):  # Anthropic's clients, which send the key in a header of its own
             given = [f"Bearer {key}" for key in headers.getlist("x-api-key")]
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        id = self.keys.id_of(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
-        if id is not None:
-            CALLER.set(id)
-            return None
+        scheme, _, secret = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        key = self.keys.find(secret.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+        if key is not None:
+            CALLER.set(key.id)
+            scope.setdefault("state", {})["key"] = key
+            needed = scope_of(scope["method"], scope["path"])
+            if needed in key.scopes or (needed == ASK and ADMIN in key.scopes):
+                return None
+            return ApiError(403, f"the key {key.id!r} has no scope {needed!r}; use one that has it", "not_allowed")
         message = "the API key is wrong" if given else "an API key is needed: send it as Authorization: Bearer KEY"
         return ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

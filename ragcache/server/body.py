@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -37,7 +38,7 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body = super().get_route_handler(), self.body_field
-        known = {field.alias for field in self.dependant.query_params}
+        known = _query_names(self.dependant)
         model: type[BaseModel] | None = body and body.field_info.annotation  # type: ignore[assignment]
 
         async def read(request: Request) -> Response:
@@ -51,6 +52,11 @@ class JsonRoute(APIRoute):
             return await handle(_ReadRequest(request.scope, request.receive))
 
         return read
+
+
+def _query_names(of: Dependant) -> set[str]:
+    """Return the names of the query parameters that a route or one of its dependencies takes."""
+    return {field.alias for field in of.query_params}.union(*map(_query_names, of.dependencies))
 
 
 class _ReadRequest(Request):

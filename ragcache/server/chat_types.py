@@ -134,6 +134,8 @@ def optional(*names: str) -> type[RequestModel]:
 class RetrieveFields(optional("k", *names(RetrieveOptions))):  # type: ignore[misc]
     """Which passages are found."""
 
+    collection: Name | None = Field(default=None, description="The only one seen; else all that the key reads")
+
 
 class TemplateFields(optional("chat_template_kwargs")):  # type: ignore[misc]
     """What the chat template is told; OpenAI's and vLLM's names."""

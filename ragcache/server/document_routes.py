@@ -23,7 +23,7 @@ from ragcache.server.error_object import EVENT_STREAM, EventStream, event
 from ragcache.server.http_errors import ApiError, errors, schema_of, streamed
 from ragcache.server.observe import note
 from ragcache.server.quotas import UPLOAD_TOKENS
-from ragcache.server.service import Service, ServiceParam, Work
+from ragcache.server.service import DOCUMENTS, Service, ServiceParam, Work, seen_service
 from ragcache.server.uploads import Upload
 from ragcache.server.wire import AnswerModel, JsonObject, Name, RequestModel, Text
 from ragcache.store.filters import MAX_GLOB, Filter
@@ -151,6 +151,7 @@ class AddedDocument(RequestModel):
 class AddDocuments(RequestModel):
     documents: Annotated[list[AddedDocument], Field(min_length=1, max_length=10_000)]
     split: bool = Field(True, description="false: each document is one passage, exactly as it is")
+    collection: Name | None = Field(default=None, description="Where they go; it is made if it is not there")
 
 
 class FailedInput(AnswerModel):
@@ -182,6 +183,7 @@ class UploadProgress(AnswerModel):
 class DocumentItem(AnswerModel):
     object: Literal["document"]
     id: str
+    collection: str
     title: str
     source: str
     chunks: int
@@ -219,7 +221,7 @@ class DeletedDocument(AnswerModel):
     deleted: Literal[True]
 
 
-PATH = "/v1/documents"
+PATH = DOCUMENTS
 MAX_OFFSET = 2**31 - 1
 Source = Annotated[
     str | None, Query(max_length=MAX_GLOB, description="Source; * stands for any text, ? for one character")
@@ -251,7 +253,7 @@ FORM = {
 )
 async def create_documents(request: Request, service: ServiceParam, replace: Replace = False) -> Response:
     is_form = content_type(request) == MULTIPART  # its files are read before the writer's lock is held
-    work = service.add(await _additions(service, request, replace), holds=not is_form)
+    work = service.add(await _additions(request, service, replace), holds=not is_form)
     _, first = await work.unless_gone(request, anext(work))
     if EVENT_STREAM in request.headers.get("accept", ""):
 
@@ -263,12 +265,12 @@ async def create_documents(request: Request, service: ServiceParam, replace: Rep
     return report_of(_report(last, request)).to_response()
 
 
-async def _additions(service: Service, request: Request, replace: bool) -> AsyncGenerator[Said, None]:
+async def _additions(request: Request, service: Service, replace: bool) -> AsyncGenerator[Said, None]:
     if content_type(request) == MULTIPART:
         return add_uploads(service, await _files(request, service.settings.max_upload_files), replace=replace)
     asked = await read_json(request, AddDocuments, f"{JSON} or {MULTIPART}")
     documents = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
-    return add_documents(service, documents, split=asked.split)
+    return add_documents(await seen_service(request), documents, split=asked.split)
 
 
 async def _files(request: Request, most: int) -> list[Upload]:

@@ -87,6 +87,8 @@ MEANINGS: dict[type[engine.RagCacheError], Meaning] = {
     engine.FilterError: Meaning(400, "invalid_filter", option="filter"),
     engine.UnknownHandleError: Meaning(400, "unknown_handle", option="documents"),
     engine.IngestError: Meaning(400, "invalid_document", option="documents"),
+    engine.NoSuchCollectionError: Meaning(404, "collection_not_found", option="collection"),
+    engine.NotAllowedError: Meaning(403, "not_allowed"),
     engine.NoSuchDocumentError: Meaning(404, "document_not_found", option="id"),
     engine.StoreBusyError: Meaning(409, "store_busy", headers={"Retry-After": "2"}),
     engine.StoreReadOnlyError: Meaning(403, "store_read_only"),

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
-from functools import partial, reduce
+from copy import copy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 from weakref import WeakSet
 
-from fastapi import Depends
+from fastapi import Depends, Query
 from starlette.requests import Request
 
 from ragcache import Answer, RagCache
 from ragcache.engine.info import Info
+from ragcache.engine.keys import ADMIN, FULL, Key
 from ragcache.errors import StoreError, StoreUnreachableError
 from ragcache.ingest.read_limits import TokenLimits
 from ragcache.ingest.sandbox import IsolatedReader
@@ -34,8 +37,8 @@ from ragcache.server.uploads import UploadFolder
 
 T = TypeVar("T")
 U = TypeVar("U")
-View = Callable[[RagCache], RagCache]
 THREADS = 8
+DOCUMENTS = "/v1/documents"
 # Embedding requests that run at once. They share the embedder, take no slots of questions and leave most threads free.
 EMBEDDING_SLOTS = 4
 # Uploads whose files are read at once, each by a process of its own, and none of them with the writer's lock.
@@ -43,21 +46,23 @@ READING_SLOTS = 3
 
 
 class Service:
-    """A served knowledge base.
+    """A served knowledge base, as a request sees it.
 
-    kb:          the view of the knowledge base that requests see
-    unfiltered:  the whole knowledge base, for packages that keep documents of their own in it
+    kb:         the view of the knowledge base that the request sees; all collections but vector stores, unless its key
+                or the request itself says otherwise
+    unfiltered: the whole knowledge base
+    key:        the request's key
     chat_model, embedding_model, reranking_model: names that requests use; None if there is no reranker
     plain_model: the chat model's name for requests without passages, such as those for a conversation's title
     created:  when the server started, in Unix seconds
     log:      the log of requests, if the server keeps one
     """
 
-    def __init__(self, kb: RagCache, settings: ServerSettings, views: Iterable[View] = ()) -> None:
-        self.unfiltered = kb
-        self.kb = kb = reduce(lambda seen, view: view(seen), views, kb)
+    def __init__(self, kb: RagCache, settings: ServerSettings) -> None:
+        self.unfiltered, self.key = kb, FULL
+        self.kb = kb.seen_by(FULL.view)
         self.settings = settings
-        shared = len(settings.api_keys) > 1
+        shared = len(settings.api_keys) > 1 or settings.key_file is not None
         self.slots, self.embedding_slots = (
             Slots(slots, settings.max_queue, max(1, slots - max(1, slots // 4)) if shared else None)
             for slots in (settings.slots, EMBEDDING_SLOTS)
@@ -84,7 +89,20 @@ class Service:
         self.draining = False
         self._working: set[asyncio.Task[None]] = set()
         self._additions: WeakSet[asyncio.Task[None]] = WeakSet()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: list[ThreadPoolExecutor] = []  # one, or none before the first use and after `close`
+
+    async def seen_by(self, key: Key, collection: str | None = None, *, create: bool = False) -> Service:
+        """Return the service as a key sees it, or as one of its collections alone.
+
+        create: create the collection if it does not exist and the key may write to it
+
+        Raises NoSuchCollectionError.
+        """
+        seen = copy(self)
+        seen.key = key
+        if collection is not None or key.view != FULL.view:
+            seen.kb = await self.in_thread(_seen, self.unfiltered, key, collection, create)
+        return seen
 
     async def start(self) -> None:
         """Delete files left by killed servers, and warm up the model, whose first pass takes longer."""
@@ -119,9 +137,8 @@ class Service:
 
     def close(self) -> None:
         """Shut down the threads; a later start makes new ones."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-            self._threads = None
+        while self._threads:
+            self._threads.pop().shutdown(wait=True, cancel_futures=True)
         while self._readers:
             self._readers.pop().close()
         self.uploads.close()
@@ -143,9 +160,9 @@ class Service:
 
         cancelled: set on cancellation; the function checks it
         """
-        if self._threads is None:  # the loop's own pool is small on small machines, and others use it too
-            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ragcache-server")
-        future = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        if not self._threads:  # the loop's own pool is small on small machines, and others use it too
+            self._threads.append(ThreadPoolExecutor(THREADS, thread_name_prefix="ragcache-server"))
+        future = asyncio.get_running_loop().run_in_executor(self._threads[0], function, *args)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -245,6 +262,19 @@ class Service:
             problem.detail = problem.detail.replace(place, name) if Path(place).is_absolute() else problem.detail
         return problem
 
+    async def figures_seen(self) -> Info:
+        """Return the store's figures, or for a key without the scope "admin" counts of what it sees: bytes and hits
+        would tell of others' questions.
+        """
+        info = await self.figures.get()
+        if ADMIN in self.key.scopes:
+            return info
+        documents = self.kb.store.documents
+        counts = await self.in_thread(documents.counts)
+        pending = await self.in_thread(lambda: sum(one.num_pending for one in documents.documents()))
+        nothing: dict[str, int] = {}
+        return replace(info, **counts._asdict(), pending=pending, bytes_by_tier=nothing, hits_by_tier=nothing, misses=0)
+
     def retrieves(self, model: str) -> bool:
         """Return whether to retrieve passages for a request to this model that does not say so. Raises ApiError (404)
         for an unknown model.
@@ -289,13 +319,33 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def _service(request: Request) -> Service:
-    """Return `service_of(request)`. Async, because FastAPI would run a plain function in a thread."""
-    return service_of(request)
+async def seen_service(request: Request) -> Service:
+    """Return the application's service as the request sees it: by its key, and by the collection that it names in its
+    query, its body, or its body's `ragcache`. Raises NoSuchCollectionError."""
+    key, asked = getattr(request.state, "key", FULL), getattr(request.state, "asked", None)
+    named = (getattr(body, "collection", None) for body in (asked, getattr(asked, "ragcache", None)))
+    name = request.query_params.get("collection") or next(filter(None, named), None)
+    create = request.method == "POST" and request.url.path == DOCUMENTS
+    return await service_of(request).seen_by(key, name, create=create)
+
+
+async def _service(
+    request: Request,
+    collection: Annotated[
+        str | None, Query(max_length=64, description="The only collection that is seen; else all that the key reads")
+    ] = None,
+) -> Service:
+    """Return `seen_service(request)`, which reads the parameter; here it is documented."""
+    return await seen_service(request)
 
 
 ServiceParam = Annotated[Service, Depends(_service)]
-"""Type of a route's parameter that receives the application's service."""
+"""Type of a route's parameter that receives the application's service, as the request sees it."""
+
+
+def _seen(kb: RagCache, key: Key, collection: str | None, create: bool) -> RagCache:
+    seen = kb.as_key(key)
+    return seen if collection is None else seen.collection(collection, create=create)
 
 
 def _public_name(name: str) -> str:

@@ -25,7 +25,9 @@ class ServerSettings:
     max_connections:  connections at once; None: as many as the limit of open files allows, 4096 at most
     max_address_connections: of these, connections of an address; None: half
     figures_s:        how long store figures are cached
-    api_keys:         keys that open /v1; if empty, every client that reaches the port has access
+    api_keys:         keys that open everything; without any, and without `key_file`, every client that reaches the port
+                      has access
+    key_file:         see `ragcache.engine.keys`
     allowed_hosts:    names in the Host header; empty: any
     answers:          defaults of chat requests
     record:           file to which hashes and lengths of each chat request are appended; see `RequestLog`
@@ -70,6 +72,7 @@ class ServerSettings:
     ] = None
     figures_s: float = 5.0
     api_keys: Sequence[str] = ()
+    key_file: Path | None = None
     retrieve: Annotated[
         Literal["on", "off"],
         Option("--retrieve", "off: answer without passages unless a request asks for them."),

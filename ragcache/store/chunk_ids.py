@@ -11,6 +11,7 @@ from itertools import count
 
 from sqlalchemy import (
     Connection,
+    and_,
     select,
     update,
 )
@@ -19,21 +20,22 @@ from ragcache.store.rows import parts_of
 from ragcache.store.schema import chunks, documents
 
 
-def free_chunk_ids(connection: Connection, document_id: str, wanted: Sequence[str]) -> list[str]:
+def free_chunk_ids(connection: Connection, collection: str, document_id: str, wanted: Sequence[str]) -> list[str]:
     """Return the ids `wanted` for chunks of a stored document, with a suffix on each that is taken.
 
-    An id is taken if another document or any chunk has it. A chunk of another document whose id is `document_id` is
-    renamed in the same way; its text, vector id and handle stay.
+    An id is taken if another document or any chunk of the collection has it. A chunk of another document whose id is
+    `document_id` is renamed in the same way; its text, vector id and handle stay.
     """
-    same = chunks.c.id == document_id
+    same = and_(chunks.c.collection == collection, chunks.c.id == document_id)
     owner = connection.scalar(select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
     if owner is not None:
-        connection.execute(update(chunks).where(same).values(id=_free(connection, owner, [document_id])[document_id]))
-    found = _free(connection, document_id, wanted)
+        name = _free(connection, collection, owner, [document_id])[document_id]
+        connection.execute(update(chunks).where(same).values(id=name))
+    found = _free(connection, collection, document_id, wanted)
     return [found[id] for id in wanted]
 
 
-def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> dict[str, str]:
+def _free(connection: Connection, collection: str, document_id: str, wanted: Sequence[str]) -> dict[str, str]:
     """Return the first of x, x##1, x##2, ... that is free, for each x in `wanted`."""
     found: dict[str, str] = {}
     left = {id: id for id in wanted}
@@ -41,7 +43,9 @@ def _free(connection: Connection, document_id: str, wanted: Sequence[str]) -> di
         taken: set[str] = set()
         for part in parts_of(list(left.values())):
             others = select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
-            taken.update(connection.scalars(select(chunks.c.id).where(chunks.c.id.in_(part)).union(others)))
+            others = others.where(documents.c.collection == collection)
+            named = select(chunks.c.id).where(chunks.c.collection == collection, chunks.c.id.in_(part))
+            taken.update(connection.scalars(named.union(others)))
         if number > 1:  # a free name may be the wanted id of another of these chunks
             taken.update(set(wanted) & set(left.values()))
         found |= {id: name for id, name in left.items() if name not in taken}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from sqlalchemy import (
     FromClause,
     RowMapping,
     Select,
+    and_,
     bindparam,
     delete,
     exists,
@@ -31,10 +32,12 @@ from sqlalchemy import (
 from ragcache.errors import (
     FilterError,
     NoSuchDocumentError,
+    NotAllowedError,
 )
 from ragcache.models.deadline import LIMIT
 from ragcache.store import rows, text_search
 from ragcache.store.chunk_ids import free_chunk_ids
+from ragcache.store.collections import EVERYTHING, View, may, within
 from ragcache.store.database import Database
 from ragcache.store.document_counts import advance, current
 from ragcache.store.filters import OWN_FIELDS, Filter, Own, compile_filter, field_names, fields_of
@@ -60,9 +63,17 @@ class DocumentStore:
     A change that leaves a handle without a chunk adds it to the garbage in the same transaction. The owner of the KV
     store then deletes the blocks of `collectable()` and calls `clear_garbage` with them: after a kill in between, the
     deletions are done again and none is lost.
+
+    view: the collections that are seen, changed and added to. Documents have ids of their own in each collection, so
+          that a view of several may show two with the same id
     """
 
     database: Database
+    view: View = EVERYTHING
+
+    def __post_init__(self) -> None:
+        self._hides = (-1, False)  # with the generation that it belongs to, as `_shown`
+        self._shown = (-1, set[int]())
 
     @classmethod
     def open(cls, url: str | Path, *, read_only: bool = False, busy_timeout_s: float = 30.0) -> Self:
@@ -73,6 +84,10 @@ class DocumentStore:
         Raises StoreNotFoundError, SchemaVersionError, StoreReadOnlyError, StoreBusyError, ConfigError.
         """
         return cls(Database(url, read_only=read_only, busy_timeout_s=busy_timeout_s))
+
+    def seen_by(self, view: View) -> Self:
+        """Return the same documents, as a view shows them."""
+        return replace(self, view=view)
 
     def close(self) -> None:
         self.database.close()
@@ -129,9 +144,10 @@ class DocumentStore:
 
         Raises IngestError (text), MetadataError, DuplicateDocumentError (two chunks with one id), ConfigError or
         EmbedderMismatchError (embeddings), CancelledError (within `limits.limited`), StoreBusyError, StoreFullError,
-        StoreReadOnlyError; then nothing changed.
+        StoreReadOnlyError, NotAllowedError (a view without a collection to add to); then nothing changed.
         """
         check_document(document, new_chunks)
+        _ = self.into
         with self.database.write() as connection:
             advance(connection, "generation")
             return self._replace(connection, document, new_chunks, time.time())
@@ -162,30 +178,38 @@ class DocumentStore:
         wanted = list(dict.fromkeys(ids))
         with self.database.write() as connection:
             advance(connection, "generation", 0)
-            there = (select(documents.c.id).where(documents.c.id.in_(part)) for part in _parts(wanted))
-            found = {id for query in there for id in connection.scalars(self._narrowed(query, documents))}
-            for part in _parts([id for id in wanted if id in found]):
-                discard_chunks(connection, part)
-                connection.execute(delete(documents).where(documents.c.id.in_(part)))
+            found, changed = set[str](), self.view.writes
+            for part in _parts(wanted):
+                query = select(documents.c.collection, documents.c.id).where(documents.c.id.in_(part))
+                query = query if changed is None else query.where(within(documents.c.collection, changed))
+                there = dict[str, list[str]]()
+                for collection, id in connection.execute(query):
+                    there.setdefault(collection, []).append(id)
+                    found.add(id)
+                for collection, ids in there.items():
+                    discard_chunks(connection, collection, ids)
+                    own = and_(documents.c.collection == collection, documents.c.id.in_(ids))
+                    connection.execute(delete(documents).where(own))
             if found:
                 advance(connection, "generation")
             rescue(connection)
         return [id for id in wanted if id in found]
 
-    def set_handle(self, chunk_id: str, handle: str | None) -> None:
+    def set_handle(self, vector_id: int, handle: str | None) -> None:
         """Record the handle of a chunk's KV once it is computed (kv="lazy"), or None if the KV is lost. Raises
         NoSuchDocumentError."""
-        self.set_handles({chunk_id: handle})
+        self.set_handles({vector_id: handle})
 
-    def set_handles(self, handles: Mapping[str, str | None]) -> None:
-        """Set the handles of several chunks in one transaction. Raises NoSuchDocumentError; then nothing changed."""
+    def set_handles(self, handles: Mapping[int, str | None]) -> None:
+        """Set the handles of several chunks, by vector id, in one transaction. Raises NoSuchDocumentError; then nothing
+        changed."""
         with self.database.write() as connection:
             advance(connection, "generation", 0)
-            for chunk_id, handle in handles.items():
-                to_garbage(connection, chunks.c.id == chunk_id)
-                changed = connection.execute(update(chunks).where(chunks.c.id == chunk_id).values(handle=handle))
+            for id, handle in handles.items():
+                to_garbage(connection, chunks.c.vector_id == id)
+                changed = connection.execute(update(chunks).where(chunks.c.vector_id == id).values(handle=handle))
                 if not changed.rowcount:
-                    raise NoSuchDocumentError(f"{self.database.where}: no chunk {chunk_id!r}; it may have been deleted")
+                    raise NoSuchDocumentError(f"{self.database.where}: no chunk {id!r}; it may have been deleted")
             rescue(connection)
 
     # Documents and chunks
@@ -193,14 +217,15 @@ class DocumentStore:
     def document(self, id: str) -> StoredDocument | None:
         query = self._narrowed(rows.select_documents().where(documents.c.id == id), documents)
         with self.database.read() as connection:
-            row = connection.execute(query).mappings().one_or_none()
+            row = connection.execute(query.order_by(documents.c.collection)).mappings().first()
         return None if row is None else rows.document(row)
 
     def documents(
         self, where: Filter | None = None, *, limit: int | None = None, offset: int = 0
     ) -> list[StoredDocument]:
         """Return the documents whose metadata pass the filter, ordered by id. Raises FilterError."""
-        query = self._narrowed(rows.select_documents(), documents).order_by(documents.c.id).limit(limit).offset(offset)
+        query = self._narrowed(rows.select_documents(), documents).order_by(documents.c.id)
+        query = query.order_by(documents.c.collection).limit(limit).offset(offset)
         if where:
             query = query.where(self._passing(where))
         with self.database.read() as connection:
@@ -237,10 +262,14 @@ class DocumentStore:
         handle, return any of these chunks. A handle that no chunk refers to is left out."""
         return self._chunks_by(chunks.c.handle, list(handles))
 
-    def chunks_of(self, document_id: str) -> list[Chunk]:
-        """Return a document's chunks in order; an empty list for an unknown document."""
+    def chunks_of(self, document_id: str, collection: str | None = None) -> list[Chunk]:
+        """Return a document's chunks in order; an empty list for an unknown document.
+
+        collection: of the document; None: every collection that the view reads
+        """
         query = self._narrowed(rows.select_chunks().where(chunks.c.document_id == document_id), chunks)
-        query = query.order_by(chunks.c.ordinal)
+        query = query if collection is None else query.where(chunks.c.collection == collection)
+        query = query.order_by(chunks.c.collection, chunks.c.ordinal)
         with self.database.read() as connection:
             return [rows.chunk(row) for row in connection.execute(query).mappings()]
 
@@ -251,7 +280,7 @@ class DocumentStore:
     def handles_by_vector_ids(self, ids: Sequence[int]) -> list[str]:
         """Return the handles of these chunks' blocks, in their order. Deleted chunks and chunks without a handle are
         left out."""
-        query = select(chunks.c.vector_id, chunks.c.handle).where(chunks.c.vector_id.in_(ids))
+        query = self._narrowed(select(chunks.c.vector_id, chunks.c.handle).where(chunks.c.vector_id.in_(ids)), chunks)
         with self.database.read() as connection:
             found = {row.vector_id: row.handle for row in connection.execute(query)}
         return [handle for id in ids if (handle := found.get(id)) is not None]
@@ -262,32 +291,80 @@ class DocumentStore:
         The first search of a store indexes its texts. Raises FilterError, StoreReadOnlyError if that index cannot be
         written.
         """
-        return text_search.search(self.database, question, limit, where)
+        return text_search.search(self.database, question, limit, self.passing(where))
 
-    # The documents that a view sees: here all. A subclass that hides some overrides both methods.
+    # The documents that the view shows
 
-    def visible(self, where: Filter | None) -> Filter | None:
-        """Return the filter to search with for chunks that pass `where`."""
-        return where
+    @property
+    def into(self) -> str:
+        """Return the collection that new documents are added to. Raises NotAllowedError if there is none."""
+        name = self.view.into
+        if name is not None and may(self.view.writes, name):
+            return name
+        self.check_changes()
+        raise NotAllowedError(f"name the collection to add to: {', '.join(sorted(self.view.writes or ()))}")
 
-    def _narrowed(self, query: Any, _table: Any) -> Any:
-        """Return a query over documents or chunks, restricted to the visible ones; this class hides none."""
-        return query
+    def check_changes(self) -> None:
+        """Raise NotAllowedError if the view may change no collection."""
+        if self.view.writes is not None and not self.view.writes:
+            raise NotAllowedError("this key may change no documents here; use one with the scope 'write' for them")
+
+    def passing(self, where: Filter | None) -> Select[Any] | None:
+        """Return a query for the vector ids of the chunks that the view shows and that pass the filter, or None if all
+        of the store's chunks are shown and pass. Raises FilterError."""
+        if self.shows_all(where):
+            return None
+        found: Select[Any] = self._narrowed(rows.select_vector_ids(where, self.database.dialect), chunks)
+        return found
+
+    def shows_all(self, where: Filter | None = None) -> bool:
+        """Return whether the view shows all of the store's documents, and there is no filter."""
+        reads = self.view.reads
+        if where or reads is None:
+            return not where
+        with self.database.read() as connection:
+            generation = current(connection, "generation")
+            if self._hides[0] != generation:
+                other = select(documents.c.id).where(~within(documents.c.collection, reads)).limit(1)
+                self._hides = (generation, connection.execute(other).first() is not None)
+        return not self._hides[1]
+
+    def _narrowed(self, query: Any, table: Any) -> Any:
+        """Return a query over documents or chunks, restricted to those that the view shows."""
+        return query if self.view.reads is None else query.where(within(table.c.collection, self.view.reads))
 
     # Vectors
 
     def vector_ids(self, where: Filter | None = None) -> set[int]:
         """Return the ids of the searched vectors of all chunks whose metadata, including their document's, pass the
-        filter. Raises FilterError."""
+        filter. Without a filter they are kept until a document changes, because finding them scans all chunks. Raises
+        FilterError."""
         with self.database.read() as connection:
-            return set(connection.scalars(rows.searched_ids(rows.select_vector_ids(where, self.database.dialect))))
+            generation = current(connection, "generation")
+            if not where and self._shown[0] == generation and self.view.reads is not None:
+                return self._shown[1]
+            own = self._narrowed(rows.select_vector_ids(where, self.database.dialect), chunks)
+            found = set(connection.scalars(rows.searched_ids(own)))
+        if not where:
+            self._shown = (generation, found if self.view.reads is not None else set())
+        return found
+
+    def passing_among(self, vector_ids: Collection[int], where: Filter | None) -> Collection[int]:
+        """Return those of these vector ids of chunks that pass the filter. Raises FilterError."""
+        if not where:
+            return vector_ids
+        query = self._narrowed(rows.select_vector_ids(where, self.database.dialect), chunks)
+        with self.database.read() as connection:
+            return set(connection.scalars(query.where(chunks.c.vector_id.in_(vector_ids))))
 
     def vector_ids_of(self, document_ids: Sequence[str]) -> list[int]:
-        """Return the ids of the searched vectors of these documents' chunks."""
+        """Return the ids of the searched vectors of the chunks of these documents, as far as they may be changed."""
         with self.database.read() as connection:
             found = list[int]()
             for part in _parts(document_ids):
-                own = self._narrowed(select(chunks.c.vector_id).where(chunks.c.document_id.in_(part)), chunks)
+                own = select(chunks.c.vector_id).where(chunks.c.document_id.in_(part))
+                if self.view.writes is not None:
+                    own = own.where(within(chunks.c.collection, self.view.writes))
                 found += connection.scalars(rows.searched_ids(own))
             return found
 
@@ -328,7 +405,7 @@ class DocumentStore:
     def vectors(self, chunk_ids: Iterable[str], dimension: int) -> NDArray[np.float32]:
         """Return the embeddings of `chunks(chunk_ids)`: float32 [n, dimension]."""
         wanted = list(chunk_ids)
-        query = select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding)
+        query = self._narrowed(select(chunks.c.id, chunks.c.vector_id, chunks.c.embedding), chunks)
         read = self._matching(query, chunks.c.id, wanted)
         found = dict(zip((row["id"] for row in read), rows.vector_batch(read).vectors, strict=True)) if read else {}
         present = [found[id] for id in wanted if id in found]
@@ -365,6 +442,7 @@ class DocumentStore:
         with self.database.read() as connection:
             while rest:
                 query = select(id, table.c[column]).where(id > last).order_by(id).limit(batch_size)
+                query = self._narrowed(query, table) if table is chunks else query
                 found = connection.execute(query).mappings().all()
                 rest = len(found) == batch_size
                 if found:
@@ -413,9 +491,9 @@ class DocumentStore:
 
     def counts(self) -> Counts:
         with self.database.read() as connection:
-            num_documents = connection.scalar(select(func.count()).select_from(documents))
+            num_documents = connection.scalar(self._narrowed(select(func.count()).select_from(documents), documents))
             query = select(func.count(), func.coalesce(func.sum(chunks.c.num_tokens), 0)).select_from(chunks)
-            num_chunks, num_tokens = connection.execute(query).one()
+            num_chunks, num_tokens = connection.execute(self._narrowed(query, chunks)).one()
         return Counts(int(num_documents or 0), int(num_chunks), int(num_tokens))
 
     def _passing(self, where: Filter) -> Any:
@@ -423,7 +501,11 @@ class DocumentStore:
             "source": lambda passes: passes(documents.c.source),
             "title": lambda passes: passes(documents.c.title),
             "document_id": lambda passes: passes(documents.c.id),
-            "chunk_id": lambda passes: exists().where(chunks.c.document_id == documents.c.id, passes(chunks.c.id)),
+            "chunk_id": lambda passes: exists().where(
+                chunks.c.collection == documents.c.collection,
+                chunks.c.document_id == documents.c.id,
+                passes(chunks.c.id),
+            ),
         }
         return compile_filter(where, documents.c.metadata, self.database.dialect, own)
 
@@ -434,6 +516,8 @@ class DocumentStore:
         with self.database.read() as connection:
             for part in _parts(wanted):
                 query = self._narrowed(rows.select_chunks().where(column.in_(part)), chunks)
+                if column is chunks.c.id:  # of equal ids that of the first collection is returned
+                    query = query.order_by(chunks.c.collection.desc())
                 found.update((row[column.name], rows.chunk(row)) for row in connection.execute(query).mappings())
         return [found[value] for value in wanted if value in found]
 
@@ -462,11 +546,13 @@ class DocumentStore:
     def _replace(
         self, connection: Connection, document: NewDocument, new_chunks: Sequence[NewChunk], now: float
     ) -> list[int]:
-        values = {**vars(document), "updated_at": now}
-        discard_chunks(connection, [document.id])
-        if not connection.execute(update(documents).where(documents.c.id == document.id).values(values)).rowcount:
+        into = self.into
+        values = {**vars(document), "updated_at": now, "collection": into}
+        discard_chunks(connection, into, [document.id])
+        own_row = and_(documents.c.collection == into, documents.c.id == document.id)
+        if not connection.execute(update(documents).where(own_row).values(values)).rowcount:
             connection.execute(insert(documents), {**values, "created_at": now})
-        names = free_chunk_ids(connection, document.id, [new.id for new in new_chunks])
+        names = free_chunk_ids(connection, into, document.id, [new.id for new in new_chunks])
         total = len(new_chunks) + sum(len(new.windows) for new in new_chunks)
         first = advance(connection, "vector_id", total) - total + 1
         # The chunks' ids are consecutive (see `Preceding`); the ids of their windows follow.
@@ -478,7 +564,10 @@ class DocumentStore:
             # A long document has many chunks: not all of its rows are held in memory twice.
             while some := list(islice(named, ROWS)):
                 LIMIT.get().check()
-                new_rows = [rows.chunk_values(document, new, n, id, now) | {"id": name} for n, (new, name, id) in some]
+                new_rows = [
+                    {**rows.chunk_values(document, new, n, id, now), "id": name, "collection": into}
+                    for n, (new, name, id) in some
+                ]
                 connection.execute(insert(chunks), new_rows)
             of_windows = (
                 {"vector_id": number, "chunk": id, "embedding": rows.vector_bytes(vector)}
@@ -498,26 +587,27 @@ class DocumentStore:
         chunk_ids: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
     ) -> list[int]:
-        old = connection.execute(select(documents).where(documents.c.id == id)).mappings().one_or_none()
+        of = and_(documents.c.collection == self.into, documents.c.id == id)
+        old = connection.execute(select(documents).where(of)).mappings().one_or_none()
         if old is None:
             raise NoSuchDocumentError(f"{self.database.where}: no document {id!r}; it may have been deleted")
-        at = (chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
+        at = (chunks.c.collection == self.into, chunks.c.document_id == id, chunks.c.ordinal == bindparam("at"))
         if metadata:
             changed = update(chunks).where(*at).values(metadata=bindparam("own"))
             connection.execute(changed, [{"at": ordinal, "own": one} for ordinal, one in enumerate(metadata)])
         if new["id"] == id:
-            connection.execute(update(documents).where(documents.c.id == id).values(new))
+            connection.execute(update(documents).where(of).values(new))
             return []
-        taken = documents.c.id == new["id"]
-        replaced = select(chunks.c.vector_id).where(chunks.c.document_id == new["id"])
+        taken = and_(documents.c.collection == self.into, documents.c.id == new["id"])
+        replaced = select(chunks.c.vector_id).where(chunks.c.collection == self.into, chunks.c.document_id == new["id"])
         gone = list(connection.scalars(rows.searched_ids(replaced)))
-        discard_chunks(connection, [new["id"]])
+        discard_chunks(connection, self.into, [new["id"]])
         connection.execute(delete(documents).where(taken))
         connection.execute(insert(documents), {**old, **new})
         if chunk_ids:
-            names = free_chunk_ids(connection, new["id"], chunk_ids)
+            names = free_chunk_ids(connection, self.into, new["id"], chunk_ids)
             moved = update(chunks).where(*at).values(id=bindparam("name"), document_id=new["id"])
             connection.execute(moved, [{"at": ordinal, "name": name} for ordinal, name in enumerate(names)])
-        connection.execute(delete(documents).where(documents.c.id == id))
+        connection.execute(delete(documents).where(of))
         rescue(connection)
         return gone

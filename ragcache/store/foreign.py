@@ -60,7 +60,7 @@ class Name(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A passage whose block is stored. owner: the model, recipe and tenant whose prompts are searched for the
+    """A passage whose block is stored. owner: the model, recipe and salt whose prompts are searched for the
     passage"""
 
     handle: str

@@ -102,9 +102,9 @@ class NeighbourTable:
             rescue(connection)
         return recorded
 
-    def without_kv(self) -> list[str]:
-        """Return the ids of the chunks without KV, in the order in which they were stored."""
-        query = select(chunks.c.id).where(chunks.c.handle.is_(None))
+    def without_kv(self) -> list[int]:
+        """Return the vector ids of the chunks without KV, in the order in which they were stored."""
+        query = select(chunks.c.vector_id).where(chunks.c.handle.is_(None))
         with self._db.read() as connection:
             return list(connection.scalars(query.order_by(chunks.c.vector_id)))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import (
     Connection,
+    and_,
     delete,
     exists,
     insert,
@@ -23,18 +24,19 @@ from ragcache.store.schema import (
 )
 
 
-def discard_chunks(connection: Connection, document_ids: Sequence[str]) -> None:
-    """Delete the chunks of these documents, and the KV that was computed with any of them as a neighbour."""
-    discard_read_behind(connection, document_ids)
-    to_garbage(connection, chunks.c.document_id.in_(document_ids))
-    connection.execute(delete(chunks).where(chunks.c.document_id.in_(document_ids)))
+def discard_chunks(connection: Connection, collection: str, document_ids: Sequence[str]) -> None:
+    """Delete the chunks of a collection's documents, and the KV that was computed with any of them as a neighbour."""
+    discard_read_behind(connection, collection, document_ids)
+    own = and_(chunks.c.collection == collection, chunks.c.document_id.in_(document_ids))
+    to_garbage(connection, own)
+    connection.execute(delete(chunks).where(own))
 
 
-def discard_read_behind(connection: Connection, document_ids: Sequence[str]) -> None:
+def discard_read_behind(connection: Connection, collection: str, document_ids: Sequence[str]) -> None:
     """Discard the KV of chunks that have a neighbour in these documents, since the neighbour's text can be recovered
     from it. The chunks lose their neighbours, which are found anew."""
     own, other = chunks.alias(), neighbours.alias()  # without aliases SQL would refer to the tables being changed
-    gone = select(own.c.vector_id).where(own.c.document_id.in_(document_ids))
+    gone = select(own.c.vector_id).where(own.c.collection == collection, own.c.document_id.in_(document_ids))
     readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
     to_garbage(connection, chunks.c.vector_id.in_(readers))
     connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))

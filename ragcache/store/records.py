@@ -70,6 +70,7 @@ class StoredDocument:
     num_chunks: int
     num_tokens: int
     num_pending: int
+    collection: str = ""
 
     @property
     def state(self) -> str:
@@ -85,6 +86,7 @@ class Chunk:
     metadata:  the document's metadata, overridden by the chunk's own
     vector_id: the chunk's name in the vector index, never reused; NOT_STORED for a passage that was not ingested
     source, title: the document's
+    collection: of its document; salt: secret that its KV is named by, or None for a passage that was not ingested
     neighbours: ids of the chunks that precede this chunk when its KV is computed, in reading order, if looked up
     cut_from: if token_ids are a part of the passage: all of the passage's ids, and how many of them precede the part
     """
@@ -100,6 +102,8 @@ class Chunk:
     created_at: float
     source: str
     title: str
+    collection: str = ""
+    salt: str | None = None
     neighbours: tuple[tuple[int, ...], ...] = ()
     cut_from: tuple[tuple[int, ...], int] | None = None
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import RowMapping, Select, exists, func, select
+from sqlalchemy import RowMapping, Select, and_, exists, func, select
 
 from ragcache.store.filters import Filter, Own, compile_filter
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredDocument, VectorBatch
-from ragcache.store.schema import chunks, documents, windows
+from ragcache.store.schema import chunks, collections, documents, windows
 
 # Little endian on every machine: a database may be copied to a different machine.
 _TOKEN = np.dtype("<i4")
@@ -29,16 +29,18 @@ def select_documents() -> Select[Any]:
     """Return a query for documents with sums over their chunks."""
     sums = (
         select(
+            chunks.c.collection,
             chunks.c.document_id,
             func.count().label("num_chunks"),
             func.sum(chunks.c.num_tokens).label("num_tokens"),
             (func.count() - func.count(chunks.c.handle)).label("num_pending"),
         )
-        .group_by(chunks.c.document_id)
+        .group_by(chunks.c.collection, chunks.c.document_id)
         .subquery()
     )
     totals = (func.coalesce(sums.c[name], 0).label(name) for name in ("num_chunks", "num_tokens", "num_pending"))
-    return select(documents, *totals).outerjoin(sums, sums.c.document_id == documents.c.id)
+    own = and_(sums.c.collection == documents.c.collection, sums.c.document_id == documents.c.id)
+    return select(documents, *totals).outerjoin(sums, own)
 
 
 def document(row: RowMapping) -> StoredDocument:
@@ -46,9 +48,12 @@ def document(row: RowMapping) -> StoredDocument:
 
 
 def select_chunks() -> Select[Any]:
-    """Return a query for chunks without their embeddings, with source and title of their documents."""
+    """Return a query for chunks without their embeddings, with source and title of their documents, and with the secret
+    of their collection."""
     columns = [column for column in chunks.c if column.name not in ("embedding", "num_tokens")]
-    return select(*columns, documents.c.source, documents.c.title).join_from(chunks, documents)
+    salt = func.coalesce(collections.c.secret, "").label("salt")
+    query = select(*columns, documents.c.source, documents.c.title, salt).join_from(chunks, documents)
+    return query.outerjoin(collections, collections.c.name == chunks.c.collection)
 
 
 def token_id_batch(read: Sequence[RowMapping]) -> list[tuple[int, NDArray[np.int32]]]:
@@ -61,7 +66,7 @@ def select_vector_ids(where: Filter | None, dialect: str) -> Select[Any]:
     query = select(chunks.c.vector_id)
     if not where:
         return query
-    document = documents.c.id == chunks.c.document_id
+    document = and_(documents.c.collection == chunks.c.collection, documents.c.id == chunks.c.document_id)
     own: Own = {
         "source": lambda passes: exists().where(document, passes(documents.c.source)),
         "title": lambda passes: exists().where(document, passes(documents.c.title)),

@@ -17,6 +17,8 @@ from sqlalchemy import (
     Connection,
     Double,
     ForeignKey,
+    ForeignKeyConstraint,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -33,7 +35,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from ragcache.errors import DatabaseMismatchError, SchemaVersionError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+DEFAULT = "default"
+"""The collection of documents that name none."""
 PREFIX = "ragcache_"
 
 
@@ -57,9 +61,19 @@ counters = Table(
     Column("value", BigInteger, nullable=False),
 )
 
+# A secret salts the KV of a collection's documents; "": it has no salt. `default`, which has none, needs no row.
+collections = Table(
+    PREFIX + "collections",
+    metadata_obj,
+    Column("name", _Text, primary_key=True),
+    Column("secret", _Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+
 documents = Table(
     PREFIX + "documents",
     metadata_obj,
+    Column("collection", _Text, primary_key=True),
     Column("id", _Text, primary_key=True),
     Column("source", _Text, nullable=False),
     Column("title", _Text, nullable=False),
@@ -73,8 +87,9 @@ documents = Table(
 chunks = Table(
     PREFIX + "chunks",
     metadata_obj,
+    Column("collection", _Text, primary_key=True),
     Column("id", _Text, primary_key=True),
-    Column("document_id", _Text, ForeignKey(documents.c.id, ondelete="CASCADE"), nullable=False, index=True),
+    Column("document_id", _Text, nullable=False),
     Column("ordinal", Integer, nullable=False),
     Column("text", _Text, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),  # int32, little endian
@@ -84,6 +99,8 @@ chunks = Table(
     Column("vector_id", BigInteger, nullable=False, unique=True),
     Column("handle", _Text, nullable=True, index=True),  # null: its KV is not computed yet
     Column("created_at", Double, nullable=False),
+    ForeignKeyConstraint(["collection", "document_id"], [documents.c.collection, documents.c.id], ondelete="CASCADE"),
+    Index(PREFIX + "chunks_of", "collection", "document_id"),
 )
 
 # Vectors of the windows of chunks that are longer than the embedder reads. The chunk's own embedding is their mean.
@@ -156,7 +173,7 @@ def has_store(connection: Connection, where: str) -> bool:
         return False
     query = select(properties.c.value).where(properties.c.name == "schema")
     value = connection.execute(query).scalar_one_or_none()
-    if value is None:
+    if value is None or int(json.loads(value)) < SCHEMA_VERSION:
         other = " --database NEW" if connection.dialect.name == "postgresql" else ""
         raise SchemaVersionError(
             f"{where}: this store was made before ragcache 0.1, which does not read it; ingest its documents into a "

@@ -18,10 +18,8 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, column, func, literal_column, select, table, text
 
 from ragcache.errors import StoreReadOnlyError
-from ragcache.store import rows
 from ragcache.store.database import Database
 from ragcache.store.document_counts import advance
-from ragcache.store.filters import Filter
 from ragcache.store.schema import PREFIX, chunks
 from ragcache.store.words import LETTERS, MARKS, PUNCTUATION, SPACED, cut
 
@@ -60,17 +58,19 @@ def _make_index(connection: Connection) -> None:
         connection.execute(text(statement))
 
 
-def search(database: Database, question: str, limit: int, where: Filter | None) -> list[int]:
+def search(database: Database, question: str, limit: int, passing: Select[Any] | None) -> list[int]:
     """Return the vector ids of the chunks that best match the question's words, best first.
 
-    Creates the index if it is missing. Raises FilterError, StoreReadOnlyError if the index cannot be created.
+    passing: a query for the vector ids to search among; None: all
+
+    Creates the index if it is missing. Raises StoreReadOnlyError if the index cannot be created.
     """
     words = list(dict.fromkeys(_terms(question)))[:WORDS]
     if not words:
         return []
     query, id = _postgres_query(words) if database.dialect == "postgresql" else _sqlite_query(words)
-    if where:
-        query = query.where(id.in_(rows.select_vector_ids(where, database.dialect)))
+    if passing is not None:
+        query = query.where(id.in_(passing))
     _ensure_index(database)
     with database.read() as connection:
         return [int(found) for found in connection.scalars(query.limit(limit))]

@@ -4,7 +4,7 @@
 
 at:      Unix seconds
 request: the same for blocks that were requested together, such as the blocks of a question
-handle:  names the block. It is a hash; equal passages under one model and tenant have equal handles
+handle:  names the block. It is a hash; equal passages under one model and salt have equal handles
 bytes:   size of the block in host memory
 tier:    the tier that had the block; "computed" if no tier had it and it was made
 """

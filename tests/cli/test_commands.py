@@ -470,3 +470,50 @@ def test_a_primer_that_is_no_file_is_named(store, folder):
     result = invoke("ingest", folder, "--store", store, "--primer", "no.txt")
     assert result.exit_code != 0
     assert "--primer 'no.txt' is none of 64, 128, 256 and no text file" in " ".join(result.output.split())
+
+
+# Collections and keys
+
+
+def test_collections_are_filled_listed_asked_and_deleted(model, tmp_path):
+    store, file = ("--store", tmp_path / "kb"), tmp_path / "cats.md"
+    file.write_text("The cat sat on the mat.")
+    json_of(invoke("ingest", file, "--collection", "a", *store, "--model", model, "--json"))
+    assert json_of(invoke("collections", *store, "--json")) == {"collections": {"a": 1, "default": 0}, "deleted": []}
+    [document] = json_of(invoke("list", "--collection", "a", *store, "--json"))["documents"]
+    assert document["collection"] == "a"
+    assert json_of(invoke("list", "--collection", "default", *store, "--json"))["documents"] == []
+    asked = ("ask", "Where is the cat?", *store, *MOVED, "--max-tokens", 1, "--json", "--collection")
+    assert [len(json_of(invoke(*asked, name))["hits"]) for name in ("a", "default")] == [1, 0]
+    unknown = invoke("list", "--collection", "b", *store)
+    assert unknown.exit_code != 0
+    assert "no collection 'b'" in unknown.stderr
+    assert invoke("delete", document["id"], "--collection", "default", *store).exit_code == 1
+    assert json_of(invoke("collections", "--delete", "a", *store, "--json"))["deleted"] == [document["id"]]
+    assert json_of(invoke("collections", *store, "--json"))["collections"] == {"default": 0}
+
+
+def test_a_key_is_shown_once_and_revoked(tmp_path):
+    file = ("--keys", tmp_path / "keys.toml")
+    secret = json_of(invoke("keys", "add", "alice", *file, "--read", "a", "--write", "b", "--json"))["secret"]
+    assert secret not in (tmp_path / "keys.toml").read_text()
+    told = invoke("keys", "add", "bob", *file, "--read", "*", "--scope", "admin", "--expires", "2030-01-02")
+    assert "bob: rk-" in told.stdout
+    rows = json_of(invoke("keys", "list", *file, "--json"))["keys"]
+    assert [list(row.values()) for row in rows] == [
+        ["alice", "ask write", "a b", "b", "never"],
+        ["bob", "admin", "*", "", "2030-01-02T00:00:00+00:00"],
+    ]
+    for arguments, said in (
+        (("add", "alice", "--read", "a"), "a key 'alice' already"),
+        (("add", "carol"), "which collections"),
+        (("add", "carol", "--read", "../x"), "cannot name a collection"),
+        (("add", "carol", "--read", "a", "--scope", "root"), "none of ask, write, admin"),
+        (("revoke", "carol"), "no key 'carol'"),
+        (("add",), "say which key to add"),
+    ):
+        refused = invoke("keys", *arguments, *file)
+        assert refused.exit_code != 0
+        assert said in refused.stderr
+    assert invoke("keys", "revoke", "alice", *file).exit_code == 0
+    assert [row["key"] for row in json_of(invoke("keys", "list", *file, "--json"))["keys"]] == ["bob"]

@@ -239,8 +239,8 @@ def test_an_evicted_block_is_computed_again_and_a_deleted_passage_read_from_its_
     assert hit.handle not in set(kb.store.kv.keys())
 
 
-def test_another_tenants_handle_serves_nothing(open_kb, tmp_path, kb):
-    other = open_kb(tmp_path / "other", tenant="b")
+def test_another_collections_handle_serves_nothing(kb):
+    other = kb.collection("b")
     chunk = kb.chunks(["dogs#0"])[0]
     with pytest.raises(rc.UnknownHandleError):
         other.ask("Where?", hits=[rc.Passage(handle=chunk.handle)])
@@ -266,9 +266,10 @@ def test_whole_documents_keep_text_and_id(kb):
     vectors = kb.vectors(["cats#0", "mine"])
     assert (vectors == kb.embedder.embed([CATS, text])).all()
     assert kb.vectors(["nothing"]).shape == (0, kb.embedder.dimension)
+    [mine] = kb.chunks_of("mine")
     assert kb.delete("mine") == ["mine"]
     with pytest.raises(NoSuchDocumentError):
-        kb.store.documents.set_handle("mine", None)
+        kb.store.documents.set_handle(mine.vector_id, None)
 
 
 def test_a_call_may_have_a_system_prompt_of_its_own(open_kb, oracle, tmp_path):

@@ -113,3 +113,22 @@ def test_a_passage_that_is_too_long_is_reported(open_kb, folder, tmp_path):
     report = copy.copy(first)
     assert {failure.source for failure in report.failed} == {str(folder / name) for name in TEXTS}
     assert report.added == ["own"]
+
+
+def test_a_copy_keeps_collections_apart(open_kb, other, tmp_path):
+    first = open_kb()
+    for name, text in (("a", "Osby has a mill."), ("default", "Tolvik has a river.")):
+        first.collection(name).ingest(rc.Document("one", text))
+    first.collection("open", public=True).ingest(rc.Document("one", "Mora has a lake."))
+    second = open_kb(tmp_path / "second", model=other)
+    report = second.copy(first)
+    assert (report.added, report.failed, report.chunks) == (["one"] * 3, [], 3)
+    there = [(one.collection, one.id) for one in second.documents()]
+    assert there == [("a", "one"), ("default", "one"), ("open", "one")]
+    secrets = [kb._collections.secrets() for kb in (first, second)]
+    assert [secrets[1][name] == "" for name in ("a", "default", "open")] == [False, True, True]
+    assert secrets[0]["a"] != secrets[1]["a"]
+    assert second.copy(first).unchanged == ["one"] * 3
+    flat = open_kb(tmp_path / "flat", model=other).collection("all")
+    flat.copy(first.collection("a"))
+    assert [(one.collection, one.id) for one in flat.documents()] == [("all", "one")]

@@ -19,6 +19,7 @@ from tiny_model import save_tiny_llama
 from waiting import at_once, in_own_loop
 
 import ragcache as rc
+from ragcache.engine.keys import FULL
 from ragcache.errors import ConfigError, ModelMismatchError, StoreClosedError
 from ragcache.retrieval.priority_lock import QUESTION as QUESTIONS_RANK
 from ragcache.retrieval.priority_lock import PriorityLock
@@ -53,7 +54,7 @@ def test_a_path_is_opened_once(shared, tmp_path, directory, embedder, monkeypatc
 
 
 def test_other_options_open_another_one_over_the_same_weights(shared, tmp_path, embedder):
-    with rc.open_shared(tmp_path / "kb", tenant="b", embedder=embedder) as salted:
+    with rc.open_shared(tmp_path / "kb", system="b", embedder=embedder) as salted:
         assert salted is not shared
         assert salted.lm is shared.lm
         assert rc.open_shared(tmp_path / "kb") is shared
@@ -107,8 +108,8 @@ def test_threads_that_open_at_once_get_one(tmp_path, directory, embedder):
 
 
 def test_bad_input(shared, tmp_path, directory, embedder, tmp_path_factory):
-    with pytest.raises(ConfigError, match="tenant: given with a store that is open"):
-        rc.open_shared(shared, tenant="a")
+    with pytest.raises(ConfigError, match="system: given with a store that is open"):
+        rc.open_shared(shared, system="a")
     with pytest.raises(ConfigError, match="path of a store"):
         rc.open_shared(7)
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), seed=1)
@@ -192,13 +193,15 @@ CALLS = {
     **each("forget aforget", "new"),
     **each("delete adelete pin unpin document chunks_of", "cats"),
     **each("chunks vectors", ["cats"]),
-    **each("documents info doctor warm_up pass_stats"),
+    **each("documents info doctor warm_up pass_stats collections"),
+    **each("collection delete_collection", "cats"),
+    "as_key": lambda kb: (FULL,),
     "copy": lambda kb: (kb,),
 }
 # These wait for nothing.
 OTHERS = {
     "open", "close", "rates", "count_tokens", "estimate_kv", "load_counts", "prefix_stats", "full_prefill_estimate_s",
-    "filtered_view",
+    "seen_by",
 }  # fmt: skip
 
 

@@ -118,31 +118,11 @@ def test_the_store_knows_its_model(kb, open_kb, model_directory):
     assert again.lm.name == str(model_directory)
 
 
-@pytest.mark.parametrize("change", [{"recipe": "prefix"}, {"tenant": "acme"}])
-def test_blocks_of_another_recipe_or_tenant_are_never_served(kb, open_kb, change):
+def test_blocks_of_another_recipe_are_never_served(kb, open_kb):
     before = {hit.handle for hit in ask(kb).hits}
-    first = ask(open_kb(**change))
+    first = ask(open_kb(recipe="prefix"))
     assert {hit.kv for hit in first.hits} == {"computed"}
     assert not before & {hit.handle for hit in first.hits}
-
-
-def test_a_tenant_is_a_salt_of_keys_and_separates_no_documents(kb, open_kb):
-    """Until stores separate tenants, whatever names the option says that it does not."""
-    other = open_kb(tenant="acme")
-    assert [document.id for document in other.documents()] == sorted(TEXTS)
-    assert {hit.chunk.text for hit in other.retrieve(QUESTION, 4)} == {hit.chunk.text for hit in ask(kb).hits}
-    assert other.delete(["cats"]) == ["cats"]
-    assert kb.document("cats") is None
-    root = Path(__file__).parents[2]
-    said = {
-        root / "ragcache/engine/kb.py": "separates nothing else: every tenant sees, reads and deletes all documents",
-        root / "ragcache/cli/flags.py": "Separates nothing else: every tenant sees and deletes all documents",
-        root / "docs/cli.md": "It separates no tenants: the documents of a store are seen, read and deleted",
-        root / "docs/langchain.md": "`tenant=` and `RAGCACHE_TENANT` separate no tenants",
-        root / "docs/llama-index.md": "`tenant=` separates none of that",
-    }
-    for file, words in said.items():
-        assert words in " ".join(file.read_text(encoding="utf-8").split()), file
 
 
 def test_a_changed_prefix_changes_prefix_blocks_and_leaves_isolated_ones(kb, open_kb, tmp_path):

@@ -146,13 +146,14 @@ def test_a_store_that_does_not_fit_is_refused_by_name(kb):
     assert not whole_handles(kb)
 
 
-def test_tenants_and_system_prompts_have_their_own(open_kb, oracle):
+def test_collections_and_system_prompts_have_their_own(open_kb, oracle):
     kb = open_kb(store=ALONE)
     kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     ask(kb)
-    kb.close()
-    other = open_kb(tenant="b", store=ALONE)
+    other = kb.collection("b")
+    other.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     assert ask(other).usage.created_tokens > 0
-    assert len(whole_handles(other)) == 2
-    other.close()
+    assert len(whole_handles(other)) == 1  # the first is gone with the change of the documents
+    assert ask(other).usage.created_tokens == 0
+    kb.close()
     assert ask(open_kb(system="Be brief.", store=ALONE)).usage.created_tokens > 0

@@ -253,7 +253,7 @@ def test_a_filter_that_nothing_passes_for_a_misspelt_field_says_so(retriever, do
 
 def test_the_nearest_are_foreseen_before_their_texts_are_read(retriever, documents, monkeypatch):
     put(documents, "pending", ["Osby has nothing at all."])
-    pending = documents.chunks_of("pending")[0].id
+    pending = documents.chunks_of("pending")[0].vector_id
     documents.set_handles({pending: None})
     told, read = [], documents.chunks_by_vector_ids
     monkeypatch.setattr(documents, "chunks_by_vector_ids", lambda ids: [told.append("texts"), *read(ids)][1:])
@@ -270,7 +270,7 @@ def test_the_nearest_are_foreseen_before_their_texts_are_read(retriever, documen
 
 def test_handles_are_found_by_vector_ids_in_their_order(documents):
     ids = [documents.chunks_of(f"d{n}")[0].vector_id for n in (3, 0, 2)]
-    documents.set_handles({"d3#0": "a" * 64, "d0#0": "b" * 64, "d2#0": None})
+    documents.set_handles(dict(zip(ids, ("a" * 64, "b" * 64, None), strict=True)))
     assert documents.handles_by_vector_ids([*ids, 10**6]) == ["a" * 64, "b" * 64]
     assert documents.handles_by_vector_ids([]) == []
 

@@ -96,7 +96,7 @@ def test_its_options_are_those_of_the_call(kb, store, address, opened):
     ("arguments", "key", "reason"),
     [
         (("--model", "another"), SECRET, r"has its own model; opening the store"),
-        (("--memory", "1GiB", "--tenant", "x"), SECRET, r"has its own memory_bytes, tenant; opening"),
+        (("--memory", "1GiB", "--system", "x"), SECRET, r"has its own memory_bytes, system; opening"),
         ((), "wrong", r"refused \(401: the API key is wrong\); opening the store"),
         ((), None, r"refused \(401: an API key is needed.*\); opening the store"),
         (("--mmr-lambda", 7), SECRET, r"refused \(400: .*\); opening the store"),

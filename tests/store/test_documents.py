@@ -18,11 +18,13 @@ from ragcache.errors import (
     IngestError,
     MetadataError,
     ModelMismatchError,
+    NoSuchCollectionError,
     NoSuchDocumentError,
     RagCacheError,
     StoreMismatchError,
     StoreReadOnlyError,
 )
+from ragcache.store.collections import OTHERS, CollectionTable, View
 from ragcache.store.documents import DocumentStore
 from ragcache.store.neighbours import KnownNeighbours, Near, NeighbourTable
 from ragcache.store.records import Counts, NewChunk, NewDocument, StoredVersion
@@ -146,25 +148,29 @@ def test_vectors_are_those_of_one_moment(store, url):
     assert [id for batch in store.all_vectors() for id in batch.ids] == [4]
 
 
+def vector_id(store, chunk_id):
+    return store.chunks([chunk_id])[0].vector_id
+
+
 def test_handles_set_later(store):
     put(store, "a", None, None, "h")
     generation = store.generation()
-    store.set_handles({"a.0": "x", "a.1": "y"})
+    store.set_handles({vector_id(store, "a.0"): "x", vector_id(store, "a.1"): "y"})
     assert store.handles() == {"x", "y", "h"}
     assert store.document("a").state == "ready"  # type: ignore[union-attr]
-    store.set_handle("a.0", "z")
+    store.set_handle(vector_id(store, "a.0"), "z")
     assert (store.garbage(), store.chunks(["a.0"])[0].handle) == ({"x"}, "z")
-    store.set_handle("a.1", "x")
+    store.set_handle(vector_id(store, "a.1"), "x")
     assert store.garbage() == {"y"}
-    store.set_handle("a.1", None)
+    store.set_handle(vector_id(store, "a.1"), None)
     assert store.garbage() == {"x", "y"}
     assert store.generation() == generation, "the index does not depend on handles"
 
 
 def test_setting_the_handle_of_an_unknown_chunk_changes_nothing(store):
     put(store, "a", None)
-    with pytest.raises(NoSuchDocumentError, match="no chunk 'gone'"):
-        store.set_handles({"a.0": "x", "gone": "y"})
+    with pytest.raises(NoSuchDocumentError, match="no chunk 99"):
+        store.set_handles({vector_id(store, "a.0"): "x", 99: "y"})
     assert store.handles() == set()
 
 
@@ -372,7 +378,7 @@ def test_a_read_only_store_reads(url):
         for change in (
             lambda: put(reader, "b"),
             lambda: reader.delete_documents(["a"]),
-            lambda: reader.set_handle("a.0", None),
+            lambda: reader.set_handle(vector_id(reader, "a.0"), None),
             lambda: reader.clear_garbage(["h"]),
         ):
             with pytest.raises(StoreReadOnlyError, match="read-only"):
@@ -427,7 +433,7 @@ def test_other_neighbours_make_the_kv_garbage_and_the_same_ones_do_not(store, ta
     table.record({a: [Near(b, 0.9), Near(c, 0.4)]})
     assert (handle_of(store, "a"), store.garbage()) == (None, {"ha"})
     store.clear_garbage(["ha"])
-    store.set_handle("a.0", "h2")
+    store.set_handle(vector_id(store, "a.0"), "h2")
     assert table.record({a: [Near(b, 0.9), Near(c, 0.4)]}) == {a}
     assert (handle_of(store, "a"), store.garbage()) == ("h2", set())
     table.record({a: [Near(c, 0.4), Near(b, 0.4)]})
@@ -440,7 +446,7 @@ def test_a_chunk_that_goes_takes_the_kv_that_was_read_behind_it(store, table, ho
     a, b, c, d = (put_one(store, name) for name in "abcd")
     for id, near in ((a, [b, c]), (b, [a]), (c, [d]), (d, [c, b])):
         table.record({id: [Near(one, 0.5) for one in near]})
-    store.set_handles({f"{name}.0": f"h{name}" for name in "abcd"})
+    store.set_handles(dict(zip((a, b, c, d), ("ha", "hb", "hc", "hd"), strict=True)))
     if how == "delete":
         store.delete_documents(["b"])
     elif how == "replace":
@@ -475,7 +481,7 @@ def test_chunks_get_new_metadata_and_keep_all_else(store, new_id):
 def test_neighbours_follow_a_document_that_is_moved(store, table):
     a, b = put_one(store, "a"), put_one(store, "b")
     table.record({a: [Near(b, 0.5)], b: [Near(a, 0.5)]})
-    store.set_handles({"a.0": "ha", "b.0": "hb"})
+    store.set_handles({a: "ha", b: "hb"})
     store.move_document("a", "z", StoredVersion("", "", ""), ["z.0"])
     assert table.of([a, b]) == {a: [b], b: [a]}
     assert (handle_of(store, "z"), store.garbage()) == ("ha", set())
@@ -492,7 +498,7 @@ def test_chunks_without_kv_come_in_the_order_of_storing(store, table):
     put(store, "d", None)
     put(store, "b", "hb")
     put(store, "a", None)
-    assert table.without_kv() == ["d.0", "a.0"]
+    assert table.without_kv() == [vector_id(store, "d.0"), vector_id(store, "a.0")]
 
 
 def test_the_last_id_compared_is_kept(store, table):
@@ -507,3 +513,69 @@ def test_nothing_is_recorded_where_nothing_may_be_written(store, url):
     a = put_one(store, "a")
     with DocumentStore.open(url, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
         NeighbourTable(reader.database).record({a: []})
+
+
+def test_a_view_shows_and_changes_its_collections_alone(url):
+    with DocumentStore.open(url) as documents:
+        everyone, table = View.of([OTHERS], [OTHERS]), CollectionTable(documents.database)
+        for name in ("a", "b", "vs_1"):
+            table.create(name)
+        for name in ("default", "a", "b", "vs_1"):
+            chunk = NewChunk("one#0", f"text of {name}", [1], np.ones(2, np.float32), handle="same")
+            documents.seen_by(View().only(name)).replace_document(
+                NewDocument("one", f"of {name}", "hash", {"of": name}), [chunk]
+            )
+        for view, seen in (
+            (View().only("a"), ["a"]),
+            (View().only("vs_1"), ["vs_1"]),
+            (everyone, ["a", "b", "default"]),
+        ):
+            store = documents.seen_by(view)
+            assert [one.collection for one in store.documents()] == seen
+            assert (store.count(), store.counts().documents, len(store.versions())) == (len(seen), len(seen), 1)
+            assert {one.collection for one in store.chunks_of("one")} == set(seen)
+            assert store.document("one").collection == store.chunks(["one#0"])[0].collection == seen[0]
+            assert {one.collection for one in store.chunks_by_handle(["same"])} <= set(seen)
+            found = store.chunks_by_vector_ids(documents.vector_ids())
+            assert sorted(one.collection for one in found) == seen
+            assert {one.salt for one in found} == {table.secret(name) for name in seen}
+            assert store.vector_ids() == {one.vector_id for one in found}
+            assert store.vector_ids() is store.vector_ids(), "found once"
+            assert [id for batch in store.token_ids() for id, _ in batch] == sorted(store.vector_ids())
+            assert store.search_text("text", 9) == sorted(store.vector_ids()) or len(seen) > 1
+            assert set(store.search_text("text", 9)) == store.vector_ids()
+            assert len(store.handles_by_vector_ids(sorted(documents.vector_ids()))) == len(seen)
+            assert store.unknown_fields({"of": "a"})[0] == []
+            assert not store.shows_all()
+        a = documents.seen_by(View().only("a"))
+        before = a.vector_ids()
+        a.replace_document(NewDocument("two", "", "hash"), [NewChunk("two#0", "t", [1], np.ones(2, np.float32))])
+        assert a.vector_ids() > before
+        a.move_document("two", "three", StoredVersion("hash", "", ""), ["three#0"])
+        assert [one.id for one in a.documents()] == ["one", "three"]
+        assert documents.seen_by(View(frozenset("ab"), frozenset("b"), "b")).delete_documents(["one", "three"]) == [
+            "one"
+        ]
+        assert [one.collection for one in documents.documents()] == ["a", "default", "vs_1", "a"]
+        assert documents.shows_all()
+        assert documents.shows_all({"of": "a"}) is False
+
+
+def test_secrets_differ_and_the_salt_is_of_all_of_them(url):
+    with DocumentStore.open(url) as documents:
+        table = CollectionTable(documents.database)
+        for name in ("a", "b"):
+            table.create(name)
+        table.create("open", public=True)
+        assert (table.secret("default"), table.secret("open"), table.secret("none")) == ("", "", None)
+        assert len({table.secret("a"), table.secret("b"), ""}) == 3
+        salts = [table.salt(View.of(names, [])) for names in ("a", "b", "ab", ["default"], ["default", "a"], [OTHERS])]
+        assert len(set(salts)) == 6
+        assert table.salt(View.of("ba", [])) == salts[2]
+        assert (salts[0], salts[5], table.salt(View())) == (table.secret("a"), "", "")
+        first = table.secret("a")
+        table.create("a")
+        assert table.secret("a") == first
+        table.drop("a")
+        with pytest.raises(NoSuchCollectionError, match="no collection 'a'"):
+            table.salt(View.of("a", []))

@@ -31,7 +31,7 @@ def made_from(store: StoreParts, *, questions: int, passages: int, lm: ModelCard
     See `completion_cases`. Raises ConfigError for a store without chunks and passages.
     """
     documents = store.documents
-    chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id)]
+    chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id, one.collection)]
     texts = [chunk.text for chunk in chunks] or foreign_texts(store, lm)
     behind = neighbour_texts(store, chunks) if chunks else None
     return completion_cases(texts, questions=questions, passages=passages, seed=seed, behind=behind)

@@ -80,13 +80,20 @@ def test_a_passage_that_goes_while_it_is_read_leaves_nothing(learning, monkeypat
     assert pool.num_bytes == 0
 
 
-def test_one_method_object_of_two_tenants(learning, open_kb):
-    """Law 8."""
-    method = learning._parts.choice.method
-    theirs = open_kb(method=method, tenant="acme")
+def test_what_is_learnt_stays_within_a_collection_and_a_filter(learning):
+    """Law 8. Pools of earlier prompts serve neither another view nor a question under another filter."""
+    theirs = learning.collection("theirs")
+    theirs.ingest(
+        rc.Document(one.id, "".join(chunk.text for chunk in learning.chunks_of(one.id))) for one in learning.documents()
+    )
+    ask(learning)
     assert passages_ran(ask(theirs))
     assert not passages_ran(ask(theirs))
+    ask(learning)
     assert not passages_ran(ask(learning))
+    hidden = {"document_id": {"$ne": "nothing"}}
+    assert passages_ran(ask(learning, filter=hidden))
+    assert not passages_ran(ask(learning, filter=hidden))
 
 
 def test_what_somebody_said_is_not_learnt_from(learning):

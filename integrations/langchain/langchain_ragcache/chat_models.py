@@ -59,6 +59,7 @@ class ChatRagCache(BaseChatModel):
                  are in the response metadata, in the form of OpenAI's chat model
     method, method_options, evict, on_overflow, order, hint, reasoning_effort, enable_thinking, thinking_budget,
     chat_template_kwargs: see `rc.GenerationOptions`
+    collection:  answer from this collection of the store alone; None: from all that kb shows
     context:     "last", or "keep": every turn keeps the passages of its message
     drop_turns:  leave out the oldest messages if they do not fit the model; False: raise ContextTooLongError
     timeout:     seconds that an answer may take, waiting included: `timeout_s` of `rc.GenerationOptions`
@@ -71,6 +72,7 @@ class ChatRagCache(BaseChatModel):
 
     kb: rc.RagCache = Field(exclude=True, repr=False)
     model: str = ""
+    collection: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -107,8 +109,8 @@ class ChatRagCache(BaseChatModel):
         """Open a path with the named model, and drop the parameters for a service."""
         given = {ALSO.get(name, name): value for name, value in values.items() if name not in OF_SERVICES}
         if isinstance(given.get("kb"), rc.RagCache):
-            return given
-        kb = open_kb(given.get("kb"), model=given.get("model") or None)
+            return {**given, "kb": open_kb(given["kb"], collection=given.get("collection"))}
+        kb = open_kb(given.get("kb"), model=given.get("model") or None, collection=given.get("collection"))
         return {**given, "kb": kb, "model": kb.lm.name}
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ STORE = "RAGCACHE_STORE"
 # Options of `rc.RagCache.open` that the environment may set, by the variables that the `ragcache` command uses.
 FROM_ENVIRONMENT = {
     name: f"RAGCACHE_{name.upper()}"
-    for name in ("model", "method", "embedder", "reranker", "dtype", "device", "system", "tenant")
+    for name in ("model", "method", "embedder", "reranker", "dtype", "device", "system")
 }
 
 
@@ -22,9 +22,9 @@ def open_kb(kb: rc.RagCache | str | Path | None = None, **options: Any) -> rc.Ra
     """Return an open store. A path is opened once for all components that name it (`rc.open_shared`); None opens the
     store named by RAGCACHE_STORE.
 
-    options: of `rc.RagCache.open`; those not given are taken from RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER,
-             RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE, RAGCACHE_SYSTEM and RAGCACHE_TENANT (a salt of block
-             keys, which separates no documents)
+    options: of `rc.open_shared`, such as `collection`, and of `rc.RagCache.open`; those not given are taken from
+             RAGCACHE_MODEL, RAGCACHE_METHOD, RAGCACHE_EMBEDDER, RAGCACHE_RERANKER, RAGCACHE_DTYPE, RAGCACHE_DEVICE and
+             RAGCACHE_SYSTEM
 
     Raises ConfigError (no path anywhere, or options for a store that is open), EmbedderError (a store filled with
     LangChain's embeddings, opened without them) and the errors of `rc.RagCache.open`.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever, LangSmithRetrieverParams
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 import ragcache as rc
 from langchain_ragcache.documents import to_document
@@ -24,6 +24,7 @@ class RagCacheRetriever(BaseRetriever):
 
     kb:     an open `rc.RagCache`, or the path of a store, which is opened; if left out, the store named by
             RAGCACHE_STORE
+    collection: search only this collection of the store; None: all that kb shows
     k:      number of passages
     search: "vector", "text" (BM25) or "hybrid" (both rankings fused)
     filter: on metadata, see docs/langchain.md
@@ -38,6 +39,7 @@ class RagCacheRetriever(BaseRetriever):
     kb: Annotated[rc.RagCache, BeforeValidator(open_kb)] = Field(
         default=None, validate_default=True, exclude=True, repr=False
     )
+    collection: str | None = None
     k: int = Field(default=5, ge=1)
     search: Literal["vector", "text", "hybrid"] = "vector"
     filter: Mapping[str, Any] | None = None
@@ -47,6 +49,11 @@ class RagCacheRetriever(BaseRetriever):
     rerank: bool | None = None
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    @model_validator(mode="after")
+    def _narrow(self) -> Self:
+        self.kb = open_kb(self.kb, collection=self.collection)
+        return self
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any

@@ -48,8 +48,8 @@ class RagCacheVectorStore(VectorStore):
         embedding: Embeddings | rc.Embedder | None = None,
         **options: Any,
     ) -> None:
-        """Open the store. Raises ConfigError if the store is open with another embedding, and the errors of
-        `rc.RagCache.open`.
+        """Open the store, or one collection of it (`collection=`). Raises ConfigError if the store is open with another
+        embedding, and the errors of `rc.RagCache.open`.
         """
         embedder = None if embedding is None else _embedder(embedding)
         if isinstance(kb, rc.RagCache) and embedder is kb.embedder:

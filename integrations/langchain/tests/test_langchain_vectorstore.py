@@ -12,7 +12,14 @@ from langchain_doubles import BlockedEmbedder, WatchedEmbedder
 from langchain_registry import QUESTION, REGISTRY, registry_documents
 
 import ragcache as rc
-from langchain_ragcache import HANDLE_KEY, LangChainEmbedder, RagCacheEmbeddings, RagCacheVectorStore
+from langchain_ragcache import (
+    HANDLE_KEY,
+    ChatRagCache,
+    LangChainEmbedder,
+    RagCacheEmbeddings,
+    RagCacheRetriever,
+    RagCacheVectorStore,
+)
 from ragcache.errors import (
     ConfigError,
     ContextTooLongError,
@@ -381,3 +388,21 @@ def test_two_writers(tmp_path, mini):
             writing.join()
         second.add_documents([Document(id="mine", page_content="mine")])
         assert {document.id for document in first.similarity_search("mine", 10)} == {*REGISTRY, "mine"}
+
+
+# Collections
+
+
+def test_components_of_a_collection_see_it_alone(store):
+    store.add_documents(registry_documents()[:1])
+    a = RagCacheVectorStore(store.kb, collection="a")
+    [document] = registry_documents()[1:2]
+    a.add_documents([document])
+    assert [one.id for one in a.similarity_search(QUESTION, k=9)] == [document.id]
+    assert a.get_by_ids([registry_documents()[0].id]) == []
+    a.delete([registry_documents()[0].id])
+    assert len(store.kb.documents()) == 2
+    retriever = RagCacheRetriever(kb=store.kb, collection="a", k=9)
+    assert [one.id for one in retriever.invoke(QUESTION)] == [document.id]
+    assert ChatRagCache(kb=store.kb, collection="a").kb is a.kb
+    assert len(RagCacheRetriever(kb=store.kb, k=9).invoke(QUESTION)) == 2

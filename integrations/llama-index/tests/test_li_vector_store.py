@@ -27,6 +27,9 @@ from waiting import in_own_loop
 
 import ragcache as rc
 from llama_index.embeddings.ragcache import RagCacheEmbedding
+from llama_index.ingestion.ragcache import RagCacheTransform
+from llama_index.llms.ragcache import RagCacheLLM
+from llama_index.retrievers.ragcache import RagCacheRetriever
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
 from ragcache.errors import (
     ConfigError,
@@ -370,3 +373,16 @@ def test_a_second_writer_is_told_to_wait(store, nodes, open_kb):
             in_own_loop(store.async_add(nodes))
     store.add(nodes)
     assert ids(RagCacheVectorStore(other).get_nodes(["cats"])) == ["cats"]
+
+
+def test_components_of_a_collection_see_it_alone(empty, nodes):
+    everyone, a = RagCacheVectorStore(empty), RagCacheVectorStore(empty, collection="a")
+    everyone.add(nodes[:1])
+    a.add(nodes[1:2])
+    assert [one.id for one in a.client.documents()] == [nodes[1].node_id]
+    found = RagCacheRetriever(empty, k=9, collection="a").retrieve("Where do dogs bark?")
+    assert [one.node.node_id for one in found] == [nodes[1].node_id]
+    assert RagCacheLLM(empty, collection="a").kb is a.client
+    assert RagCacheTransform(empty, collection="b")._kb.documents() == []
+    a.clear()
+    assert [one.id for one in everyone.client.documents()] == [nodes[0].node_id]

@@ -89,6 +89,16 @@ class LlamaEngine:
         self._eos = eos_token_ids(self.lm)
         self.prompts._known = lambda _method, ids: self.lm.sequences.known(ids)
 
+    def of(self, salt: str) -> LlamaEngine:
+        """Return the engine for a view of all collections. Raises ConfigError for another view, which would go on from
+        others' prompts, and so tell of them: llama.cpp's sequences have no salt."""
+        if salt:
+            raise ConfigError(
+                f"engine {NAME} keeps the prompts of all callers together, so it serves no collections, and no "
+                "keys that see a part of the store; leave out the engine, or give each of them a store of its own"
+            )
+        return self
+
     def check(self, options: RequestOptions) -> None:
         self.prompts.check(options.method)
         options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
@@ -200,7 +210,7 @@ class LlamaEngine:
         own = self._encoder
         if not own.recipe.needs_prefix or list(ids) == own.prefix_ids:
             return own
-        return ModelEncoder(self.lm, own.recipe, ids, own.tenant, neighbourhood=own.neighbourhood)
+        return ModelEncoder(self.lm, own.recipe, ids, own.salt, neighbourhood=own.neighbourhood)
 
     def _decode(
         self, request: Request, sequence: CellSequence, logits: Tensor, output: OutputProcessor, room: int, most: int

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ragcache.server.service import Service
+from ragcache.server.service import Service, seen_service
 
 PATH = "/mcp"
 
@@ -24,7 +25,7 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
     from ragcache_mcp.tools import build
 
     service: Service = app.state.service
-    tools = ServedTools(service.kb, service.settings.answers.call_options(), service=service)
+    tools = ServedTools(service.kb, service.settings.answers.call_options())
     server = build(tools, writes=not service.kb.config.read_only)
     # Calls are independent: no session is kept, and a client that hangs up ends only its own call.
     checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # the server does it, as for every route
@@ -38,6 +39,9 @@ class _Endpoint:
     """The ASGI application at PATH. The server has already checked key, host and size."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from ragcache_mcp.served import SEEN
+
+        SEEN.set(await seen_service(Request(scope)))  # the call runs in a task that has this request's context
         await scope["app"].state.mcp.handle_request(scope, receive, send)
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from typing import TypeVar, cast
 
 from starlette.requests import Request
 
-from ragcache import Answer, Document, IngestReport
+from ragcache import Answer, Document, IngestReport, RagCache
 from ragcache.server.document_routes import add_documents, deletion
 from ragcache.server.service import Service, Work, alone
 from ragcache_mcp.tools import Tools
 
 T = TypeVar("T")
+SEEN: ContextVar[Service] = ContextVar("ragcache_mcp")
+"""The service as the request sees it that calls a tool."""
 
 
-@dataclass
 class ServedTools(Tools):
-    service: Service = field(kw_only=True)
+    @property
+    def service(self) -> Service:
+        return SEEN.get()
+
+    def seen(self) -> RagCache:
+        return self.service.kb
 
     async def answered(self, work: Callable[[], Awaitable[T]]) -> T:
         found = await _last(self.service.answer(alone(work)))

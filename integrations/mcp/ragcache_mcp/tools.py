@@ -118,7 +118,7 @@ class Tools:
         """Find the passages of the library that fit a question best, without an answer."""
         options = self._options(k, filter)
         async with self._told():
-            hits = await self.answered(lambda: self.kb.aretrieve(query, options["k"], **retrieval(options)))
+            hits = await self.answered(lambda: self.seen().aretrieve(query, options["k"], **retrieval(options)))
         return Found(passages=[_passage(hit) for hit in hits])
 
     async def ask(
@@ -133,7 +133,7 @@ class Tools:
         if max_tokens is not None:
             options["sampling"] = replace(options["sampling"], max_tokens=max_tokens)
         async with self._told():
-            answer = await self.answered(lambda: self.kb.aask(question, **options))
+            answer = await self.answered(lambda: self.seen().aask(question, **options))
         sources = [_passage(hit) for hit in answer.hits]
         return Answered(answer=answer.text, sources=sources, is_cut=answer.finish_reason == "length")
 
@@ -164,11 +164,15 @@ class Tools:
 
     async def added(self, documents: Sequence[Document]) -> IngestReport:
         async with self.changing:
-            return await self.kb.aingest(documents, timeout_s=WRITE_WAIT_S)
+            return await self.seen().aingest(documents, timeout_s=WRITE_WAIT_S)
 
     async def deleted(self, ids: Sequence[str]) -> list[str]:
         async with self.changing:
-            return await self.kb.adelete(ids, timeout_s=WRITE_WAIT_S)
+            return await self.seen().adelete(ids, timeout_s=WRITE_WAIT_S)
+
+    def seen(self) -> RagCache:
+        """Return the knowledge base as the caller sees it."""
+        return self.kb
 
     def tell(self, error: Exception) -> str:
         """Return the text of an error."""

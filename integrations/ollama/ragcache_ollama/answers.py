@@ -19,7 +19,7 @@ from ragcache.server.chat import Writer, call_of, respond
 from ragcache.server.chat_types import ChatExtension, Message
 from ragcache.server.error_object import EventStream
 from ragcache.server.http_errors import ApiError, Responses
-from ragcache.server.service import Work, service_of
+from ragcache.server.service import Work, seen_service, service_of
 from ragcache.server.wire import AnswerModel
 from ragcache_ollama.bodies import (
     AnswerCall,
@@ -57,7 +57,7 @@ async def generate(request: Request, asked: GenerateRequest) -> Response:
         return await answer(request, asked, [*system, turn], PromptWriter)
     if name := next(iter(asked.unlike_raw), None):
         raise ApiError(400, f"{name!r} does not go with raw; leave one of them out", "invalid_value", name)
-    service = service_of(request)
+    service = await seen_service(request)
     service.retrieves(served_name(service, asked.model))
     told = asked.as_chat(asked.model, [turn], (), thinks=False)
     options = read_options(told, asked.defaults(service.settings.answers), service.kb.lm.max_positions)
@@ -68,7 +68,7 @@ async def generate(request: Request, asked: GenerateRequest) -> Response:
 async def answer(
     request: Request, asked: AnswerRequest, messages: Sequence[Message], writer: type[OllamaWriter]
 ) -> Response:
-    service = service_of(request)
+    service = await seen_service(request)
     name = served_name(service, asked.model)
     retrieves, lm = service.retrieves(name), service.kb.lm
     tools = asked.tools or () if isinstance(asked, OllamaChatRequest) else ()

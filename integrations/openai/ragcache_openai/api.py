@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -123,10 +122,8 @@ class Caller:
 
 
 async def _caller(request: Request, service: ServiceParam) -> Caller:
-    key = request.headers.get("authorization", "").partition(" ")[2].strip() if service.settings.api_keys else ""
-    owner = hashlib.sha256(key.encode("latin-1")).hexdigest()[:32] if key else ""
     state = shared_state(request.app)
-    return Caller(service, state.records, state.work, owner)
+    return Caller(service, state.records, state.work, service.key.digest[:32])
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]

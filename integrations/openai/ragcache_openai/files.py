@@ -17,8 +17,8 @@ from ragcache.server.uploads import plain_name
 from ragcache.server.wire import AnswerModel
 from ragcache_openai.api import After, Caller, CallerParam, Deleted, ListOf, Order
 from ragcache_openai.records import Record, new_id
-from ragcache_openai.search import ATTACHED, FILE, FILE_FIELD
-from ragcache_openai.vector_store_files import delete_indexed
+from ragcache_openai.search import ATTACHED, FILE
+from ragcache_openai.vector_store_files import delete_indexed, detachment
 
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 MOST_FILES = 10_000
@@ -108,7 +108,8 @@ async def get_content(caller: CallerParam, id: str) -> Response:
 async def delete_file(caller: CallerParam, id: str) -> Deleted:
     file = await _find(caller, id)
     attached = await caller.read(caller.records.ending, ATTACHED, caller.owner, f"/{file.id}")
-    await delete_indexed(caller, {FILE_FIELD: file.id} if attached else None, [file.id, *(one.id for one in attached)])
+    deletions = [detachment(caller, one) for one in attached]
+    await delete_indexed(caller, deletions, [file.id, *(one.id for one in attached)])
     return Deleted(id=file.id, object="file", deleted=True)
 
 

@@ -7,11 +7,12 @@ import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from tempfile import SpooledTemporaryFile
 from typing import Any, BinaryIO, cast
 
-from ragcache import Document, IngestReport
-from ragcache.errors import IngestError, ReaderError, StoreBusyError
+from ragcache import Document, IngestReport, RagCache
+from ragcache.errors import IngestError, NoSuchCollectionError, ReaderError, StoreBusyError
 from ragcache.ingest.readers import SourceFile
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.models.deadline import Limit, limited
@@ -88,10 +89,18 @@ class Indexer:
         """Delete the documents of a file that was detached while it was indexed."""
         while True:
             try:
-                await self.service.change(deletion(self.service, where=inside(file), of=self.service.unfiltered)).last()
+                await self.service.change(
+                    deletion(self.service, where=inside(file), of=await self._stored_in(file))
+                ).last()
+                return
+            except NoSuchCollectionError:  # and so its documents are gone too
                 return
             except StoreBusyError:
                 await asyncio.sleep(PAUSE_S)
+
+    async def _stored_in(self, file: Record) -> RagCache:
+        """Return the collection that is the file's vector store. Raises NoSuchCollectionError if it was deleted."""
+        return await self.service.in_thread(partial(self.service.unfiltered.collection, file.parent, create=False))
 
     async def _documents(self, file: Record) -> tuple[list[Document], list[Exception]]:
         """Return the documents in a file, and errors for its unreadable parts. Raises IngestError if nothing can be
@@ -101,7 +110,7 @@ class Indexer:
         return await self.service.in_thread(self._read, file, left, cancelled=left)
 
     def _read(self, file: Record, left: threading.Event) -> tuple[list[Document], list[Exception]]:
-        named, original = inside(file), self.records.get(FILE, file.owner, file.body["file_id"])
+        original = self.records.get(FILE, file.owner, file.body["file_id"])
         if original is None:
             raise ReaderError(file.body["filename"], "the file was deleted")
         with ExitStack() as stack:
@@ -124,7 +133,7 @@ class Indexer:
                 one,
                 id=file.id if len(documents) == 1 else f"{file.id}/{rank:06}",
                 source=file.body["filename"],
-                metadata={**_own(one.metadata), **attributes, **named},
+                metadata={**_own(one.metadata), **attributes},
             )
             for rank, one in enumerate(documents)
         ], failed
@@ -135,7 +144,7 @@ class Indexer:
         if current is None or current.state != WAITING:
             yield None
             return
-        adding = add_documents(self.service, documents, split=True, to=self.service.unfiltered)
+        adding = add_documents(self.service, documents, split=True, to=await self._stored_in(file))
         async with aclosing(adding):
             async for said in adding:
                 if isinstance(said, IngestReport):

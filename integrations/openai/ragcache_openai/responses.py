@@ -55,9 +55,8 @@ from ragcache_openai.items import (
     messages_of,
     text_of,
 )
-from ragcache_openai.own_documents import only_files_in
 from ragcache_openai.records import Record, new_id, unknown_bound
-from ragcache_openai.search import FILE_FIELD, FileSearchTool, check_stores, shown_hits, translated
+from ragcache_openai.search import FileSearchTool, check_stores, files_in, place_of, shown_hits, translated
 
 
 class FlatSchemaFormat(JsonSchema):
@@ -312,7 +311,7 @@ async def create_response(request: Request, caller: CallerParam, asked: Response
             message = "file_search finds the passages; leave ragcache.documents out, or tools"
             raise ApiError(400, message, "invalid_value", "ragcache.documents")
         await check_stores(caller, asked.search.vector_store_ids, "tools[0].vector_store_ids")
-        kb = only_files_in(service.unfiltered, asked.search.vector_store_ids)
+        kb = await caller.read(files_in, service.unfiltered, asked.search.vector_store_ids)
     check_room(len(history) + len(asked.items) + 1, 0, "input")
     chat = asked.as_chat(history)
     call = await call_of(service, chat, service.settings.answers, retrieves=retrieves)
@@ -561,7 +560,7 @@ def _part(text: str, cited: Sequence[dict[str, JsonValue]] = ()) -> OutputText:
 
 def _cited(answer: Answer) -> list[dict[str, JsonValue]]:
     """Return the citations. A file of a vector store is cited once, by its file id."""
-    files = {hit.chunk.document_id: hit.chunk.metadata.get(FILE_FIELD) for hit in answer.hits}
+    files = {hit.chunk.document_id: (place_of(hit.chunk) or "").partition("/")[2] for hit in answer.hits}
     found: dict[Any, dict[str, JsonValue]] = {}
     for one in citations(answer):
         if one["type"] == "file_citation":

@@ -20,7 +20,6 @@ from ragcache_openai import (
 )
 from ragcache_openai.api import shared_state
 from ragcache_openai.indexer import Indexer
-from ragcache_openai.own_documents import without_files
 
 
 @asynccontextmanager
@@ -42,7 +41,6 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 
 router = APIRouter(lifespan=_running)
-router.view = without_files  # type: ignore[attr-defined]  # the view that the server gives to other routes
 for module in (
     responses,
     conversations,

@@ -1,8 +1,7 @@
 """File search: translation of OpenAI's filters to the store's, and the results in vector stores.
 
-A file in a vector store is stored as documents whose metadata name both (see `own_documents`). So a search in vector
-stores is a retrieval among these documents, and KV of a text is kept once, whatever the number of vector stores it is
-in.
+A vector store is a collection of the server's store, named by its id, and a file in it is documents whose ids begin
+with those of the vector store and the file. A search in vector stores is a retrieval in a view of these collections.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from ragcache import Hit, Source
+from ragcache import Chunk, Hit, RagCache, Source
 from ragcache.server.http_errors import ApiError
 from ragcache.server.wire import INT64, RequestModel, Text
+from ragcache.store.collections import VECTOR_STORE, View
 from ragcache.store.filters import MAX_CONDITIONS, Filter
 from ragcache.store.places import KEYS
 from ragcache_openai.api import MOST_PAIRS, Caller, Id, Key, ShortText
@@ -22,8 +22,8 @@ from ragcache_openai.records import Record
 
 STORE, FILE, ATTACHED, BATCH = "vector_store", "file", "vector_store.file", "vector_store.files_batch"
 """Kinds of records."""
-STORE_FIELD, FILE_FIELD, ATTRIBUTE = "_vector_store_id", "_file_id", "_attributes."
-"""Metadata fields of documents that are files in a vector store. No other document has them."""
+ATTRIBUTE = "_attributes."
+"""Metadata fields of documents that are files in a vector store begin with it."""
 MOST_RESULTS = 50
 MOST_STORES = 100
 DEEPEST = 8
@@ -125,7 +125,7 @@ async def shown_hits(caller: Caller, hits: Iterable[Hit | Source]) -> list[dict[
     """Return the hits as results: file, attributes, text and score. Hits in a file that was detached meanwhile are
     left out.
     """
-    found = [(hit, place) for hit in hits if (place := place_of(hit.chunk.metadata)) is not None]
+    found = [(hit, place) for hit in hits if (place := place_of(hit.chunk)) is not None]
     ids = list(dict.fromkeys(place for _, place in found))
     files: dict[str, Record] = {one.id: one for one in await caller.read(caller.records.among, ids)}
     return [
@@ -147,6 +147,15 @@ def _with_place(attributes: dict[str, Any], metadata: Mapping[str, Any]) -> dict
     return dict(list({**attributes, **place, **attributes}.items())[:MOST_PAIRS])
 
 
-def place_of(metadata: Any) -> str | None:
-    """Return the id of the record that attaches a document's file to its vector store, or None for another document."""
-    return f"{metadata[STORE_FIELD]}/{metadata[FILE_FIELD]}" if {STORE_FIELD, FILE_FIELD} <= metadata.keys() else None
+def files_in(kb: RagCache, stores: Iterable[str]) -> RagCache:
+    """Return a view of the knowledge base with only the files in these vector stores, which are collections.
+
+    Raises NoSuchCollectionError if a vector store was deleted.
+    """
+    return kb.seen_by(View(frozenset(stores), frozenset(), None))
+
+
+def place_of(chunk: Chunk) -> str | None:
+    """Return the id of the record that attaches a passage's file to its vector store, or None for another document."""
+    store, _, file = chunk.document_id.partition("/")
+    return f"{store}/{file.partition('/')[0]}" if store == chunk.collection and store.startswith(VECTOR_STORE) else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -10,9 +11,9 @@ from fastapi import APIRouter
 from pydantic import Field, JsonValue
 from starlette.responses import Response
 
+from ragcache.errors import NoSuchCollectionError
 from ragcache.ingest.readers import readers
 from ragcache.server.body import JsonRoute
-from ragcache.server.document_routes import deletion
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
 from ragcache.store.filters import Filter
@@ -31,8 +32,6 @@ from ragcache_openai.records import Record
 from ragcache_openai.search import (
     ATTACHED,
     FILE,
-    FILE_FIELD,
-    STORE_FIELD,
     Number,
     Value,
     check_stores,
@@ -161,7 +160,7 @@ async def get_content(caller: CallerParam, id: str, file_id: str) -> Response:
 )
 async def detach_file(caller: CallerParam, id: str, file_id: str) -> Deleted:
     file = await _find_file(caller, id, file_id)
-    await delete_indexed(caller, inside(file), [file.id])
+    await delete_indexed(caller, [detachment(caller, file)], [file.id])
     return Deleted(id=file_id, object="vector_store.file.deleted", deleted=True)
 
 
@@ -213,28 +212,41 @@ def _sizes(caller: Caller) -> StaticSizes:
     return StaticSizes(max_chunk_size_tokens=cut["max_tokens"], chunk_overlap_tokens=cut["overlap"])
 
 
-async def delete_indexed(caller: Caller, documents: Filter | None, ids: Sequence[str]) -> None:
+async def delete_indexed(caller: Caller, deletions: Sequence[Callable[..., object]], ids: Sequence[str]) -> None:
     """Delete documents, then their records, so that an interrupted deletion is found and repeated. A client that
     hangs up does not stop it.
+
+    deletions: take the time to wait for other writers. What was deleted meanwhile counts as deleted
     """
 
     async def work() -> AsyncGenerator[None, None]:
-        if documents is not None:
-            async for _ in deletion(caller.service, where=documents, of=caller.service.unfiltered):
-                pass
+        for delete in deletions:
+            with suppress(NoSuchCollectionError):
+                await caller.read(delete, timeout_s=caller.service.settings.write_wait_s)
+        caller.service.figures.forget()
         await caller.read(caller.records.delete, ids)
         yield
 
     await caller.service.change(work()).last()
 
 
-def inside(file: Record) -> dict[str, str]:
+def inside(file: Record) -> Filter:
     """Return the filter for the documents of a file in a vector store."""
-    return {STORE_FIELD: file.parent, FILE_FIELD: file.body["file_id"]}
+    return {"document_id": {"$glob": f"{file.id}*"}}
+
+
+def detachment(caller: Caller, file: Record) -> Callable[..., object]:
+    """Return a function that deletes the documents of a file in a vector store."""
+
+    def delete(timeout_s: float) -> None:
+        store = caller.service.unfiltered.collection(file.parent, create=False)
+        store.delete(filter=inside(file), timeout_s=timeout_s)
+
+    return delete
 
 
 def _texts(caller: Caller, file: Record) -> list[str]:
-    kb = caller.service.unfiltered
+    kb = caller.service.unfiltered.collection(file.parent, create=False)
     return [chunk.text for document in kb.documents(inside(file)) for chunk in kb.chunks_of(document.id)]
 
 

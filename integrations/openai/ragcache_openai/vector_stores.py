@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -23,17 +24,16 @@ from ragcache_openai.api import (
     Metadata,
     ShortText,
 )
-from ragcache_openai.own_documents import only_files_in
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import (
     ATTACHED,
     MOST_RESULTS,
     STORE,
-    STORE_FIELD,
     Filters,
     Number,
     RankingOptions,
     check_stores,
+    files_in,
     shown_hits,
     translated,
 )
@@ -132,6 +132,7 @@ async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
     wanted = [FileToAttach(file_id=one, chunking_strategy=asked.chunking_strategy) for one in asked.file_ids or ()]
     body = {"name": asked.name or "", "description": asked.description, "metadata": asked.metadata or {}}
     files = await records_to_attach(caller, id, wanted, "file_ids")
+    await caller.read(caller.service.unfiltered.collection, id)
     store = (await caller.read(caller.records.add, [Record(id, STORE, caller.owner, body), *files]))[0]
     caller.work.set()
     return await caller.read(_shown_store, caller, store)
@@ -162,7 +163,7 @@ async def change_store(caller: CallerParam, id: str, asked: StoreChange) -> Vect
 )
 async def delete_store(caller: CallerParam, id: str) -> Deleted:
     store = await _find_store(caller, id)
-    await delete_indexed(caller, {STORE_FIELD: store.id}, [store.id])
+    await delete_indexed(caller, [partial(caller.service.unfiltered.delete_collection, store.id)], [store.id])
     return Deleted(id=store.id, object="vector_store.deleted", deleted=True)
 
 
@@ -175,7 +176,7 @@ async def search_store(request: Request, caller: CallerParam, id: str, asked: St
     await check_stores(caller, [id], "vector_store_id")
     options = asked.ranking_options.options() if asked.ranking_options else {}
     options["filter"] = asked.filters and translated(asked.filters, "filters")
-    retrieve = only_files_in(caller.service.unfiltered, [id]).retrieve
+    retrieve = (await caller.read(files_in, caller.service.unfiltered, [id])).retrieve
     hits = await caller.service.compute(request, _found, retrieve, asked.queries, asked.max_num_results, options)
     return FoundPage(
         object="vector_store.search_results.page",

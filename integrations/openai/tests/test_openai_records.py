@@ -2,15 +2,11 @@
 
 import io
 
-import numpy as np
 import pytest
 
 from ragcache.errors import ConfigError, NoSuchDocumentError
 from ragcache.store.documents import DocumentStore
-from ragcache.store.records import NewChunk, NewDocument
-from ragcache_openai.own_documents import OTHERS, OtherDocuments, SomeDocuments
 from ragcache_openai.records import PIECE, Record, Records
-from ragcache_openai.search import STORE_FIELD
 
 
 @pytest.fixture
@@ -91,35 +87,6 @@ def test_nothing_is_below_what_is_not_there(records):
     assert records.among(["a", "b"]) == []
     records.add([*items("top"), *items("a", parent="top")])
     assert records.length("top")[0] == 1
-
-
-def test_files_are_seen_by_whom_they_belong_to(url):
-    """The views of the documents, in either database."""
-    with DocumentStore.open(url) as documents:
-        for id, metadata in (("plain", {}), ("one", {STORE_FIELD: "vs_1"}), ("two", {STORE_FIELD: "vs_2", "key": 1})):
-            chunk = NewChunk(f"{id}#0", f"text of {id}", [1], np.ones(2, np.float32), handle="same")
-            documents.replace_document(NewDocument(id, "", "hash", metadata), [chunk])
-        others = OtherDocuments(documents.database)
-        inside = SomeDocuments(documents.database, {STORE_FIELD: {"$in": ["vs_2"]}})
-        for view, id in ((others, "plain"), (inside, "two")):
-            assert [one.id for one in view.documents()] == list(view.versions()) == [id]
-            assert (view.count(), view.count({"key": 1})) == (1, int(id == "two"))
-            assert [one for one in ("plain", "one", "two") if view.document(one)] == [id]
-            assert [one for one in ("plain", "one", "two") if view.chunks_of(one)] == [id]
-            assert [one.document_id for one in view.chunks(["plain#0", "one#0", "two#0"])] == [id]
-            assert [one.document_id for one in view.chunks_by_handle(["same"])] == [id]
-            [seen] = documents.vector_ids(view.visible({"document_id": id}))
-            assert documents.vector_ids(view.visible(None)) == {seen}
-            assert [one.vector_id for one in view.chunks_by_vector_ids(documents.vector_ids())] == [seen]
-            assert view.unknown_fields({"key": 1})[0] == ([] if id == "two" else ["key"])
-        before = others.vector_ids(OTHERS)
-        assert others.vector_ids(OTHERS) is before  # looked up once
-        documents.replace_document(
-            NewDocument("new", "", "hash", {}), [NewChunk("new#0", "t", [1], np.ones(2, np.float32))]
-        )
-        assert others.vector_ids(OTHERS) == before | {documents.chunks_of("new")[0].vector_id}
-        assert others.delete_documents(["one", "two", "plain"]) == ["plain"]
-        assert documents.count() == 3
 
 
 def test_words_are_looked_for_as_they_are(records):

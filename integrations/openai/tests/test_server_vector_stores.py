@@ -128,14 +128,18 @@ def test_a_vector_store_without_files(client, library):
     assert (found.output[0].results, found.ragcache["sources"]) == ([], [])
 
 
-def test_kv_of_a_file_is_kept_once(client, library, kb):
-    """The same text in a second vector store: no block is computed again, and either goes alone."""
-    blocks = kb.store.documents.handles()
+def test_vector_stores_keep_the_kv_of_a_file_apart(client, library, kb):
+    """Each vector store is a collection: its blocks are its own, and either goes alone."""
+    blocks = kb.collection(library).store.documents
+    [hat] = [chunk for chunk in blocks.chunks() if "hat" in chunk.text]
     file = next(one for one in client.files.list() if one.filename == "hat.md")
     second = client.vector_stores.create(file_ids=[file.id])
     wait_for(lambda: client.vector_stores.retrieve(second.id).status == "completed")
-    assert kb.store.documents.handles() == blocks
+    [again] = kb.collection(second.id).chunks()
+    assert (again.text, again.handle == hat.handle) == (hat.text, False)
     assert client.vector_stores.delete(library).deleted
+    assert library not in kb.collections()
+    assert hat.handle not in set(kb.store.kv.keys())
     assert files_of(client.vector_stores.search(second.id, query="hat")) == ["hat.md"]
     assert client.files.delete(file.id).deleted
     assert client.vector_stores.retrieve(second.id).file_counts.total == 0
@@ -244,7 +248,8 @@ def test_file_search_in_a_response(client, library, kb):
         ("file_citation", coat, "coat.txt")
     ]
     assert [one["text"] for one in found.ragcache["sources"]] == [result.text]
-    right = kb.chat([{"role": "user", "content": QUESTION}], k=1, filter={"_file_id": coat}, sampling=rc.Sampling(4))
+    where = {"document_id": f"{library}/{coat}"}
+    right = kb.chat([{"role": "user", "content": QUESTION}], k=1, filter=where, sampling=rc.Sampling(4))
     assert found.output_text == right.text
     old = ask(client, library, tool={"filters": compared("eq", 2020)})
     assert "hat" in old.ragcache["sources"][0]["text"]

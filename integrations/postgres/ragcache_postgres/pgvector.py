@@ -16,6 +16,7 @@ from sqlalchemy import (
     ForeignKey,
     MetaData,
     Row,
+    Select,
     Table,
     Text,
     cast,
@@ -39,7 +40,7 @@ from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.records import VectorBatch
-from ragcache.store.rows import select_vector_ids, vector_batch
+from ragcache.store.rows import vector_batch
 from ragcache.store.schema import PREFIX, chunks, counters, has_windows, windows
 
 EXTENSION = "vector"
@@ -124,7 +125,7 @@ class PgVectorIndex:
     def save(self, _path: Path) -> None:
         """Do nothing: changes are in the database when their method returns."""
 
-    def find(self, _documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
+    def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
         """Return the k ids with the largest inner products among vectors of chunks that pass the filter, or fewer if
         there are fewer.
 
@@ -133,19 +134,20 @@ class PgVectorIndex:
         check_least("k", k, 1)
         if np.shape(vector) != (self.dimension,) or not np.isfinite(vector).all():
             raise ConfigError(f"the vector has shape {np.shape(vector)}; it needs {self.dimension} finite numbers")
-        found = [row for part in self._parts for row in self._nearest(part, vector, k, where)]
+        found = [row for part in self._parts for row in self._nearest(part, vector, k, documents.passing(where))]
         ids, scores = zip(*found, strict=True) if found else ((), ())
         best = ranked(np.array(ids, np.int64), np.array(scores, np.float32))
         return SearchResult(best.ids[:k], best.scores[:k])
 
-    def _nearest(self, part: _Part, vector: Vectors, k: int, where: Filter | None) -> Sequence[Row[tuple[int, float]]]:
+    def _nearest(
+        self, part: _Part, vector: Vectors, k: int, passing: Select[Any] | None
+    ) -> Sequence[Row[tuple[int, float]]]:
         table, column = part.table, part.table.c.embedding
         negative: ColumnElement[float] = column.op(f'OPERATOR("{self._schema}".<#>)', return_type=Double())(
             cast(literal(_as_text(vector), Text), column.type)
         )
         query = select(table.c.vector_id, -negative).order_by(negative).limit(k)
-        if where:
-            passing = select_vector_ids(where, self._db.dialect)
+        if passing is not None:
             if part.source is windows:
                 passing = select(windows.c.vector_id).where(windows.c.chunk.in_(passing))
             query = query.where(table.c.vector_id.in_(passing))

@@ -74,7 +74,7 @@ class Setup:
     fingerprint: str
     recipe: Recipe
     prefix_ids: list[int]
-    tenant: str
+    salt: str
     embedder: Embedder
     chunker: Chunker | PassthroughSplitter
     open_kv: Callable[[], KVStore]
@@ -93,7 +93,7 @@ class Setup:
                 f"{self.model}: the model that an actor finds under this name is another one; give every node of the "
                 "cluster the same files"
             )
-        encoder = ModelEncoder(lm, self.recipe, self.prefix_ids, self.tenant)
+        encoder = ModelEncoder(lm, self.recipe, self.prefix_ids, self.salt)
         kv = self.open_kv()
         kv.use_device(lm.device)
         reader = IsolatedReader(self.limits)

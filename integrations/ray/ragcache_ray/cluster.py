@@ -118,7 +118,7 @@ class Cluster:
             fingerprint=lm.fingerprint,
             recipe=encoder.recipe,
             prefix_ids=encoder.prefix_ids,
-            tenant=encoder.tenant,
+            salt=encoder.salt,
             embedder=worker.embedder,
             chunker=worker.chunker,
             open_kv=self._open_kv,

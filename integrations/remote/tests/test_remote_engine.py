@@ -49,7 +49,7 @@ def layout_of(body) -> RequestLayout | None:
 
 
 def test_the_prompt_travels_with_the_places_of_its_blocks(kb, front, vllm):
-    answer = front(tenant="", method="reposition").ask(QUESTION, k=3)
+    answer = front(method="reposition").ask(QUESTION, k=3)
     assert answer.text == SAID
     (body,) = vllm.bodies
     layout, ids = layout_of(body), body["prompt"]
@@ -153,12 +153,18 @@ def test_calls_of_tools_are_read_off_the_engines_tokens(kb, front, vllm, monkeyp
     assert "clock" in vllm.bodies[1]["structured_outputs"]["json"]
 
 
-def test_a_tenants_salt_travels_in_the_layout_and_apart_from_others(kb, open_kb, front, vllm):
-    open_kb(tenant="salt-7f3a").ingest([rc.Document("cats", "Cats sleep by day.")])
-    front(tenant="salt-7f3a", method="full").ask(QUESTION)
-    plain = vllm.bodies[-1]
-    assert plain["cache_salt"]
-    assert "salt-7f3a" not in plain["cache_salt"]
+def test_a_collections_salt_travels_in_the_layout_and_apart_from_others(kb, front, vllm):
+    kb.collection("a").ingest([rc.Document("cats", "Cats sleep by day.")])
+    salt = kb.collection("a").chunks()[0].salt
+    asked = front(method="reposition")
+    asked.collection("a").ask(QUESTION)
+    body = vllm.bodies[-1]
+    assert salt not in body["cache_salt"]
+    assert layout_of(body).block_salt == salt
+    asked.ask(
+        QUESTION, hits=[*kb.collection("a").retrieve(QUESTION, 1), *kb.collection("default").retrieve(QUESTION, 1)]
+    )
+    assert "kv_transfer_params" not in vllm.bodies[-1]  # a layout has one salt
     front(method="full").ask(QUESTION)
     assert "cache_salt" not in vllm.bodies[-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ragcache.engine.answer import Answer, Done, Event, Source, Sources, Usage
@@ -20,6 +21,7 @@ from ragcache.errors import ConfigError
 from ragcache.fusion import METHODS
 from ragcache.fusion.layout import Layout, Span
 from ragcache.fusion.method import FusionMethod
+from ragcache.ingest.encoder import BlockKeys
 from ragcache.kv.block_key import digest
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.sampler import Sampling
@@ -69,6 +71,11 @@ class VllmEngine:
         self._kv = kv
         self._engine = engine
         self._eos = eos_token_ids(card)
+
+    def of(self, salt: str) -> VllmEngine:
+        """Return the engine for questions whose KV has another salt."""
+        prompts = self.prompts.of(replace(self.prompts.block_keys, salt=salt))
+        return VllmEngine(self.card, prompts, self._kv, self._engine)
 
     def check(self, options: RequestOptions) -> None:
         self.prompts.check(options.method)
@@ -127,17 +134,21 @@ class VllmEngine:
     def _request(self, request: Request) -> CompletionRequest:
         """Return the request for the engine. Raises ConfigError for a layout by which no blocks can be placed."""
         hits = [*(request.earlier_turns.history.hits if request.earlier_turns else ()), *request.hits]
-        layout = request.plan.layout
-        handles = [self.prompts.block_keys.key(hit.chunk.token_ids) for hit in hits]
+        layout, names = request.plan.layout, self.prompts.block_keys
+        handles = [names.key_of(hit.chunk) for hit in hits]
         if not layout.separate or not handles:
             return CompletionRequest(layout.ids, None, sources_of(request, handles, [UNUSED] * len(handles)))
         reruns = self._reruns(request.options, layout)
         stored = self._kv.lookup(handles)
         absent = sum(handle not in stored for handle in handles)
+        salts = {names.salt if hit.chunk.salt is None else hit.chunk.salt for hit in hits}
+        if len(salts) > 1:
+            log.warning("the passages are of several collections: the engine reads the prompt")
+            return CompletionRequest(layout.ids, None, sources_of(request, handles, [UNUSED] * len(handles)))
         if absent:
             log.warning("%d of %d passages have no KV yet: the engine reads the prompt", absent, len(hits))
             return CompletionRequest(layout.ids, None, sources_of(request, handles, [COMPUTED] * len(handles)))
-        sent = self._layout(request, layout, reruns)
+        sent = self._layout(request, layout, reruns, replace(names, salt=salts.pop()))
         return CompletionRequest(
             layout.ids, sent, sources_of(request, handles, [stored[handle].tier for handle in handles])
         )
@@ -155,8 +166,9 @@ class VllmEngine:
             )
         return reruns
 
-    def _layout(self, request: Request, layout: Layout, reruns: Sequence[Span]) -> RequestLayout:
-        names, first = self.prompts.block_keys, self.prompts.block_keys.first_ids
+    def _layout(self, request: Request, layout: Layout, reruns: Sequence[Span], names: BlockKeys) -> RequestLayout:
+        """Return the layout. names: keys of the passages' blocks, which have one salt"""
+        first = names.first_ids
         blocks = [Span(piece.start, piece.end) for piece in layout.placed()]
         seen = len(request.options.method.prefix_ids(self.card, request.prompt)) if names.recipe.sees_prefix else 0
         if names.recipe.primer_ids and tuple(layout.ids[:seen]) != tuple(first):
@@ -164,13 +176,13 @@ class VllmEngine:
                 "this store's blocks are read behind its own prefix and a primer, and a request to another engine "
                 "names them by how its prompt begins; leave system= out, or leave out the engine"
             )
-        if seen in (0, len(first)) and self._has_beginning(layout):
+        if seen in (0, len(first)) and self._has_beginning(layout, names):
             blocks, seen = [Span(0, len(first)), *blocks], len(first)
-        return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.tenant)
+        return RequestLayout(tuple(blocks), tuple(reruns), seen, names.recipe, names.salt)
 
-    def _has_beginning(self, layout: Layout) -> bool:
+    def _has_beginning(self, layout: Layout, names: BlockKeys) -> bool:
         """Return whether the prompt begins with the store's own first text, and this is stored as a block."""
-        first, key = self.prompts.block_keys.first_ids, self.prompts.block_keys.first_key
+        first, key = names.first_ids, names.first_key
         begins = layout.pieces[0].passage is None and layout.pieces[0].ids[: len(first)] == first
         return begins and key is not None and key in self._kv
 
@@ -191,8 +203,8 @@ class VllmEngine:
             body["logit_bias"] = {str(id): bias for id, bias in biases.items()}
         if completion.layout is not None:
             body["kv_transfer_params"] = completion.layout.to_params()
-        if self.prompts.block_keys.tenant:  # vLLM's own prefix cache is shared by all tenants
-            body["cache_salt"] = digest({"tenant": self.prompts.block_keys.tenant})
+        if self.prompts.block_keys.salt:  # vLLM's own prefix cache is shared by all views
+            body["cache_salt"] = digest({"salt": self.prompts.block_keys.salt})
         return body
 
     def _steps(

@@ -99,9 +99,9 @@ def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Pl
 def _key(ids: Sequence[int], block: Span, layout: RequestLayout, prefix_ids: list[int], fingerprint: str) -> str:
     own = list(ids[block.start : block.stop])
     if block.start == 0 and layout.prefix:
-        return block_key(fingerprint, Recipe(), [], own, layout.tenant)
+        return block_key(fingerprint, Recipe(), [], own, layout.block_salt)
     try:
         chunk = layout.recipe.unmarked(own)
     except ConfigError as error:
         raise LayoutError(f"tokens {block.start} to {block.stop} of the prompt: {error}") from error
-    return block_key(fingerprint, layout.recipe, prefix_ids, chunk, layout.tenant)
+    return block_key(fingerprint, layout.recipe, prefix_ids, chunk, layout.block_salt)

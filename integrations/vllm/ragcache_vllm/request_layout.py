@@ -40,7 +40,7 @@ class RequestLayout:
     prefix: length of the shared prefix at the beginning. It is stored like an isolated chunk if a block begins at 0,
             and part of the other blocks' keys if their recipe sees it
     recipe: how the blocks were encoded
-    tenant: salt of the block keys, a secret
+    block_salt: salt of the block keys, a secret
 
     Raises LayoutError if spans are empty, overlap or are out of order.
     """
@@ -49,7 +49,7 @@ class RequestLayout:
     runs: tuple[Span, ...] = ()
     prefix: int = 0
     recipe: Recipe = field(default_factory=Recipe)
-    tenant: str = ""
+    block_salt: str = ""
 
     def __post_init__(self) -> None:
         for what, spans in (("blocks", self.blocks), ("runs", self.runs)):
@@ -108,7 +108,11 @@ class RequestLayout:
         try:
             recipe = Recipe.from_json(given["recipe"])
             return cls(
-                _spans(given["blocks"]), _spans(given["runs"]), _whole(given["prefix"]), recipe, str(given["tenant"])
+                _spans(given["blocks"]),
+                _spans(given["runs"]),
+                _whole(given["prefix"]),
+                recipe,
+                str(given["block_salt"]),
             )
         except (AttributeError, ConfigError, IndexError, KeyError, TypeError, ValueError) as error:
             raise LayoutError(
@@ -132,7 +136,7 @@ class RequestLayout:
             "runs": [list(span) for span in self.runs],
             "prefix": self.prefix,
             "recipe": self.recipe.to_json(),
-            "tenant": self.tenant,
+            "block_salt": self.block_salt,
         }
 
 

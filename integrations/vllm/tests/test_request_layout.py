@@ -69,11 +69,13 @@ def test_a_layout_survives_its_way_to_vllm(drawn):
     assert RequestLayout.from_params(json.loads(json.dumps(layout.to_params()))) == layout
 
 
-def test_keys_name_the_recipe_the_prefix_and_the_tenant():
-    layout = RequestLayout((Span(0, 2), Span(2, 6)), prefix=2, recipe=Recipe("prefix", markers=(7, 8)), tenant="salt")
+def test_keys_name_the_recipe_the_prefix_and_the_salt():
+    layout = RequestLayout(
+        (Span(0, 2), Span(2, 6)), prefix=2, recipe=Recipe("prefix", markers=(7, 8)), block_salt="hidden"
+    )
     first, second = make_plan([1, 2, 7, 3, 4, 8, 9], layout, "model").keys
-    assert first == block_key("model", Recipe(), [], [1, 2], "salt")
-    assert second == block_key("model", Recipe("prefix", markers=(7, 8)), [1, 2], [3, 4], "salt")
+    assert first == block_key("model", Recipe(), [], [1, 2], "hidden")
+    assert second == block_key("model", Recipe("prefix", markers=(7, 8)), [1, 2], [3, 4], "hidden")
 
 
 def test_a_block_begins_and_ends_with_the_markers_of_its_recipe():
@@ -89,19 +91,19 @@ def test_a_block_begins_and_ends_with_the_markers_of_its_recipe():
 
 
 def test_the_salt_names_all_that_the_kv_depends_on():
-    layout = RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(), "tenant")
+    layout = RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(), "hidden")
     others = [
-        RequestLayout((Span(0, 2), Span(2, 5)), (Span(2, 3),), 2, Recipe(), "tenant"),
-        RequestLayout((Span(0, 2), Span(2, 6)), (), 2, Recipe(), "tenant"),
-        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 0, Recipe(), "tenant"),
-        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe("prefix"), "tenant"),
-        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(markers=((7, 8), ())), "tenant"),
+        RequestLayout((Span(0, 2), Span(2, 5)), (Span(2, 3),), 2, Recipe(), "hidden"),
+        RequestLayout((Span(0, 2), Span(2, 6)), (), 2, Recipe(), "hidden"),
+        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 0, Recipe(), "hidden"),
+        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe("prefix"), "hidden"),
+        RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(markers=((7, 8), ())), "hidden"),
         RequestLayout((Span(0, 2), Span(2, 6)), (Span(2, 3),), 2, Recipe(), "other"),
     ]
     salts = {one.salt("model", None) for one in (layout, *others)}
     salts |= {layout.salt("other", None), layout.salt("model", "caller")}
     assert len(salts) == 9
-    assert all("tenant" not in salt for salt in salts)
+    assert all("hidden" not in salt for salt in salts)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +137,11 @@ def test_a_layout_that_leaves_nothing_to_run_is_refused(num_tokens):
         {},
         [],
         {"blocks": [[0, 4]]},
-        {"blocks": [[0, "4"]], "runs": [], "prefix": 0, "recipe": {}, "tenant": ""},
-        {"blocks": [[0, 4, 5]], "runs": [], "prefix": 0, "recipe": {}, "tenant": ""},
-        {"blocks": [[0, 4]], "runs": [], "prefix": True, "recipe": {}, "tenant": ""},
-        {"blocks": [[0, 4]], "runs": [], "prefix": 0, "recipe": {"name": "other"}, "tenant": ""},
-        {"blocks": [[0, 4]], "runs": [], "prefix": 0, "recipe": {"markers": [1]}, "tenant": ""},
+        {"blocks": [[0, "4"]], "runs": [], "prefix": 0, "recipe": {}, "block_salt": ""},
+        {"blocks": [[0, 4, 5]], "runs": [], "prefix": 0, "recipe": {}, "block_salt": ""},
+        {"blocks": [[0, 4]], "runs": [], "prefix": True, "recipe": {}, "block_salt": ""},
+        {"blocks": [[0, 4]], "runs": [], "prefix": 0, "recipe": {"name": "other"}, "block_salt": ""},
+        {"blocks": [[0, 4]], "runs": [], "prefix": 0, "recipe": {"markers": [1]}, "block_salt": ""},
     ],
 )
 def test_what_a_client_sends_is_checked(params):

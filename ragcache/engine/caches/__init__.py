@@ -3,16 +3,19 @@
     cache           holds                            found by                         budget
     --------------  -------------------------------  -------------------------------  ----------------------------------
     PrefixCache     exact KV of prompts and answers  namespace, then token by token   prefix_bytes
-    Prefixes        the owners of that KV            model, tenant, method: they are  its PrefixCache's
+    Prefixes        the owners of that KV            model, salt, method: they are    its PrefixCache's
                                                      the namespace
     StoredPrefixes  the same KV of plain text, on    a hash of generation, namespace  foreign_cache, with the passages
                     disk                             and all tokens so far            from elsewhere
     WholeStore      KV of all passages in a row, as  its tokens, under a salt of its  foreign_cache
                     one block on disk                own
-    SharedPrefixes  contexts placed from blocks      method and passages, in order    half of prefix_bytes, lent by the
+    SharedPrefixes  contexts placed from blocks      salt, method, passages in order  half of prefix_bytes, lent by the
                                                                                       PrefixCache; in use: answer_bytes
     PassageFinder   hashes of the passages' tokens,  the prompt's tokens              32 bytes a passage
                     in a ContentIndex
+
+The salt is of the view that a question is asked through (`CollectionTable.salt`): KV of other views is never found.
+A view has a PassageFinder and counts of its own, and shares the other caches' memory.
 
 All of them follow one `Generation`. After a change of documents, or when passages from elsewhere are forgotten:
 
@@ -22,5 +25,6 @@ All of them follow one `Generation`. After a change of documents, or when passag
     SharedPrefixes  loses everything: `SharedPrefixes.clear`
     PassageFinder   indexes new passages; reads each passage that it finds from SQL, where deleted ones are missing
     KVStore         (`ragcache.store`) drops blocks that other processes deleted: `KVStore.refresh`
-    AnchorPool      (`ragcache_papers`) finds nothing that methods kept under an earlier `Generation.seen`
+    AnchorPool      (`ragcache_papers`) finds nothing that methods kept under an earlier `Generation.seen`,
+                    another salt or another filter
 """

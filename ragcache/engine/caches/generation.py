@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 from ragcache.fusion.method import Scope
 from ragcache.store.documents import DocumentStore
 
+MOST_SCOPES = 64
+_LOCK = threading.Lock()
 
-class Seen(Scope):
+
+class Seen:
     """The documents as this process last saw them. number: their generation
 
     KV that was computed under an earlier state may depend on a document that was deleted since.
@@ -16,6 +21,16 @@ class Seen(Scope):
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self._scopes: OrderedDict[tuple[str, str], Scope] = OrderedDict()
+
+    def scope(self, salt: str, where: str) -> Scope:
+        """Return the scope of questions under a salt and a filter; where: its digest, or "". The last used are kept."""
+        with _LOCK:
+            scope = self._scopes.setdefault((salt, where), Scope())
+            self._scopes.move_to_end((salt, where))
+            if len(self._scopes) > MOST_SCOPES:
+                self._scopes.popitem(last=False)
+            return scope
 
 
 class Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -43,12 +43,14 @@ class Run(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PassageFinder:
-    """Finds the store's passages in prompts. Thread-safe.
+    """Finds the passages of a view in prompts. Thread-safe.
 
     Its index is built at the first search and follows the documents. Passages are read from the documents, so that a
-    deleted passage is never found.
+    deleted passage is never found. A view has an index of its own, because a search that met others' passages would
+    take longer and so tell of them.
 
-    _file:    of the index, so that a large store's passages are read once. It is written again as they grow
+    _file:    of the index of all documents, so that a large store's passages are read once. It is written again as they
+              grow
     _foreign: passages that belong to no document, of which those of `_owner` are found
     """
 
@@ -66,9 +68,11 @@ class PassageFinder:
         self._has_spoken = False
         self._indexed: Seen | None = None
 
-    def cut(
-        self, ends: PromptEnds, hits: Sequence[Hit], seen: DocumentStore, *, parts: bool
-    ) -> tuple[PromptEnds, list[Hit]]:
+    def of(self, documents: DocumentStore, owner: str) -> PassageFinder:
+        """Return the finder of another view of the documents, whose foreign passages are those of `owner`."""
+        return replace(self, _documents=documents, _owner=owner)
+
+    def cut(self, ends: PromptEnds, hits: Sequence[Hit], *, parts: bool) -> tuple[PromptEnds, list[Hit]]:
         """Return the same ids in the same order, around the given passages and the stored passages found in the text.
 
         The text before, between and after the given passages is searched. If it holds too few, the input is returned.
@@ -76,13 +80,12 @@ class PassageFinder:
         Args:
             ends: The prompt's text.
             hits: Passages that come with the prompt.
-            seen: A view of the documents; passages that it leaves out are not found.
             parts: Whether a passage may be found without its outermost tokens.
         """
         labels = ends.label_ids or [()] * len(hits)
         between = [list(ends.prefix_ids), *map(list, labels), list(ends.suffix_ids)]
         texts = [between[0] + between[1], *between[2:]]  # the first passage's label continues the prefix
-        runs = [[run for run in self._runs(text, seen) if parts or run.chunk.cut_from is None] for text in texts]
+        runs = [[run for run in self._runs(text) if parts or run.chunk.cut_from is None] for text in texts]
         if _is_little([run for own in runs for run in own]):
             return ends, list(hits)
         found: list[tuple[list[int], Hit]] = []
@@ -103,7 +106,7 @@ class PassageFinder:
         """
         if self._has_spoken or sum(map(len, texts)) < LEAST_CHARACTERS:
             return
-        found = [run for text in texts for run in self._runs(encode_text(self._tokenizer, text), self._documents)]
+        found = [run for text in texts for run in self._runs(encode_text(self._tokenizer, text))]
         if _is_little(found):
             return
         self._has_spoken = True
@@ -115,14 +118,14 @@ class PassageFinder:
             len(found),
         )
 
-    def _runs(self, ids: Sequence[int], seen: DocumentStore) -> list[Run]:
+    def _runs(self, ids: Sequence[int]) -> list[Run]:
         """Return the passages found, in order. Of overlapping passages the first and longest is returned.
 
         The last token of a prompt is never part of a passage, because it has to run.
         """
         self._refresh()
         own = self._index.find(ids)
-        chunks = {chunk.vector_id: chunk for chunk in seen.chunks_by_vector_ids({one.name for one in own})}
+        chunks = {chunk.vector_id: chunk for chunk in self._documents.chunks_by_vector_ids({one.name for one in own})}
         foreign = self._find_foreign(ids)
         found = [(one, chunks[one.name]) for one in own if one.name in chunks] + foreign
         known: list[tuple[Found, Chunk]] = []  # without overlaps: the first, and of these the longest
@@ -169,8 +172,9 @@ class PassageFinder:
             if self._indexed is self._generation.seen:
                 return
             self._indexed = self._generation.seen
+            is_whole = self._documents.shows_all()
             if self._last is None:
-                self._last = self._index.load(self._file) or 0
+                self._last = (self._index.load(self._file) if is_whole else None) or 0
                 self._saved = len(self._index)
             if len(self._index) > 2 * self._documents.counts().chunks:
                 self._index.clear()
@@ -179,7 +183,7 @@ class PassageFinder:
                 self._index.add(batch)
                 self._last = batch[-1][0]
             has_grown = len(self._index) - self._saved > max(SAVED_FROM, self._saved // 8)
-            if has_grown and not self._documents.database.read_only:
+            if is_whole and has_grown and not self._documents.database.read_only:
                 self._saved = len(self._index)
                 try:
                     self._index.save(self._file, self._last)

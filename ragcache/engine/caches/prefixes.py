@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ragcache.engine.caches.generation import Generation, Seen
@@ -38,6 +38,7 @@ class Path:
     parts: the whole prompt; layout: the same, laid out
     hits:  its passages, in their order, the last `asked` of which belong to this question
     seen:  the documents when the question began
+    salt:  of KV that questions under another filter must not go on from
     """
 
     parts: Sequence[Part]
@@ -45,6 +46,7 @@ class Path:
     hits: Sequence[Hit]
     asked: int
     seen: Seen
+    salt: str = ""
 
     @property
     def passages(self) -> list[tuple[Segment, Hit]]:
@@ -100,10 +102,14 @@ class Prefixes:
     _documents: DocumentStore
     generation: Generation
     _recipe: Recipe
-    _tenant: str
+    _salt: str
     _tree: PrefixCache
     own_ids: Sequence[int] = ()
     stored: StoredPrefixes | None = None
+
+    def of(self, salt: str) -> Prefixes:
+        """Return the prefixes of another salt in the same tree: neither finds KV of the other."""
+        return replace(self, _salt=salt)
 
     @contextmanager
     def text(self, ids: Sequence[int]) -> Iterator[PrefixKV]:
@@ -140,7 +146,7 @@ class Prefixes:
         if not self._tree.budget_bytes:
             yield None, 0.0
             return
-        namespace, elements = self._namespace(method), path.elements
+        namespace, elements = self._namespace(method, path.salt), path.elements
         load_s = self._bring(namespace, elements[:most], self._owned(path, elements))
         with self._tree.match(namespace, elements) as lease:
             lease.cut(path.layout.usable(min(lease.num_tokens, most)))
@@ -159,7 +165,7 @@ class Prefixes:
         if not self._tree.budget_bytes or len(set(fused.cache.lengths)) > 1:
             return
         elements = [*path.elements, *answer_ids][: fused.cache.get_seq_length()]
-        self._keep(self._namespace(method), elements, fused.cache, self._owned(path, elements), path.seen)
+        self._keep(self._namespace(method, path.salt), elements, fused.cache, self._owned(path, elements), path.seen)
 
     def pin(self, method: FusionMethod | None, elements: Sequence[int], ttl_s: float) -> int:
         """Keep known KV of a prompt's first tokens from eviction; see `PrefixCache.pin`.
@@ -245,12 +251,12 @@ class Prefixes:
         if gone := owners - present:
             self._tree.drop(gone)
 
-    def _namespace(self, method: FusionMethod) -> str:
-        return self._named(f"{method!r} over {self._recipe!r}") if method.reuses_blocks else self._text
+    def _namespace(self, method: FusionMethod, salt: str = "") -> str:
+        return self._named(f"{method!r} over {self._recipe!r}{salt}") if method.reuses_blocks else self._text
 
     @property
     def _text(self) -> str:
         return self._named("text")
 
     def _named(self, how: str) -> str:
-        return digest({"fingerprint": self._lm.fingerprint, "tenant": self._tenant, "how": how})
+        return digest({"fingerprint": self._lm.fingerprint, "salt": self._salt, "how": how})

@@ -35,13 +35,17 @@ class WholeStore:
     """Loads or computes the KV of a prompt's beginning and all passages. Thread-safe."""
 
     def __init__(
-        self, lm: LanguageModel, kv: KVStore, generation: Generation, tenant: str, on_encoded: OnEncoded | None = None
+        self, lm: LanguageModel, kv: KVStore, generation: Generation, salt: str, on_encoded: OnEncoded | None = None
     ) -> None:
         # Separate salt: a passage with the same tokens may be stored by a lossy codec.
-        self._encoder = ModelEncoder(lm, tenant=digest({"whole": tenant}), on_encoded=on_encoded)
+        self._encoder = ModelEncoder(lm, salt=digest({"whole": salt}), on_encoded=on_encoded)
         self._lm = lm
         self._kv = kv
         self._generation = generation
+
+    def of(self, salt: str, on_encoded: OnEncoded) -> WholeStore:
+        """Return the same for another salt."""
+        return WholeStore(self._lm, self._kv, self._generation, salt, on_encoded)
 
     def read(self, ids: Sequence[int], generation: int) -> PrefixKV:
         """Load the KV of these tokens, or compute and keep it.
@@ -90,5 +94,5 @@ def whole_hits(documents: DocumentStore, prompts: Prompts, ends: PromptEnds) -> 
             f"the whole store has {counts.chunks} passages of {counts.tokens} tokens, {total} with the question, and "
             f"{prompts.lm.name} takes {most}; ask without whole, for the passages nearest to the question"
         )
-    chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id)]
+    chunks = [chunk for one in documents.documents() for chunk in documents.chunks_of(one.id, one.collection)]
     return [Hit(chunk, 0.0, chunk.handle) for chunk in chunks]

@@ -156,10 +156,10 @@ def test_prompts_without_passages_go_on_from_each_other_by_every_method(open_kb,
     assert nobody.text == off.ask("Say one.", hits=[], method="full", sampling=SHORT).text
 
 
-def test_prompts_without_passages_are_known_to_their_tenant_until_a_document_changes(open_kb, kb):
+def test_prompts_without_passages_are_known_to_their_view_until_a_document_changes(kb):
     """They may quote any passage (law 10)."""
     text = "Once upon a time there was a dog."
-    one, other = open_kb(tenant="a"), open_kb(tenant="b")
+    one, other = kb.collection("a"), kb.collection("b")
     assert one.complete(text, sampling=SHORT).usage.cached_tokens == 0
     assert other.complete(text, sampling=SHORT).usage.cached_tokens == 0
     assert one.complete(text, sampling=SHORT).usage.computed_tokens == 1

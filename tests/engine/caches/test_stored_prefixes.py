@@ -176,24 +176,23 @@ def found(kb):
     return talked, len(as_text.hits), sum(hit.kv != "computed" for hit in given.hits)
 
 
-def test_tenants_and_other_models_find_nothing(open_kb, tmp_path):
-    with open_kb(tenant="one") as kb:
-        leave(kb)
-    with open_kb(tenant="one") as kb:
-        talked, *others = found(kb)
+def test_other_collections_and_models_find_nothing(open_kb, tmp_path):
+    with open_kb() as kb:
+        leave(kb.collection("one"))
+    with open_kb() as kb:
+        talked, *others = found(kb.collection("one"))
         assert (talked > 100, others) == (True, [2, 2])
-    for other in ({"tenant": "two"}, {}):
-        with open_kb(**other) as kb:
-            assert found(kb) == (0, 0, 0), other
+        for other in (kb.collection("two"), kb):
+            assert found(other) == (0, 0, 0)
     with open_kb(recipe=rc.Recipe(bos=True)) as kb:
         assert found(kb)[1:] == (0, 0)
     # A cache that was carried to a store of another model: names and owners differ.
     other = rc.load_lm(save_tiny_llama(tmp_path / "lm", seed=5))
     open_kb(path=tmp_path / "other", model=other).close()
     (tmp_path / "kb" / "foreign").rename(tmp_path / "other" / "foreign")
-    for tenant in ("", "one"):
-        with open_kb(path=tmp_path / "other", model=other, tenant=tenant) as kb:
-            assert found(kb) == (0, 0, 0), tenant
+    with open_kb(path=tmp_path / "other", model=other) as kb:
+        for seen in (kb, kb.collection("one")):
+            assert found(seen) == (0, 0, 0)
 
 
 def test_a_changed_document_takes_what_may_quote_it(open_kb):

@@ -30,6 +30,7 @@ class RagCacheTransform(TransformComponent):
     hints, checked when they are used.
 
         kb: an open store, or the path of a store (`rc.open_shared`)
+        collection: of the store, that the nodes go to; None: `default`
         kv: "eager" computes KV blocks now, "lazy" at their first use (no handle is attached then)
         timeout_s: how long to wait for another process that is writing
     """
@@ -40,8 +41,15 @@ class RagCacheTransform(TransformComponent):
     embedder: str = Field(description="Name of the embedding model.")
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache | str | Path, *, kv: str = "eager", timeout_s: float = 30.0) -> None:
-        opened = rc.open_shared(kb)
+    def __init__(
+        self,
+        kb: rc.RagCache | str | Path,
+        *,
+        collection: str | None = None,
+        kv: str = "eager",
+        timeout_s: float = 30.0,
+    ) -> None:
+        opened = rc.open_shared(kb, collection=collection)
         named = {"fingerprint": opened.lm.fingerprint, "embedder": opened.embedder.name}
         super().__init__(**{"kv": kv, "timeout_s": timeout_s, **named})
         self._kb = opened

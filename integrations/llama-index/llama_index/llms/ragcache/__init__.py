@@ -99,17 +99,20 @@ class RagCacheLLM(FunctionCallingLLM):
     drop_turns: bool = Field(default=True, description="Leave out a chat's oldest messages that do not fit the model.")
     _kb: rc.RagCache = PrivateAttr()
 
-    def __init__(self, kb: rc.RagCache | str | Path, *, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, kb: rc.RagCache | str | Path, *, model: str | None = None, collection: str | None = None, **options: Any
+    ) -> None:
         """Open the model.
 
         kb: an open store, or the path of a store, which is opened once for all components that name it, and closed with
             the last of these
         model: to open a path with; None: the store's own
+        collection: passages named by id or handle come from this collection alone; None: from all that kb shows
         Raises ConfigError for a field that is out of range or unknown, and the errors of `rc.open_shared`.
         """
         _refuse_unknown(set(options) - set(type(self).model_fields), (*_OPTIONS, *_CHAT))
         super().__init__(**options)
-        self._kb = rc.open_shared(kb, model=model)
+        self._kb = rc.open_shared(kb, model=model, collection=collection)
         self._options({})
 
     @classmethod

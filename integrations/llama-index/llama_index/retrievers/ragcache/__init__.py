@@ -32,6 +32,7 @@ class RagCacheRetriever(BaseRetriever):
         kb: rc.RagCache | str | Path,
         *,
         k: int = DEFAULT_K,
+        collection: str | None = None,
         search: Literal["vector", "text", "hybrid"] = "vector",
         filters: MetadataFilters | Filter | None = None,
         score_threshold: float | None = None,
@@ -47,6 +48,7 @@ class RagCacheRetriever(BaseRetriever):
 
         kb: an open store, or the path of a store (`rc.open_shared`)
         k:               number of passages
+        collection:      search only this collection of the store; None: all that kb shows
         search:          "vector", "text" (BM25) or "hybrid" (both rankings fused)
         filters:         LlamaIndex's metadata filters, or a ragcache filter
         score_threshold: leave out passages with a lower inner product
@@ -58,7 +60,7 @@ class RagCacheRetriever(BaseRetriever):
         Raises FilterError for an operator that the store does not have.
         """
         super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
-        self._kb = rc.open_shared(kb)
+        self._kb = rc.open_shared(kb, collection=collection)
         self._k = k
         self._options: dict[str, Any] = {
             "search": search,

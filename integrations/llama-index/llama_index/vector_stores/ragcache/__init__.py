@@ -45,6 +45,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     Everything is on disk when `add` and `delete` return, so there is nothing to persist.
 
         kb:        an open store, which the caller closes, or the path of a store (`rc.open_shared`)
+        collection: of the store, that keeps the nodes; None: `default`, and nodes of all that kb shows are found
         kv:        "eager" computes KV blocks when nodes are added, "lazy" at their first use
         timeout_s: how long to wait for another process that is writing
     """
@@ -56,10 +57,16 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     _kb: rc.RagCache = PrivateAttr()
 
     def __init__(
-        self, kb: rc.RagCache | str | Path, *, kv: str = "eager", timeout_s: float = 30.0, **more: Any
+        self,
+        kb: rc.RagCache | str | Path,
+        *,
+        collection: str | None = None,
+        kv: str = "eager",
+        timeout_s: float = 30.0,
+        **more: Any,
     ) -> None:
         super().__init__(**{"kv": kv, "timeout_s": timeout_s, **more})
-        self._kb = rc.open_shared(kb)
+        self._kb = rc.open_shared(kb, collection=collection)
 
     @classmethod
     def from_path(cls, path: str | Path, *, kv: str = "eager", timeout_s: float = 30.0, **options: Any) -> Self:
