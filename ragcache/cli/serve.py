@@ -102,7 +102,8 @@ def run_server(
     log_as_json()
     hide_bars_in_pipes()
     several = len(settings.api_keys) > 1
-    if several and store.is_new and store.neighbours_from is None:
+    encodes_alone = (models.model or "mini") == "mini"  # trained for reuse: its stores have no neighbours
+    if several and store.is_new and store.neighbours_from is None and not encodes_alone:
         store = replace(store, neighbours_from="document")  # keeps a key's documents out of others' KV
     with (
         listen(address.host, address.port) as bound,

@@ -437,6 +437,14 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
     assert "from-" not in "".join(errors)
 
 
+def test_two_keys_serve_a_new_store_of_the_bundled_model(tmp_path):
+    with (
+        process("serve", "--store", tmp_path / "new", "--port", 0, RAGCACHE_API_KEYS="one,two") as (_, url, errors),
+        httpx.Client(base_url=url, trust_env=False, timeout=120) as http,
+    ):
+        assert http.get("/readyz").status_code == 200, errors
+
+
 def test_two_keys_over_similar_neighbours_are_warned_of(tmp_path, folder, model):
     made = invoke("ingest", folder, "--store", tmp_path / "kb", "--model", model)
     assert made.exit_code == 0, made.output
