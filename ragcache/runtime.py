@@ -83,6 +83,7 @@ class _OverError(BaseException):
 
 
 _DEADLINES: dict[int, float] = {}  # by thread
+_SENT: set[int] = set()  # threads that an interruption was sent to
 _DEADLINES_LOCK = threading.Lock()
 _LOOK_S = 0.25
 
@@ -105,10 +106,16 @@ def bounded(seconds: float) -> Iterator[None]:
 
 
 def _forget(thread: int) -> None:
-    """Interrupt this thread no more, and withdraw an interruption that is on its way."""
+    """Interrupt this thread no more. An interruption that is on its way is raised here.
+
+    It is not withdrawn: CPython 3.11 would go on looking for it before each instruction.
+    """
     with _DEADLINES_LOCK:
         _DEADLINES.pop(thread, None)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+        sent = thread in _SENT
+        _SENT.discard(thread)
+    for _ in range(100 if sent else 0):
+        pass
 
 
 @cache
@@ -126,6 +133,7 @@ def _interrupt_late() -> None:
         with _DEADLINES_LOCK:
             for thread, deadline in list(_DEADLINES.items()):
                 if time.monotonic() > deadline:
+                    _SENT.add(thread)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_OverError))
 
 
