@@ -20,7 +20,7 @@ from benchmarks.peers_processes import ROOT, PeerProcess, PeerSpec
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
 from benchmarks.timing import Ratio, Timing
-from ragcache.models.gguf_keys import read_header
+from ragcache.models.gguf_header import read_header
 
 OURS, THEIRS = (
     PeerSpec("ragcache", "ragcache_llamacpp_worker", None, ("memory", "disk")),

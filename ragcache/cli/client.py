@@ -161,11 +161,11 @@ def _answer(response: HTTPResponse, say: Callable[[str, str], None]) -> dict[str
     counts = {"prompt_tokens": about["prompt_tokens"], "cached_tokens": about["avoided_tokens"]}
     counts |= {"completion_tokens": usage["completion_tokens"], "created_tokens": about["created_tokens"]}
     counts |= {"computed_tokens": about["computed_tokens"]}
-    counts |= {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]}
+    counts |= {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"], "pinned_tokens": 0}
     same = {name: about[name] for name in ("timings", "method", "method_reason", "dropped", "dropped_turns")}
     text, thoughts = ("".join(said) for said in pieces.values())
     found = {"text": text, "hits": about["sources"], "usage": counts, **same, "finish_reason": finish}
-    return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts}
+    return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts, "stop": None}
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:

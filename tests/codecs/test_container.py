@@ -30,6 +30,7 @@ from ragcache.errors import (
     MissingBlockError,
     SchemaVersionError,
     StoreError,
+    StoreFailedError,
     StoreFullError,
     StoreReadOnlyError,
 )
@@ -259,6 +260,7 @@ def test_names_are_flushed_behind_every_change(tmp_path: Path, monkeypatch: pyte
         write_all(file, b"content")
         temporary = Path(file.name)
     assert calls == [
+        ("flush", tmp_path.parent),  # the name of a directory that was there, once a process
         ("make", tmp_path / "new"),
         ("flush", tmp_path),
         ("make", target.parent),
@@ -295,7 +297,7 @@ def test_a_failed_body_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> N
         (errno.ENOSPC, StoreFullError),
         (errno.EDQUOT, StoreFullError),
         (errno.EROFS, StoreReadOnlyError),
-        (errno.EIO, OSError),
+        (errno.EIO, StoreFailedError),
     ],
 )
 @pytest.mark.parametrize("call", ["fsync", "replace"])

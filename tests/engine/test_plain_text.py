@@ -322,7 +322,7 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
         )
         ids = [*own[5:7], *own[2:], *own[:1]]
         cut = bpe_kb._questions.finder.cut
-        ends, hits = cut(PromptEnds((), ids), [], bpe_kb.store.documents, parts=True)
+        ends, hits = cut(PromptEnds((), ids), [], parts=True)
         assert [one.chunk.token_ids for one in hits] == [own[2:]]
         assert [*ends.prefix_ids, *hits[0].chunk.token_ids, *ends.suffix_ids] == ids
         reading = bpe_kb._questions._request_options({"sampling": ONE})
@@ -330,8 +330,8 @@ def test_a_passage_behind_other_first_tokens_is_found_behind_them(bpe_kb):
     (whole,) = bpe_kb._parts.block_keys.encode([own])
     torch.testing.assert_close(blocks[0][0].keys, whole.keys[:, :, 2:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(blocks[0][0].values, whole.values[:, :, 2:], atol=1e-5, rtol=1e-5)
-    assert cut(PromptEnds((), [*own[5:8], *own[3:], 1]), [], bpe_kb.store.documents, parts=True)[1] == []
-    assert cut(PromptEnds((), ids), [], bpe_kb.store.documents, parts=False)[1] == []
+    assert cut(PromptEnds((), [*own[5:8], *own[3:], 1]), [], parts=True)[1] == []
+    assert cut(PromptEnds((), ids), [], parts=False)[1] == []
 
 
 def test_a_changed_passage_is_text(kb):

@@ -201,7 +201,7 @@ CALLS = {
 # These wait for nothing.
 OTHERS = {
     "open", "close", "rates", "count_tokens", "estimate_kv", "load_counts", "prefix_stats", "full_prefill_estimate_s",
-    "seen_by",
+    "seen_by", "count_chat", "token_limits", "why",
 }  # fmt: skip
 
 

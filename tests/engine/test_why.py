@@ -30,7 +30,7 @@ def test_stored_passages_are_found_evicted_or_never_stored(opened):
         lazy = next(chunk for chunk in kb.chunks() if chunk.document_id == "lazy")
         assert kb.why(QUESTION, hits=[rc.Passage(id=lazy.id)])[0].why == "never stored"
         assert not kb.store.kv.lookup([chunks[0].handle]), "nothing is computed"
-    with opened(tenant="other") as kb:
+    with opened(recipe="prefix") as kb:
         assert kb.why(QUESTION, hits=[rc.Passage(id=lazy.id)])[0].why == "never stored"
         rest = kb.why(QUESTION, hits=[rc.Passage(id=chunks[-1].id)])
         assert rest[0].why == "another model"
@@ -44,7 +44,7 @@ def test_passages_of_no_document_have_reasons_too(opened):
         kb.store.kv.foreign.delete(handle)
         assert kb.why(QUESTION, **asked)[0].why == "evicted"
         assert kb.why(QUESTION, hits=[rc.Passage(TEXTS["rivers"])])[0].why == "never stored"
-    with opened(tenant="other") as kb:
+    with opened(recipe="prefix") as kb:
         assert kb.why(QUESTION, **asked)[0].why == "another model"
 
 

@@ -374,13 +374,14 @@ def test_answers_carry_ids_and_guarding_headers(served: Served):
     assert served.http.get("/healthz", headers={"X-Request-ID": "a b"}).headers["x-request-id"].startswith("req_")
 
 
-def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, kb):
+def test_a_conversation_keeps_its_context_where_it_is_asked_to(client, served):
     keep = {"extra_body": {"ragcache": {"context": "keep", "k": 2}}}
     turns = [{"role": "user", "content": QUESTION}]
     first = ask(client, messages=turns, **keep)
     turns += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Why?"}]
     second = ask(client, messages=turns, **keep)
-    assert second.choices[0].message.content == kb.chat(turns, k=2, context="keep", sampling=rc.Sampling(12)).text
+    own = served.app.state.service.kb.chat(turns, k=2, context="keep", sampling=rc.Sampling(12))
+    assert second.choices[0].message.content == own.text
     assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
     with pytest.raises(BadRequestError, match="takes passages in the messages"):

@@ -372,7 +372,7 @@ def test_unknown_query_parameters_are_named(shared):
         refused = shared.http.get(path)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (400, "unknown_parameter", "colour"), path
-    assert "known are id, limit, offset, source" in shared.http.get("/v1/documents?Limit=1").text
+    assert "known are collection, id, limit, offset, source" in shared.http.get("/v1/documents?Limit=1").text
     assert shared.http.get("/v1/documents?limit=1").status_code == 200
 
 

@@ -295,7 +295,7 @@ def engine(url: str) -> Iterator[Engine]:
     ("name", "value", "said"),
     [
         ("schema_version", "5", "made before ragcache 0.1, .*: ragcache ingest FOLDER --store NEW"),
-        ("schema", "2", "schema version 2 is newer than .* 1; use the version of ragcache that wrote it"),
+        ("schema", "3", "schema version 3 is newer than .* 2; use the version of ragcache that wrote it"),
     ],
 )
 def test_a_store_of_another_version_is_refused_and_untouched(url, engine, name, value, said, read_only):

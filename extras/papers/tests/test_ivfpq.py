@@ -204,12 +204,13 @@ def test_a_store_is_searched_through_codes_and_deletions_leave_none(store):
 
 def test_the_doctor_knows_an_index_of_other_vectors(store):
     put(store.documents, "a", range(1000))
-    Retriever.open(store.documents, store.layout.index, Rows(), kind="ivfpq").save(store.layout.index)
+    sealed = Retriever.open(store.documents, store.layout.index, Rows(), kind="ivfpq", seal=store.kv.seal)
+    sealed.save(store.layout.index)
     store.documents.bind("embedder", "rows")
     assert doctor(store, index_kind="ivfpq").index == "sound"
     stolen = VectorIndex(DIMENSION, kind="ivfpq", embedder="rows", stored=(shelf := Shelf()))
     shelf.put(stolen, range(1, 1001), clustered(1000, 8)[::-1])
-    stolen.generation = store.documents.generation()
+    stolen.generation, stolen.seal = store.documents.generation(), store.kv.seal
     stolen.save(store.layout.index)
     assert doctor(store, index_kind="ivfpq").index == "rebuilt: it held other vectors than the documents"
     assert doctor(store, index_kind="ivfpq").index == "sound"

@@ -1,5 +1,6 @@
 """The basis of a codec that needs one: made at the first ingestion, kept, found again, and refused from too little."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,9 @@ def test_another_machine_reads_blocks_and_basis_from_the_remote(lm: rc.LanguageM
     (tmp_path / "remote").mkdir()
     answers = []
     for machine in ("one", "two"):
+        if machine == "two":  # stores that share a remote share their key
+            (tmp_path / "two").mkdir()
+            shutil.copy2(tmp_path / "one" / "ragcache.key", tmp_path / "two")
         with rc.RagCache.open(
             tmp_path / machine, model=lm, method="reposition", embedder=BagOfWords(), store=config
         ) as kb:

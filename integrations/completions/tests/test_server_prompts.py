@@ -240,7 +240,7 @@ def test_a_prompt_that_can_never_fit_is_not_tokenised(served, kb, monkeypatch):
         refused = served.http.post("/tokenize", json={name: "All work and no play. " * 180_000})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert "the prompt has 3,960,000 characters" in refused.json()["error"]["message"]
-    assert 0 < sum(lengths) < 200_000
+    assert sum(lengths) < 200_000
     twice = "ab" * kb.lm.max_positions
     assert served.http.post("/tokenize", json={"prompt": twice}).json()["count"] >= 2 * kb.lm.max_positions
 
