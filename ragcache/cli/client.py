@@ -165,7 +165,7 @@ def _answer(response: HTTPResponse, say: Callable[[str, str], None]) -> dict[str
     same = {name: about[name] for name in ("timings", "method", "method_reason", "dropped", "dropped_turns")}
     text, thoughts = ("".join(said) for said in pieces.values())
     found = {"text": text, "hits": about["sources"], "usage": counts, **same, "finish_reason": finish}
-    return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts, "stop": None}
+    return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts, "stop": ""}
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -248,7 +248,7 @@ STATUS_MEANINGS = {
     504: "The time for one request is up",
     507: "The store's device is full",
 }
-EVERYWHERE = (403, 404, 500)
+EVERYWHERE = (400, 403, 404, 500)
 Responses = dict[int | str, dict[str, Any]]
 
 
