@@ -560,6 +560,7 @@ class RagCache(Store):
         self._threads.close()
         self._parts.ingestor.close()
         self._engine.clear()
+        self._parts.generation.close()
         if (loader := self._parts.loader) is not None:
             loader.close()
             figures = loader.rates.figures()

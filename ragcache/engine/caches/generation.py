@@ -69,6 +69,10 @@ class Generation:
         for invalidate in self._caches:
             invalidate()
 
+    def close(self) -> None:
+        """Release the caches, which refer to this object, so that a closed store's memory is freed at once."""
+        self._caches.clear()
+
     def renew(self) -> None:
         """Begin a new state of the same documents, under which methods find nothing that they kept earlier."""
         self.seen = Seen(self.seen.number)
