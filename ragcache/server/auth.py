@@ -140,9 +140,7 @@ class Guard:
     def _key_problem(self, scope: Scope, headers: Headers) -> ApiError | None:
         """Note the request's key in its state, or return the reason why it opens nothing."""
         given = headers.getlist("authorization")
-        if (
-            not given and "anthropic-version" in headers
-        ):  # Anthropic's clients, which send the key in a header of its own
+        if not given and "anthropic-version" in headers:  # Anthropic's clients have another header for the key
             given = [f"Bearer {key}" for key in headers.getlist("x-api-key")]
         scheme, _, secret = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         key = self.keys.find(secret.strip().encode("latin-1")) if scheme.lower() == "bearer" else None

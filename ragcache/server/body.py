@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from fastapi.dependencies.models import Dependant
@@ -100,11 +101,24 @@ def check_unknown(request: Request, unknown: list[str]) -> None:
 
 def _parse(model: type[Model], body: bytes) -> tuple[Model, list[str]]:
     """Return the body, and the paths of its unknown fields."""
-    try:
+    with _validated():
         asked = model.model_validate_json(body)
+    return asked, list(_dropped(asked))
+
+
+def checked(model: type[Model], /, **fields: Any) -> Model:
+    """Return a body made of another body's fields. Raises ApiError (400)."""
+    with _validated():
+        return model(**fields)
+
+
+@contextmanager
+def _validated() -> Iterator[None]:
+    """Translate pydantic's errors. Raises ApiError (400)."""
+    try:
+        yield
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False, include_context=False)) from error
-    return asked, list(_dropped(asked))
 
 
 def _dropped(value: Any, place: str = "") -> Iterator[str]:

@@ -252,9 +252,9 @@ EVERYWHERE = (400, 403, 404, 500)
 Responses = dict[int | str, dict[str, Any]]
 
 
-def errors(*statuses: int) -> Responses:
-    """Return the `responses` of a route for its errors."""
-    return {status: {"model": ErrorBody, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)}
+def errors(*statuses: int, model: type[BaseModel] = ErrorBody) -> Responses:
+    """Return the `responses` of a route for its errors. model: of an error's body"""
+    return {status: {"model": model, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)}
 
 
 def streamed(model: type[BaseModel], description: str, data: type[BaseModel]) -> dict[str, Any]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Field,
     JsonValue,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
+from ragcache.server.body import checked
 from ragcache.server.chat_types import (
     MAX_TOOLS,
     Called,
@@ -34,13 +33,11 @@ from ragcache.server.chat_types import (
     Tool,
     ToolFunction,
 )
-from ragcache.server.http_errors import from_validation
 from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
 
 MOST_POINTS = 4
 """Most cache points of one request, as in Anthropic's own API."""
 TTLS = {"5m": 300.0, "1h": 3600.0}
-Body = TypeVar("Body", bound=BaseModel)
 
 
 def _no_media(given: Any) -> Any:
@@ -374,14 +371,6 @@ class MessagesRequest(CountRequest):
     def chat(self, *, thinks: bool) -> ChatRequest:
         same = {name: getattr(self, name) for name in ("stream", "max_tokens", "temperature", "top_p", "top_k")}
         return self.as_chat(thinks=thinks, stop=self.stop_sequences, **same)
-
-
-def checked(model: type[Body], /, **fields: Any) -> Body:
-    """Return a body made of another body's fields. Raises ApiError (400)."""
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False, include_context=False)) from error
 
 
 class ErrorInfo(AnswerModel):

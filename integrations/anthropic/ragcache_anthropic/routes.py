@@ -17,12 +17,12 @@ from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.engine.options import CachePoint
 from ragcache.models.thoughts import thinking_of
-from ragcache.server.answers import Call, engine_call, sources_of, turns
+from ragcache.server.answers import Call, sources_of, turns
 from ragcache.server.body import JsonRoute
-from ragcache.server.chat import Writer, respond
+from ragcache.server.chat import Writer, call_of, respond
 from ragcache.server.chat_types import ChatExtension
 from ragcache.server.error_object import event
-from ragcache.server.http_errors import EVERYWHERE, STATUS_MEANINGS, ApiError, Responses, streamed
+from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.wire import AnswerModel
 from ragcache_anthropic.bodies import (
@@ -65,10 +65,8 @@ class AnthropicRouter(APIRouter):
 router = AnthropicRouter(prefix="/v1/messages", route_class=JsonRoute, tags=["anthropic"])
 
 
-def failures(*statuses: int) -> Responses:
-    return {
-        status: {"model": AnthropicError, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)
-    }
+failures = partial(errors, model=AnthropicError)
+"""Return the `responses` of a route for its errors, in Anthropic's form."""
 
 
 @router.post(
@@ -80,8 +78,8 @@ def failures(*statuses: int) -> Responses:
     },
 )
 async def create_message(request: Request, service: ServiceParam, asked: MessagesRequest) -> Response:
-    chat, lm = asked.chat(thinks=_thinks(service)), service.kb.lm
-    call = engine_call(chat, service.settings.answers, lm.max_positions, retrieves=service.retrieves(asked.model))
+    chat, retrieves = asked.chat(thinks=_thinks(service)), service.retrieves(asked.model)
+    call = await call_of(service, chat, service.settings.answers, retrieves=retrieves)
     pins = [CachePoint(turns(asked.head(point)), point.ttl_s) for point in asked.points]
     events = service.kb.astream_chat(call.messages, **call.options, pins=pins)
     shows = asked.thinking is None or asked.thinking.display != "omitted"
@@ -97,9 +95,8 @@ async def create_message(request: Request, service: ServiceParam, asked: Message
 )
 async def count_tokens(request: Request, service: ServiceParam, asked: CountRequest) -> TokenTotal:
     service.retrieves(asked.model)
-    call = engine_call(
-        asked.as_chat(thinks=_thinks(service)), service.settings.answers, service.kb.lm.max_positions, retrieves=False
-    )
+    chat = asked.as_chat(thinks=_thinks(service))
+    call = await call_of(service, chat, service.settings.answers, retrieves=False)
     count = partial(_count, service, call)
     return TokenTotal(input_tokens=await service.compute(request, count))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, JsonValue, Tag, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, WithJsonSchema
 
 from ragcache.engine.options import AnswerDefaults
+from ragcache.server.body import checked
 from ragcache.server.chat_types import (
     MAX_TOOLS,
     Called,
@@ -30,10 +31,9 @@ from ragcache.server.chat_types import (
     Tool,
 )
 from ragcache.server.embeddings import MAX_INPUTS
-from ragcache.server.http_errors import ApiError, from_validation
+from ragcache.server.http_errors import ApiError
 from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
 
-Body = TypeVar("Body", bound=BaseModel)
 LEVELS = ("low", "medium", "high")
 
 
@@ -166,14 +166,6 @@ class AnswerRequest(RequestModel):
             return JsonFormat(type="json_object")
         schema = JsonSchema.model_validate({"name": "format", "schema": self.format})
         return SchemaFormat(type="json_schema", json_schema=schema)
-
-
-def checked(model: type[Body], /, **fields: Any) -> Body:
-    """Return a body made of another body's fields. Raises ApiError (400)."""
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False, include_context=False)) from error
 
 
 class Function(LooseModel):

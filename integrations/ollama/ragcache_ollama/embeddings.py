@@ -9,6 +9,7 @@ from itertools import chain
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from ragcache.server.body import checked
 from ragcache.server.embeddings import EmbeddingRequest, embed
 from ragcache.server.service import service_of
 from ragcache_ollama.bodies import (
@@ -16,7 +17,6 @@ from ragcache_ollama.bodies import (
     EmbeddingsRequest,
     EmbedRequest,
     OneEmbedding,
-    checked,
 )
 from ragcache_ollama.form import NS, AnyTypeRoute, failures, served_name
 

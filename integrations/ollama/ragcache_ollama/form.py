@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
 from ragcache.server.body import JsonRoute
-from ragcache.server.http_errors import EVERYWHERE, STATUS_MEANINGS, ApiError, Responses, schema_of
+from ragcache.server.http_errors import ApiError, errors, schema_of
 from ragcache.server.service import Service
 from ragcache_ollama.bodies import (
     OllamaError,
@@ -34,10 +35,8 @@ class AnyTypeRoute(JsonRoute):
     content_type = ""
 
 
-def failures(*statuses: int) -> Responses:
-    return {
-        status: {"model": OllamaError, "description": STATUS_MEANINGS[status]} for status in (*statuses, *EVERYWHERE)
-    }
+failures = partial(errors, model=OllamaError)
+"""Return the `responses` of a route for its errors, in Ollama's form."""
 
 
 def lines(model: type[BaseModel], description: str) -> dict[str, Any]:
