@@ -81,7 +81,7 @@ EXTRAS = {
     ".": ["otel", "server", "structured", "train"],
     "apps/chatbot": ["server"],
     "extras/documents": ["documents"],
-    "extras/plan": ["eval"],
+    "extras/plan": ["bench"],
     "extras/eval": ["eval", "capability"],
     "extras/train": ["train"],
     "extras/watch": ["watch"],

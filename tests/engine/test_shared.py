@@ -184,7 +184,7 @@ def each(names, *given):
 
 
 CALLS = {
-    **each("ask stream retrieve aask astream aretrieve", QUESTION),
+    **each("ask stream retrieve why aask astream aretrieve", QUESTION),
     **each("ask_many aask_many", [QUESTION]),
     **each("chat stream_chat achat astream_chat", TURNS),
     **each("complete stream_completion acomplete astream_completion", "Once"),
@@ -201,7 +201,7 @@ CALLS = {
 # These wait for nothing.
 OTHERS = {
     "open", "close", "rates", "count_tokens", "estimate_kv", "load_counts", "prefix_stats", "full_prefill_estimate_s",
-    "seen_by", "count_chat", "token_limits", "why",
+    "seen_by", "count_chat", "token_limits",
 }  # fmt: skip
 
 

@@ -228,7 +228,6 @@ def test_tokens_are_the_tokenizers(served, kb):
 
 
 def test_a_prompt_that_can_never_fit_is_not_tokenised(served, kb, monkeypatch):
-    """But for its beginning, by which that is known."""
     lengths, encode = [], PreTrainedTokenizerFast._encode_plus
 
     def counted(self, text, *args, **options):
@@ -240,7 +239,7 @@ def test_a_prompt_that_can_never_fit_is_not_tokenised(served, kb, monkeypatch):
         refused = served.http.post("/tokenize", json={name: "All work and no play. " * 180_000})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert "the prompt has 3,960,000 characters" in refused.json()["error"]["message"]
-    assert sum(lengths) < 200_000
+    assert lengths == []
     twice = "ab" * kb.lm.max_positions
     assert served.http.post("/tokenize", json={"prompt": twice}).json()["count"] >= 2 * kb.lm.max_positions
 
