@@ -490,7 +490,7 @@ class RagCache(Store):
         from ragcache.engine.why import explain
 
         self._check(options, AskOptions if isinstance(asked, str) else ChatOptions)
-        return explain(self._parts, asked, k, options)
+        return explain(self._parts, self._questions.finder, asked, k, options)
 
     def count_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> int:
         """Count the tokens of a conversation's prompt, passages in its messages included, without any that would be

@@ -12,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from ragcache.engine.assemble import Components
+from ragcache.engine.caches.passage_finder import PassageFinder
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.loader import Prefetch
 from ragcache.engine.questions import Questions
@@ -32,7 +33,7 @@ class Reason:
     """Why a passage is, or is not, read from stored KV.
 
     passage: id of the passage; for text without an id, how it begins
-    why:     "another model": its KV is of another model, recipe, system prompt or tenant
+    why:     "another model": its KV is of another model, recipe, system prompt or collection
     detail:  the tier of the KV, the method's reason, or both texts around the token that differs
     place:   number of the passage's first token that differs; -1: none
     """
@@ -54,12 +55,17 @@ class _Planned(Questions):
                 ahead.close()
 
 
-def explain(parts: Components, asked: str | Sequence[Mapping[str, Any]], k: int, keywords: Any) -> list[Reason]:
+def explain(
+    parts: Components, finder: PassageFinder, asked: str | Sequence[Mapping[str, Any]], k: int, keywords: Any
+) -> list[Reason]:
     """Return a reason for each passage of the prompt, then for each stored passage that its text nearly holds.
+
+    finder: of the store's questions, whose index of passages is read instead of built again
 
     Raises the errors of `RagCache.ask` and `RagCache.chat`.
     """
     questions = _Planned(parts)
+    questions.finder = finder
     events: Iterator[Any] = (
         questions.ask(asked, k, keywords) if isinstance(asked, str) else questions.chat(asked, keywords)
     )

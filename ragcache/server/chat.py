@@ -134,7 +134,7 @@ async def _counted(
                 service.count_answer(answer)
                 trace(answer, request.headers, service.chat_model)
                 if service.log is not None and isinstance(asked, ChatRequest):
-                    service.log.write(asked.messages, answer)
+                    await service.in_thread(service.log.write, asked.messages, answer)  # it counts tokens
                 yield Done(answer)
             else:
                 if isinstance(one, Token | Reasoning):
