@@ -46,7 +46,7 @@ from ragcache.store.orphans import discard_chunks, is_referenced, rescue, to_gar
 from ragcache.store.properties import HELD, held_handles, read_properties, refuse_other
 from ragcache.store.record_checks import check_document
 from ragcache.store.records import Chunk, Counts, NewChunk, NewDocument, StoredDocument, StoredVersion, VectorBatch
-from ragcache.store.rows import parts_of as _parts
+from ragcache.store.rows import parts_of
 from ragcache.store.schema import chunks, documents, garbage, properties, searched, windows
 
 ROWS = 1000  # inserted together
@@ -179,7 +179,7 @@ class DocumentStore:
         with self.database.write() as connection:
             advance(connection, "generation", 0)
             found, changed = set[str](), self.view.writes
-            for part in _parts(wanted):
+            for part in parts_of(wanted):
                 query = select(documents.c.collection, documents.c.id).where(documents.c.id.in_(part))
                 query = query if changed is None else query.where(within(documents.c.collection, changed))
                 there = dict[str, list[str]]()
@@ -361,7 +361,7 @@ class DocumentStore:
         """Return the ids of the searched vectors of the chunks of these documents, as far as they may be changed."""
         with self.database.read() as connection:
             found = list[int]()
-            for part in _parts(document_ids):
+            for part in parts_of(document_ids):
                 own = select(chunks.c.vector_id).where(chunks.c.document_id.in_(part))
                 if self.view.writes is not None:
                     own = own.where(within(chunks.c.collection, self.view.writes))
@@ -373,7 +373,7 @@ class DocumentStore:
         own."""
         query, owners = select(windows.c.vector_id, windows.c.chunk), dict[int, int]()
         with self.database.read() as connection:
-            for part in _parts(vector_ids.tolist()):
+            for part in parts_of(vector_ids.tolist()):
                 owners.update(map(tuple, connection.execute(query.where(windows.c.vector_id.in_(part)))))
         return np.array([owners.get(id, id) for id in vector_ids.tolist()], np.int64)
 
@@ -468,7 +468,7 @@ class DocumentStore:
         with self.database.read() as connection:
             return (wanted & held_handles(connection)) | {
                 handle
-                for part in _parts(list(wanted))
+                for part in parts_of(list(wanted))
                 for handle in connection.scalars(select(chunks.c.handle).where(chunks.c.handle.in_(part)).distinct())
             }
 
@@ -486,7 +486,7 @@ class DocumentStore:
     def clear_garbage(self, handles: Iterable[str]) -> None:
         """Remove handles from the garbage once their KV bytes are deleted; other handles are ignored."""
         with self.database.write() as connection:
-            for part in _parts(list(handles)):
+            for part in parts_of(list(handles)):
                 connection.execute(delete(garbage).where(garbage.c.handle.in_(part)))
 
     def counts(self) -> Counts:
@@ -514,7 +514,7 @@ class DocumentStore:
             return []
         found: dict[Any, Chunk] = {}
         with self.database.read() as connection:
-            for part in _parts(wanted):
+            for part in parts_of(wanted):
                 query = self._narrowed(rows.select_chunks().where(column.in_(part)), chunks)
                 if column is chunks.c.id:  # of equal ids that of the first collection is returned
                     query = query.order_by(chunks.c.collection.desc())
@@ -533,7 +533,7 @@ class DocumentStore:
 
     def _matching(self, query: Select[Any], column: ColumnElement[Any], wanted: Sequence[Any]) -> list[RowMapping]:
         with self.database.read() as connection:
-            parts = (connection.execute(query.where(column.in_(part))).mappings() for part in _parts(wanted))
+            parts = (connection.execute(query.where(column.in_(part))).mappings() for part in parts_of(wanted))
             return [row for part in parts for row in part]
 
     def _bind(self, connection: Connection, name: str, value: object) -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
+from ragcache_plan.logs import MOONCAKE_BLOCK
 
 MOST_LINE = 64 * 2**20
 """Longest line, and largest file that is one JSON value, in bytes."""
 VLLM_PROMPT = re.compile(r"prompt: ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
 VLLM_TIME = re.compile(r"\b(\d\d-\d\d) \d\d:\d\d:\d\d")
-BLOCK_TOKENS = 512
-"""Tokens of a hash id in Mooncake's traces."""
 
 
 class Logged(NamedTuple):
@@ -137,7 +136,7 @@ def read_trace(entry: Mapping[str, Any]) -> Iterator[Logged]:
     if blocks:
         whole = entry.get("input_length")
         stated = whole if isinstance(ids, Mapping) and isinstance(whole, int) else 0
-        size = max(1, round(stated / len(blocks))) if stated > 0 else BLOCK_TOKENS
+        size = max(1, round(stated / len(blocks))) if stated > 0 else MOONCAKE_BLOCK
         yield Logged([hash_id(one) for one in blocks], _day(entry.get("timestamp"), trace=True), "trace", size)
 
 
