@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -28,13 +28,15 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _FLUSHED: set[Path] = set()  # directories whose names are known to be on the device
 _DAY_S = 24 * 3600.0
 PAGE = 4096
+Rename = Callable[[Path, Path], None]
 
 
 @contextmanager
-def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, mode: int = 0o666, rename: Rename | None = None) -> Iterator[BinaryIO]:
     """Yield an unbuffered file that becomes `path` when the body ends without an error.
 
-    mode: its permissions, less the umask
+    mode:   its permissions, less the umask
+    rename: gives the written file its final name
 
     The directory is created if it is missing. If anything fails, the temporary file is removed. Raises StoreFullError,
     StoreReadOnlyError.
@@ -46,7 +48,7 @@ def atomic_write(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             with open(temporary, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 yield file
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            (rename or os.replace)(temporary, path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()

@@ -18,6 +18,7 @@ from ragcache.codecs.container import (
 )
 from ragcache.codecs.none import RawCodec
 from ragcache.errors import ConfigError, DamagedBlockError, PluginError, SchemaVersionError, UnencodableBlockError
+from ragcache.files import Rename
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
 from ragcache.lazy_torch import torch
@@ -31,17 +32,24 @@ _WAY_OUT = "use the version that wrote it, or delete the block's document and in
 
 
 def write_block(
-    path: Path, key: str, block: KVBlock, codec: Codec, *, reserve: Reserve | None = None, seal: Seal = UNSEALED
+    path: Path,
+    key: str,
+    block: KVBlock,
+    codec: Codec,
+    *,
+    reserve: Reserve | None = None,
+    rename: Rename | None = None,
+    seal: Seal = UNSEALED,
 ) -> KVBlock:
     """Store a block under its key and return it as it will be read back (with other numbers if the codec is lossy).
 
-    reserve: see `write_container`
-    seal:    of the store; it covers the key
+    reserve, rename: see `write_container`
+    seal: of the store; it covers the key
 
     Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError.
     """
     tensors = encode_block(key, block, codec)
-    write_container(path, tensors, _metadata(key, block, codec), reserve=reserve, seal=seal.of(key))
+    write_container(path, tensors, _metadata(key, block, codec), reserve=reserve, rename=rename, seal=seal.of(key))
     return codec.decode(tensors)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from ragcache.errors import FAILED, DamagedBlockError, MissingBlockError, StoreError
-from ragcache.files import PAGE, atomic_write, write_all
+from ragcache.files import PAGE, Rename, atomic_write, write_all
 from ragcache.lazy_torch import torch
 from ragcache.seal import MARK_LENGTH, UNSEALED, FileSeal
 
@@ -83,17 +83,19 @@ def write_container(
     metadata: Mapping[str, str],
     *,
     reserve: Reserve | None = None,
+    rename: Rename | None = None,
     seal: FileSeal = NO_STORE,
 ) -> None:
     """Write tensors and metadata to `path`, either completely or not at all, flushed to the device.
 
     reserve: called with the temporary file, still empty, and the bytes that it will have; an error that it raises stops
            the writing and leaves no file
+    rename:  gives the written file its final name
 
     Raises StoreFullError, StoreReadOnlyError.
     """
     buffers = pack_container(tensors, metadata, seal)
-    with atomic_write(path) as file:
+    with atomic_write(path, rename=rename) as file:
         if reserve is not None:
             reserve(file, sum(buffer.nbytes for buffer in buffers))
         for buffer in buffers:

@@ -74,8 +74,8 @@ class DiskTier(BlockFiles, DurableTier):
     def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock | None:
         """Write a block whole and flush it to the device; return None if the budget has no room for it.
 
-        Raises StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no partial file remains, and an earlier
-        file of the key still exists, unless there is a budget.
+        An earlier file of the key exists until the new one replaces it, unless the budget has no room for both. Raises
+        StoreFullError, StoreReadOnlyError, UnencodableBlockError; then no partial file remains.
         """
         path, budget, codec = self.path(key), self._budget, self.codec_for(block, encoded)
         if budget is None:
@@ -85,16 +85,17 @@ class DiskTier(BlockFiles, DurableTier):
         def reserve(file: BinaryIO, num_bytes: int) -> None:
             reservations.append(budget.reserve(Entry(key, num_bytes, block.num_tokens), file))
 
+        def rename(temporary: Path, path: Path) -> None:
+            budget.rename(temporary, path, Entry(key, reservations[0].num_bytes, block.num_tokens))
+
         try:
-            written = write_block(path, key, block, codec, reserve=reserve, seal=self.seal)
+            return write_block(path, key, block, codec, reserve=reserve, rename=rename, seal=self.seal)
         except NoRoomError:
             return None
         except BaseException:
             for reservation in reservations:
                 budget.release(reservation)
             raise
-        budget.written(Entry(key, reservations[0].num_bytes, block.num_tokens))
-        return written
 
     def get(self, key: str, room: Room | None = None) -> KVBlock | None:
         """Return the block. Its tensors are in `room`, or alias the mapped file if the codec allows it. Raises

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
@@ -78,23 +79,29 @@ class DiskBudget:
     def reserve(self, entry: Entry, file: BinaryIO) -> Reservation:
         """Free space for the entry and extend `file`, which is empty and below the root, to the entry's size.
 
-        An earlier file of the key is deleted first. Raises NoRoomError; then nothing was evicted. Raises
-        StoreBusyError, StoreReadOnlyError.
+        An earlier file of the key is deleted first if there is no room for both. Raises NoRoomError; then nothing else
+        was evicted. Raises StoreBusyError, StoreReadOnlyError.
         """
         if entry.num_bytes > self.budget_bytes:
             raise NoRoomError
         with self._alone() as books:
-            self._unlink(books, entry.key)
+            if self._taken(books) + entry.num_bytes > self.budget_bytes:
+                self._unlink(books, entry.key)
             self._make_room(books, entry)
             # Write the sum first: it may be too high, but never too low.
             self._write(books, books.total_bytes + entry.num_bytes)
             os.truncate(file.fileno(), entry.num_bytes)
             return Reservation(entry.num_bytes, books.epoch)
 
-    def written(self, entry: Entry) -> None:
-        """Record that the reserved file has its final name."""
-        with self._lock:
-            if entry.key not in self._ledger:
+    def rename(self, temporary: Path, path: Path, entry: Entry) -> None:
+        """Give the reserved file its final name, and return the bytes of the file that had it. Raises StoreBusyError,
+        StoreReadOnlyError."""
+        with self._alone() as books:
+            replaced = self._files.size(entry.key) or 0
+            os.replace(temporary, path)
+            self._write(books, books.total_bytes - replaced)
+            with self._lock:
+                self._ledger.remove(entry.key)
                 self._ledger.add(entry)
 
     def release(self, reservation: Reservation) -> None:
