@@ -30,6 +30,7 @@ class LlamaCppWorker:
         kind = llama_cpp.GGML_TYPE_F32 if config["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
         self._kv_type = "float32" if kind == llama_cpp.GGML_TYPE_F32 else "float16"
         self._threads = int(config["threads"])
+        self._flash = bool(config.get("flash", True))
         self._llama = Llama(
             str(path),
             n_ctx=config["max_tokens"],
@@ -38,7 +39,7 @@ class LlamaCppWorker:
             n_threads_batch=self._threads,
             type_k=kind,
             type_v=kind,
-            flash_attn=True,
+            flash_attn=self._flash,
             verbose=False,
         )
         self._cache = LlamaRAMCache(capacity_bytes=config["kv_bytes"])
@@ -51,7 +52,7 @@ class LlamaCppWorker:
                 "threads": self._threads,
                 "batch_tokens": BATCH_TOKENS,
                 "kv_type": self._kv_type,
-                "flash_attention": True,
+                "flash_attention": self._flash,
                 "prompt_cache_bytes": self._kv_bytes,
             },
         }

@@ -84,7 +84,8 @@ class LlamaContext:
         given.n_batch, given.n_ubatch, given.n_seq_max = BATCH_TOKENS, PASS_TOKENS, num_sequences
         given.n_threads = given.n_threads_batch = options.threads or torch.get_num_threads()
         given.type_k = given.type_v = KV_TYPES[options.kv]
-        given.flash_attn_type = options.flash
+        self.uses_gpu = bool(api.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
+        flash = given.flash_attn_type = int(options.flash_attention(on_gpu=self.uses_gpu))
         given.kv_unified = given.swa_full = True  # states move between sequences, also of layers that slide
         self._context = api.llama_init_from_model(self._model, given)
         if not self._context:
@@ -110,13 +111,12 @@ class LlamaContext:
         self.vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         self._slides = api.llama_model_n_swa(self._model) > 0
         self._batch_tokens = PASS_TOKENS if self._slides else BATCH_TOKENS  # guarded after every pass
-        self.uses_gpu = bool(api.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
         empty = int(api.llama_state_seq_get_size(self._context, TEMPORARY))
         self.decode([Row(TEMPORARY, 0, [0])])
         self.token_bytes = int(api.llama_state_seq_get_size(self._context, TEMPORARY)) - empty
         self.remove(TEMPORARY)
         build = [api.LLAMA_STATE_SEQ_VERSION, api.__version__]
-        self.key = digest({"kv": options.kv, "flash": options.flash, "build": build})
+        self.key = digest({"kv": options.kv, "flash": flash, "build": build})
 
     def decode(self, rows: Sequence[Row]) -> list[Tensor | None]:
         """Run tokens of several sequences together, each after everything that its sequence holds.

@@ -24,7 +24,7 @@ class LlamaOptions:
     n_gpu_layers: layers that run on the GPU, if llama-cpp-python was built for one; -1: all
     threads:      0: as many as PyTorch uses
     kv:           type of keys and values: f16, or q8_0, which takes half of the memory
-    flash:        1: flash attention; 0: none, which q8_0 does not allow
+    flash:        1: flash attention; 0: none, which q8_0 does not allow; -1: on a GPU, and for q8_0
     parallel:     prompts that are answered at the same time; more of them wait
     """
 
@@ -32,18 +32,26 @@ class LlamaOptions:
     n_gpu_layers: int = -1
     threads: int = 0
     kv: str = "f16"
-    flash: int = 1
+    flash: int = -1
     parallel: int = 8
 
     def __post_init__(self) -> None:
         check_choice("kv", self.kv, tuple(KV_TYPES))
-        check_choice("flash", str(self.flash), ("0", "1"))
+        check_choice("flash", str(self.flash), ("-1", "0", "1"))
         check_least("n_ctx", self.n_ctx, 0)
         check_least("threads", self.threads, 0)
         check_least("n_gpu_layers", self.n_gpu_layers, -1)
         check_least("parallel", self.parallel, 1)
-        if self.kv != "f16" and not self.flash:
+        if self.kv != "f16" and self.flash == 0:
             raise ConfigError(f"kv={self.kv} needs flash attention in llama.cpp; leave flash=0 out", "engine")
+
+    def flash_attention(self, *, on_gpu: bool) -> bool:
+        """Return whether the context uses flash attention.
+
+        On a CPU llama.cpp's flash attention is fast for passes of 64 tokens or more. A question's few tokens, and each
+        token of an answer, take three to six times as long with it as without.
+        """
+        return on_gpu or self.kv != "f16" if self.flash == -1 else bool(self.flash)
 
     @classmethod
     def of(cls, address: str) -> Self:
