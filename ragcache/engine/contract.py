@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ragcache import plugins
 from ragcache.engine.answer import Event
@@ -14,15 +14,21 @@ from ragcache.engine.estimate import PrefillEstimate
 from ragcache.engine.loader import BlockLoader
 from ragcache.engine.prompts import Prompts
 from ragcache.engine.request import Request, RequestOptions
+from ragcache.fusion.fuse import FuseOutput, PromptPlan
 from ragcache.fusion.layout import Layout
 from ragcache.fusion.method import FusionMethod
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.models.block_model import BlockModel
 from ragcache.models.card import ModelCard
 from ragcache.models.scheduler import PassStats
 from ragcache.plugins import Registry
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Engine(Protocol):
@@ -101,6 +107,22 @@ class EmbeddedModel(BlockModel):
         encoder, loader: compute and load the store's blocks
         estimate: learns from full reads
         """
+
+    @abstractmethod
+    def check_method(self, method: FusionMethod) -> None:
+        """Raise ConfigError for a method that the engine cannot read by."""
+
+    @abstractmethod
+    def prefill(self, plan: PromptPlan, blocks: Sequence[KVBlock], reserve_tokens: int) -> FuseOutput:
+        """Read a prompt as `rc.fuse` does, over a block for each passage that the method places.
+
+        The output's cache can be decoded from, marked, rewound, and must be released. Raises ConfigError for a method
+        that the engine cannot read by.
+        """
+
+    @abstractmethod
+    def run_each(self, ids: Sequence[int], cache: FusedCache) -> Tensor:
+        """Run tokens after all in a cache of `prefill`, and return the logits of each: float32 [n, vocab_size]."""
 
 
 def reads_by_layout(card: ModelCard, method: FusionMethod) -> bool:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from ragcache.cli.flags import option
 from ragcache.cli.terminal import on_terminal
+from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache import LanguageModel
+    from ragcache.engine.contract import EmbeddedModel
+    from ragcache.models.card import ModelCard
     from ragcache.prompt import PromptFormat
     from ragcache_eval.case import Case
     from ragcache_eval.methods import MethodSpec
@@ -30,18 +33,28 @@ class EvaluatedModel:
     )
     dtype: Annotated[str | None, option("--dtype", "float32, bfloat16, float16 or auto; the weights' own.")] = None
     device: Annotated[str, option("--device", "Where the model runs: auto, cuda, xpu, mps or cpu.")] = "auto"
+    engine: Annotated[
+        str | None, option("--engine", "llama.cpp for a GGUF file; as the store was made if not given.")
+    ] = None
     system: Annotated[str | None, option("--system", "System prompt, before all passages.")] = None
     question_format: Annotated[
         str | None, option("--question-format", "Text behind the passages, with {question} in it.")
     ] = None
 
-    def load(self, default: str = "mini", dtype: str | None = None) -> LanguageModel:
-        """Load the model. default, dtype: used if the options name none."""
+    def load(self, default: str = "mini", dtype: str | None = None) -> LanguageModel | EmbeddedModel:
+        """Load the model. default, dtype: used if the options name none; the dtype may be an engine's name"""
         from ragcache import load_lm
+        from ragcache.engine.contract import EMBEDDED
 
-        return load_lm(self.model or default, dtype=self.dtype or dtype, device=self.device)
+        address = self.engine or (dtype if self.dtype is None and dtype in EMBEDDED else None)
+        if address is None:
+            return load_lm(self.model or default, dtype=self.dtype or dtype, device=self.device)
+        engine = address.partition(":")[0]
+        if engine not in EMBEDDED:
+            raise ConfigError(f"--engine {address!r} runs no model here; give {' or '.join(EMBEDDED)}, or leave it out")
+        return EMBEDDED[engine](self.model or default, address)
 
-    def prompt_format(self, lm: LanguageModel, question_format: str | None = None) -> PromptFormat:
+    def prompt_format(self, lm: ModelCard, question_format: str | None = None) -> PromptFormat:
         """Return the prompt's format. question_format: used if the options name none."""
         from ragcache.prompt import prompt_format
 

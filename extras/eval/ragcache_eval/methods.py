@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache.cli.flags import json_or_text
+from ragcache.engine.contract import EmbeddedModel
 from ragcache.errors import ConfigError, RagCacheError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import block_recipe
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
 from ragcache.kv.block_key import PRIMER, Recipe
-from ragcache.models.language_model import LanguageModel
+from ragcache.models.card import ModelCard
 from ragcache.models.primer import PRIMERS
 from ragcache.prompt import Prompt
 from ragcache_eval.settings import split_settings
@@ -135,27 +136,29 @@ def all_methods() -> list[MethodSpec]:
     return sorted((MethodSpec(name, name) for name in METHODS), key=lambda spec: spec.name != FULL)
 
 
-def default_methods(lm: LanguageModel) -> list[MethodSpec]:
+def default_methods(lm: ModelCard) -> list[MethodSpec]:
     """Return every method that this model can use unchanged, with its default options; `full` first."""
     return usable_methods(all_methods(), lm)
 
 
-def usable_methods(specs: Sequence[MethodSpec], lm: LanguageModel) -> list[MethodSpec]:
+def usable_methods(specs: Sequence[MethodSpec], lm: ModelCard) -> list[MethodSpec]:
     """Return the specs that this model can use unchanged."""
     return [spec for spec in specs if why_not(spec, lm) is None]
 
 
-def why_not(spec: MethodSpec, lm: LanguageModel) -> str | None:
+def why_not(spec: MethodSpec, lm: ModelCard) -> str | None:
     """Why this model cannot use the method as it is: training or options that it wants are not there. None: it can."""
     try:
         method = spec.method()
         method.check(lm, Prompt([], [[0], [0]], [0]))
         block_recipe(lm, method, spec.recipe)
+        if isinstance(lm, EmbeddedModel):
+            lm.check_method(method)
     except RagCacheError as error:
         return str(error)
     return None
 
 
-def link_tokens(spec: MethodSpec, lm: LanguageModel) -> int:
+def link_tokens(spec: MethodSpec, lm: ModelCard) -> int:
     """Return K: the tokens that the method runs after each passage with this model; KVLink's rows differ by K."""
     return max(map(len, spec.method().additions(lm).links), default=0)

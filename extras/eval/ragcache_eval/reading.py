@@ -10,13 +10,14 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ragcache.engine.contract import EmbeddedModel
 from ragcache.errors import ConfigError
-from ragcache.fusion.fuse import FuseOutput, block_recipe, fuse
+from ragcache.fusion.fuse import FuseOutput, PromptPlan, block_recipe, fuse
 from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import PRIMER, Neighbours, Recipe
 from ragcache.kv.exact import Exact
-from ragcache.kv.fused_cache import FusedCache, Step
+from ragcache.kv.fused_cache import Step
 from ragcache.models.card import eos_token_ids
 from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.language_model import LanguageModel
@@ -44,7 +45,7 @@ class PromptReader:
     """Reads a prompt by any method. Blocks of a recipe are made on first use and kept for the other methods."""
 
     def __init__(
-        self, lm: LanguageModel, prompt: Prompt, reserve_tokens: int, behind: Sequence[Neighbours] = ()
+        self, lm: LanguageModel | EmbeddedModel, prompt: Prompt, reserve_tokens: int, behind: Sequence[Neighbours] = ()
     ) -> None:
         """Read `prompt`. behind: for each chunk, ids that may precede it when it is encoded, in order; (): not known"""
         self.lm = lm
@@ -54,7 +55,7 @@ class PromptReader:
         self._encoded: dict[tuple[Recipe, tuple[int, ...]], Encoded] = {}
 
     @classmethod
-    def of(cls, lm: LanguageModel, case: Case, form: PromptFormat, reserve_tokens: int) -> Self:
+    def of(cls, lm: LanguageModel | EmbeddedModel, case: Case, form: PromptFormat, reserve_tokens: int) -> Self:
         """Return a reader of a case's prompt that knows which texts may precede each passage."""
         behind = [passage.behind_ids(lm.tokenizer) for passage in case.passages]
         return cls(lm, case.prompt(lm.tokenizer, form), reserve_tokens, behind)
@@ -85,22 +86,26 @@ class PromptReader:
         Raises the errors of `rc.fuse`, and ConfigError for neighbours if no chunk has any.
         """
         if not method.reuses_blocks:
-            return fuse(self.lm, self.prompt, method, reserve_tokens=self.reserve_tokens, evict=evict), 0.0
+            return self._fuse(method, evict), 0.0
         method.check(self.lm, self.prompt)
         wanted = block_recipe(self.lm, method, Recipe(PRIMER, primer=primer) if recipe == PRIMER else recipe)
         wanted = block_recipe(self.lm, method, replace(wanted, kept=kept, neighbours=neighbours))
         found = self._blocks(wanted, tuple(method.prefix_ids(self.lm, self.prompt)))
-        fused = fuse(
-            self.lm,
-            self.prompt,
-            method,
-            found.blocks,
-            recipe=wanted,
-            exact=found.prefix,
-            reserve_tokens=self.reserve_tokens,
-            evict=evict,
-        )
-        return fused, found.encode_s
+        return self._fuse(method, evict, found, wanted), found.encode_s
+
+    def _fuse(
+        self, method: FusionMethod, evict: int | None, found: Encoded | None = None, recipe: Recipe | None = None
+    ) -> FuseOutput:
+        blocks, exact = (found.blocks, found.prefix) if found is not None else (None, None)
+        if not isinstance(self.lm, EmbeddedModel):
+            room = self.reserve_tokens
+            return fuse(
+                self.lm, self.prompt, method, blocks, recipe=recipe, exact=exact, reserve_tokens=room, evict=evict
+            )
+        if evict is not None:
+            raise ConfigError(f"evict drops KV by the model's attention, which {self.lm.name}'s engine keeps")
+        plan = PromptPlan.of(self.lm, method, self.prompt, recipe, blocks=blocks)
+        return self.lm.prefill(plan, blocks or [], self.reserve_tokens)
 
     def _blocks(self, recipe: Recipe, prefix_ids: tuple[int, ...]) -> Encoded:
         """Return the blocks of all chunks, and the prefix's with a method's additions; equal blocks are made once."""
@@ -128,9 +133,11 @@ class PromptReader:
         return [near[-count:] for near in self.behind]
 
 
-def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Sequence[str] = ()) -> WrittenAnswer:
+def write_answer(
+    lm: LanguageModel | EmbeddedModel, fused: FuseOutput, max_tokens: int, stop: Sequence[str] = ()
+) -> WrittenAnswer:
     """Return the greedy answer. The cache is then restored, except for passage tokens that its method ran again."""
-    held = list(fused.cache.lengths)
+    mark = fused.cache.mark()
     sampling = Sampling(max_tokens=max_tokens, stop=tuple(stop))
     pieces, text, ids = Detokenizer(lm.tokenizer, sampling.stop), "", []
     eos = eos_token_ids(lm)
@@ -141,12 +148,12 @@ def write_answer(lm: LanguageModel, fused: FuseOutput, max_tokens: int, stop: Se
         if pieces.stop:
             break
     text += pieces.finish()
-    _take_back(fused.cache, held)
+    fused.cache.rewind(mark)
     return WrittenAnswer(text, tuple(ids))
 
 
 @torch.inference_mode()
-def forced_logits(lm: LanguageModel, fused: FuseOutput, ids: Sequence[int]) -> Tensor:
+def forced_logits(lm: LanguageModel | EmbeddedModel, fused: FuseOutput, ids: Sequence[int]) -> Tensor:
     """Return the logits that predict each of `ids` given the earlier ones: float32 [len(ids), vocab_size].
 
     Ids that no answer may hold have -inf: a head that shares an adapter's embeddings would choose them first.
@@ -154,13 +161,15 @@ def forced_logits(lm: LanguageModel, fused: FuseOutput, ids: Sequence[int]) -> T
     """
     parts = [fused.next_logits[None]]
     if len(ids) > 1:
-        held = list(fused.cache.lengths)
+        mark = fused.cache.mark()
         step = fused.cache.step
-        if step is None:
+        if isinstance(lm, EmbeddedModel):
+            parts.append(lm.run_each(ids[:-1], fused.cache))
+        elif step is None:
             parts.append(lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1))
         else:
             parts.append(_in_steps(fused, step, ids[:-1]))
-        _take_back(fused.cache, held)
+        fused.cache.rewind(mark)
     logits = torch.cat(parts)
     logits[:, sorted(lm.suppress_tokens)] = -torch.inf
     return logits
@@ -171,8 +180,3 @@ def _in_steps(fused: FuseOutput, step: Step, ids: Sequence[int]) -> Tensor:
     device = fused.next_logits.device
     tokens = (torch.tensor([[id], [where]], device=device) for where, id in enumerate(ids, fused.next_position))
     return torch.stack([step(fused.cache, id, where) for id, where in tokens])
-
-
-def _take_back(cache: FusedCache, lengths: Sequence[int]) -> None:
-    """Forget the tokens that were appended since the layers had these lengths."""
-    cache.lengths[:] = lengths

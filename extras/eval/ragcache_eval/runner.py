@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ragcache.engine.contract import EmbeddedModel
 from ragcache.errors import ContextTooLongError, check_choice, check_least
 from ragcache.fusion.fuse import FuseOutput
 from ragcache.fusion.method import FusionMethod
@@ -59,7 +60,7 @@ class Reference(NamedTuple):
 class Runner:
     """Measures methods on a model."""
 
-    def __init__(self, lm: LanguageModel, form: PromptFormat, settings: RunSettings) -> None:
+    def __init__(self, lm: LanguageModel | EmbeddedModel, form: PromptFormat, settings: RunSettings) -> None:
         self.lm = lm
         self.form = form
         self.settings = settings

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragcache.engine.assemble import open_retriever
+from ragcache.engine.contract import EmbeddedModel
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import StoreParts, open_store
 from ragcache.errors import ConfigError
@@ -49,7 +50,7 @@ def foreign_texts(store: StoreParts, lm: ModelCard) -> list[str]:
             "give questions with passages of their own (--data)"
         )
     bound = store.documents.properties()
-    if bound.get("fingerprint") != lm.fingerprint:
+    if bound.get("fingerprint") != (lm.weights if isinstance(lm, EmbeddedModel) else lm.fingerprint):
         raise ConfigError(
             f"{store.layout.root}: its passages are kept as tokens of {bound.get('model_name')!r}, not of {lm.name!r}; "
             "leave --model out, or give questions with passages of their own (--data)"

@@ -12,7 +12,7 @@ from ragcache.errors import ConfigError
 from ragcache_eval.measured_model import EvalOptions, EvaluatedModel
 
 if TYPE_CHECKING:
-    from ragcache import LanguageModel
+    from ragcache.models.card import ModelCard
     from ragcache_eval.case import Case
     from ragcache_eval.intervals import Estimate
     from ragcache_eval.suites.base import Column, QuestionSet, Suite
@@ -81,7 +81,7 @@ def _answers(
 
 
 def _loaded(
-    asked: Sequence[QuestionSet], lm: LanguageModel, length: int, options: EvalOptions
+    asked: Sequence[QuestionSet], lm: ModelCard, length: int, options: EvalOptions
 ) -> dict[QuestionSet, list[Case]]:
     """Load the questions of all sets before any is measured, so that missing data shows at once."""
     from ragcache.ingest.chunker import Chunker, ChunkerConfig

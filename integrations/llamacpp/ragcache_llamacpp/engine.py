@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ragcache.engine.answer import Done, Event, Source, Sources, Usage
@@ -20,10 +22,12 @@ from ragcache.engine.output import OutputProcessor, sources_of, write
 from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.request import Request, RequestOptions
 from ragcache.errors import ConfigError
-from ragcache.fusion.fuse import TokenCounts
+from ragcache.fusion.fuse import FuseOutput, PromptPlan, TokenCounts
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.method import FusionMethod
+from ragcache.fusion.method import FusionMethod, PhaseTimes
 from ragcache.ingest.encoder import ModelEncoder
+from ragcache.kv.block import KVBlock
+from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.models.card import ModelCard, eos_token_ids
 from ragcache.models.deadline import NO_LIMIT, limited
@@ -73,12 +77,47 @@ class EmbeddedLlama(LlamaModel, EmbeddedModel):
     ) -> LlamaEngine:
         return LlamaEngine(self, prompts, encoder, documents, loader, estimate)
 
+    def check_method(self, method: FusionMethod) -> None:
+        """Raise ConfigError for a method that llama.cpp cannot read by."""
+        if method.reuses_blocks and not self.moves_keys:
+            raise ConfigError(
+                f"method {method.name!r} moves keys, which {NAME} changes where it moves them for {self.name} (YaRN or "
+                "LongRoPE); use full, or leave out the engine",
+                "method",
+            )
+        if not reads_by_layout(self, method):
+            raise ConfigError(
+                f"method {method.name!r} chooses or weighs tokens while the model runs, and {NAME} runs it without; "
+                f"use {METHODS}, or leave out the engine",
+                "method",
+            )
+
+    def prefill(self, plan: PromptPlan, blocks: Sequence[KVBlock], reserve_tokens: int) -> FuseOutput:
+        self.check_method(plan.method)
+        reading, layout = Reading.of(plan), plan.layout
+        placed = {piece.start: cast(OpaqueBlock, block) for piece, block in zip(layout.placed(), blocks, strict=True)}
+        with ExitStack() as stack:
+            most = min(layout.num_tokens + reserve_tokens, self.sequences.num_cells)
+            (sequence,) = stack.enter_context(self.admit(reading.elements, same, [most], NO_LIMIT))
+            started = time.perf_counter()
+            logits, placed_s, computed = prefill(self, sequence, reading, placed)
+            times = PhaseTimes(place_s=placed_s, prefill_s=time.perf_counter() - started - placed_s)
+            sequence.end = stack.pop_all().close
+        held = layout.num_tokens
+        return FuseOutput(
+            as_cache(sequence), logits, (computed,), (held,), held, plan.prompt, layout, times, 0, plan.added.reserved
+        )
+
+    def run_each(self, ids: Sequence[int], cache: FusedCache) -> Tensor:
+        sequence = cast(CellSequence, cast(Any, cache))
+        return torch.stack([self.run([id], sequence) for id in ids])
+
 
 @dataclass(eq=False, repr=False)
 class LlamaEngine:
     """Answers prompts over retrieved hits by llama.cpp. Thread-safe."""
 
-    lm: LlamaModel
+    lm: EmbeddedLlama
     prompts: Prompts
     _encoder: ModelEncoder
     _documents: DocumentStore
@@ -104,18 +143,7 @@ class LlamaEngine:
         options.sampling.check_ids(self.lm.vocab_size, self.lm.name)
         if options.evict is not None:
             raise ConfigError(f"evict drops KV by the model's attention, which {NAME} keeps; leave it out", "evict")
-        if options.method.reuses_blocks and not self.lm.moves_keys:
-            raise ConfigError(
-                f"method {options.method.name!r} moves keys, which {NAME} changes where it moves them for "
-                f"{self.lm.name} (YaRN or LongRoPE); use full, or leave out the engine",
-                "method",
-            )
-        if not reads_by_layout(self.lm, options.method):
-            raise ConfigError(
-                f"method {options.method.name!r} chooses or weighs tokens while the model runs, and {NAME} runs it "
-                f"without; use {METHODS}, or leave out the engine",
-                "method",
-            )
+        self.lm.check_method(options.method)
         if options.method.reuses_blocks and not self._encoder.recipe.is_dense:
             raise ConfigError(
                 f"engine {NAME} keeps whole states, and the blocks of recipe {self._encoder.recipe} leave out tokens; "
@@ -129,7 +157,7 @@ class LlamaEngine:
         Raises AnswerTooLargeError, CancelledError, TimedOutError and EngineError.
         """
         options, clock, limit, layout = request.options, request.clock, request.limit, request.plan.layout
-        reading = Reading(layout, (options.method.reruns(layout) or ()) if options.method.reuses_blocks else ())
+        reading = Reading.of(request.plan)
         usable = layout.usable if layout.separate else same
         with limited(limit):
             passages = self._passages(request, layout)

@@ -242,8 +242,11 @@ class LlamaModel(BlockModel):
             self.context.end(self.sequences.removed.popleft())
 
     def _undo(self, sequence: CellSequence, length: int) -> None:
-        self.context.end(sequence.number, length)
-        self.sequences.shorten(sequence, length)
+        def undo() -> None:
+            self.context.end(sequence.number, length)
+            self.sequences.shorten(sequence, length)
+
+        self.call(undo)
 
 
 def as_cache(sequence: CellSequence) -> FusedCache:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from ragcache.errors import PromptError
+from ragcache.fusion.fuse import PromptPlan
 from ragcache.fusion.layout import Layout, Segment, Span
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache_llamacpp.context import LlamaContext
@@ -38,6 +39,11 @@ class Reading:
 
     layout: Layout
     reruns: Sequence[Span]
+
+    @classmethod
+    def of(cls, plan: PromptPlan) -> Self:
+        """Return how a planned prompt is read. Its method must read by the layout alone."""
+        return cls(plan.layout, (plan.method.reruns(plan.layout) or ()) if plan.method.reuses_blocks else ())
 
     @cached_property
     def elements(self) -> list[int]:

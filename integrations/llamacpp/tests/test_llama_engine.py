@@ -262,3 +262,14 @@ def test_the_command_line_ingests_and_answers(tmp_path, files):
     asked = run(build_app(), ["ask", QUESTION, *store, "--method", "reposition", "--max-tokens", "4", "--json"])
     assert asked.exit_code == 0, asked.output
     assert '"method": "reposition"' in asked.stdout
+    limits = ["--min-agreement", "0", "--min-same-answer", "0", "--max-kl", "99", "--max-accuracy-drop", "1"]
+    checked = run(
+        build_app(), ["check", *store, "--methods", "epic,cacheblend", "--max-tokens", "3", *limits, "--json"]
+    )
+    assert checked.exit_code == 0, checked.output
+    epic, cacheblend = json.loads(checked.stdout)["methods"]
+    assert epic["safe"]
+    assert 0 < epic["computed_share"] < 1
+    assert "llama.cpp runs it without" in cacheblend["reason"]
+    by_verdict = run(build_app(), ["ask", QUESTION, *store, "--method", "auto", "--max-tokens", "4", "--json"])
+    assert '"method": "epic"' in by_verdict.stdout

@@ -16,6 +16,7 @@ from ragcache.prompt import Prompt
 llama_cpp = pytest.importorskip(
     "llama_cpp", reason="llama.cpp's laws need llama-cpp-python, which is built from source"
 )
+from ragcache_eval.reading import PromptReader, forced_logits, write_answer  # noqa: E402
 from ragcache_llamacpp.entry import load  # noqa: E402
 from ragcache_llamacpp.reading import Reading, prefill  # noqa: E402
 from ragcache_llamacpp.sequences import same  # noqa: E402
@@ -193,6 +194,24 @@ def test_a_second_question_over_the_same_passages_places_nothing(pair):
     _, known, computed = read(lm, ("reposition", {}), prefix, passages, question[::-1])
     assert known == len(prefix) + PASSAGES * TOKENS
     assert computed == len(question)
+
+
+@pytest.mark.parametrize("method", ["full", "reposition"])
+def test_an_evaluation_reads_along_an_answer_and_takes_it_back(pair, method):
+    lm, oracle = pair
+    prefix, passages, question = texts(lm, 6)
+    fused, _ = PromptReader(lm, Prompt(prefix, passages, question), 16).read(get_method(method))
+    answer = write_answer(lm, fused, 6).ids
+    for ids in (answer, [*answer[::-1], 7]):  # a second answer sees nothing of the first
+        logits = forced_logits(lm, fused, ids)
+        for rank, found in enumerate(logits):
+            asked = [*question, *ids[:rank]]
+            whole = [*prefix, *chain(*passages), *asked]
+            expected = oracle.whole(whole) if method == "full" else oracle.in_place(prefix, passages, asked)
+            assert kl(expected, found) <= MOST_KL
+    fused.cache.release()
+    lm.sequences.forget()
+    assert lm.sequences._num_free() == lm.sequences.num_cells, "the answer's cells are free again"
 
 
 def test_states_with_keys_in_eight_bits_read_as_in_place(files):
