@@ -50,7 +50,7 @@ class Seal:
 
     @property
     def known(self) -> dict[str, bytes]:
-        """Return the secrets by id, the one that seals first."""
+        """Return the secrets by id, the sealing secret first."""
         if self.file is not None and (now := _version(self.file)) not in (self._read, None):
             with suppress(SealError):  # this process goes on with the secrets that it has
                 self._known, self._read = {_id(secret): secret for secret in read_key(self.file)}, now

@@ -33,7 +33,7 @@ def collections(
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
-    """List the collections of the store, with the number of their documents, or delete one."""
+    """List the collections of the store, with the number of their documents, or delete a collection."""
     with open_for_care(store, read_only=delete is None) as kb:
         deleted = [] if delete is None else kb.delete_collection(delete, timeout_s=wait)
         counts = {name: kb.collection(name, create=False).store.documents.count() for name in kb.collections()}

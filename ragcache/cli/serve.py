@@ -58,7 +58,7 @@ def serve(
     """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
 
     Answer options are defaults for requests that do not say otherwise. A store that is not there is made. SIGTERM or
-    Ctrl-C lets running answers finish and ends the adding of documents; a second one ends all.
+    Ctrl-C lets running answers finish and ends the adding of documents; a second signal ends all.
     """
     run_server(store, models, address, reading, replace(settings, answers=answer), web=web)
 

@@ -125,7 +125,7 @@ def json_or_text(text: str) -> Any:
 def command(function: Function) -> Function:
     """Make `function` a command.
 
-    A parameter whose type is a dataclass adds an option for each field that declares one, so that commands share
+    A parameter whose type is a dataclass adds an option for each field that declares an option, so that commands share
     options. A RagCacheError becomes a line on standard error and exit status 1 (2 for ConfigError), an interrupt
     becomes status 130.
     """
@@ -240,7 +240,7 @@ def printable(text: object) -> str:
 
 
 def say_error(error: object) -> None:
-    """Print an error as one line on standard error."""
+    """Print an error as a line on standard error."""
     print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
 
 

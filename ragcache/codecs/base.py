@@ -73,7 +73,7 @@ class Codec(ABC):
         raise BasisError(f"codec {self.name!r} needs no basis")
 
     def for_trial(self, example: KVBlock) -> Codec:
-        """Return this codec, with a basis for blocks like `example` if it needs one.
+        """Return this codec, with a basis for blocks like `example` if it needs a basis.
 
         It is used to measure times before any passages are known.
         """

@@ -172,7 +172,7 @@ def _block_of(where: str, container: Container, bases: Bases | None) -> KVBlock:
 def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> Codec:
     """Return the codec that can decode this file.
 
-    The seal is whole, so an unknown version is a newer one and an unknown codec belongs to another package: the
+    The seal is whole, so an unknown version is newer and an unknown codec belongs to another package: the
     file is not damaged.
     """
     name = metadata.get("codec", "")

@@ -10,8 +10,8 @@
 
 Any safetensors reader can open it, unless the store encrypts its data. The mark (`ragcache.seal`) covers the whole
 file, with zeros in its own place. It is the first entry and so has the same place in every file, and it is checked
-before anything is parsed. Every later format version keeps that place, so that a newer file can be told from a damaged
-file.
+before anything is parsed. Every later format version keeps that place, so that a newer file can be distinguished from
+a damaged file.
 """
 
 from __future__ import annotations

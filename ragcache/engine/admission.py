@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 @dataclass(eq=False)
 class Claim:
-    """One answer's memory.
+    """The memory of an answer.
 
     num_bytes:   taken at first
     more_bytes:  the most that it may still request

@@ -62,7 +62,7 @@ class History:
 
 
 class KeptTurn(NamedTuple):
-    """One answer and its sources: (vector id, score) of each passage, and the answer's ids."""
+    """An answer and its sources: (vector id, score) of each passage, and the answer's ids."""
 
     passages: tuple[tuple[int, float], ...]
     answer_ids: tuple[int, ...]
@@ -113,7 +113,7 @@ class ConversationCache:
 
 @dataclass(eq=False, repr=False)
 class ConversationContext:
-    """One conversation, before its next answer."""
+    """A conversation, before its next answer."""
 
     _conversation: Conversation
     _memory: ConversationCache

@@ -135,7 +135,7 @@ def _key(path: Path, id: str, fields: Any) -> Key:
 
 
 def write_key_file(path: Path, keys: Iterable[Key]) -> None:
-    """Write a key file that only its owner can read, in place of the one that is there, whole or not at all."""
+    """Write a key file that only its owner can read, or replace the existing file, whole or not at all."""
     text = "\n".join(["[keys]\n", *(key.to_toml() for key in sorted(keys, key=lambda key: key.id))])
     with atomic_write(path) as file:
         os.chmod(file.name, 0o600)
@@ -176,7 +176,7 @@ class KeyFile:
 
 
 def with_key(keys: Iterable[Key], key: Key) -> list[Key]:
-    """Return the keys with a new one. Raises ConfigError if its id is taken."""
+    """Return the keys with a new key. Raises ConfigError if its id is taken."""
     known = list(keys)
     if any(one.id == key.id for one in known):
         raise ConfigError(f"there is a key {key.id!r} already; revoke it first, or name this one otherwise", "id")
@@ -184,7 +184,7 @@ def with_key(keys: Iterable[Key], key: Key) -> list[Key]:
 
 
 def without_key(keys: Iterable[Key], id: str) -> list[Key]:
-    """Return the keys without one. Raises ConfigError if no key has the id."""
+    """Return the keys without a key. Raises ConfigError if no key has the id."""
     known = list(keys)
     rest = [one for one in known if one.id != id]
     if len(rest) == len(known):

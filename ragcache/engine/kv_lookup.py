@@ -193,7 +193,7 @@ class KVLookup:
         return replace(self, encoder=encoder, _prefixes=prefixes, _whole=self._whole.of(salt, on_encoded))
 
     def _encoder_for(self, request: Request) -> ModelEncoder:
-        """Return the store's encoder, or one that leaves out neighbours which the question's filter hides."""
+        """Return the store's encoder, or an encoder that leaves out neighbours which the question's filter hides."""
         near, where = self.encoder.neighbourhood, request.options.where
         return self.encoder if near is None or not where else replace(self.encoder, neighbourhood=near.passing(where))
 

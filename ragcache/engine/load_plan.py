@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class BlockSize(NamedTuple):
-    """One block: its tokens, the bytes to read (None if no tier has it), and the tier that has it."""
+    """A block: its tokens, the bytes to read (None if no tier has it), and the tier that has it."""
 
     num_tokens: int
     num_bytes: int | None = None

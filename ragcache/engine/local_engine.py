@@ -1,4 +1,4 @@
-"""One question, from its prompt to the last token of its answer."""
+"""A question, from its prompt to the last token of its answer."""
 
 from __future__ import annotations
 

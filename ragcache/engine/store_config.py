@@ -121,7 +121,7 @@ def open_kv_to_fill(
 ) -> KVStore:
     """Open the store's KV in a process that only writes blocks: it keeps none in memory, and writes no trace.
 
-    remote: its URL, if the store has one; owner: id of the database that it belongs to; basis: see KVStore
+    remote: its URL, if the store has a remote; owner: id of the database that it belongs to; basis: see KVStore
 
     Raises the errors of `Connection.check`.
     """

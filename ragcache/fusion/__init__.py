@@ -30,7 +30,7 @@ METHODS: Registry[type[FusionMethod]] = Registry(
 
 
 class MethodInfo(NamedTuple):
-    """One row of the table of methods."""
+    """A row of the table of methods."""
 
     name: str
     summary: str

@@ -78,7 +78,7 @@ class PrefillOutput:
 
 @dataclass(frozen=True, eq=False)
 class PrefillRequest:
-    """One prompt to read: the argument of a method's `prefill`.
+    """A prompt to read: the argument of a method's `prefill`.
 
     lm:             the model
     layout:         the position of every token

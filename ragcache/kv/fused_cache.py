@@ -31,7 +31,7 @@ Place = Callable[["FusedCache", int], None]
 
 
 class CacheMark(NamedTuple):
-    """The contents of a cache at one moment, by layer.
+    """The contents of a cache at a moment, by layer.
 
     lengths: number of tokens
     ran:     number of these tokens that had run

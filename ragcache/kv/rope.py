@@ -40,7 +40,7 @@ class Rope:
     """Rotates keys of any layer to any positions.
 
     sources:  by layer, the rotary module that computes its angles, called with (x, position_ids), and the layer type to
-              pass to the module if it takes one (Gemma 3); None: the layer does not rotate
+              pass to the module if it takes a layer type (Gemma 3); None: the layer does not rotate
     apply:    the family's apply_rotary_pos_emb(q, k, cos, sin)
     key_dims: width of a key by layer
     longest:  the most positions that a module is called with, because some modules change all their angles beyond

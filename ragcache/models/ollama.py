@@ -40,7 +40,7 @@ def blob(name: str) -> Path:
 
 
 def _roots() -> list[Path]:
-    """Return the directories of Ollama's models: the one that is set, else the user's and the service's."""
+    """Return the directories of Ollama's models: the configured directory, else the user's and the service's."""
     own = os.environ.get("OLLAMA_MODELS")
     return [Path(own)] if own else [Path.home() / ".ollama" / "models", SYSTEM]
 

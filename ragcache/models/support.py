@@ -386,7 +386,7 @@ def _same_mostly(ours: Tensor, theirs: Tensor) -> bool:
 def _tolerance(ours: Tensor) -> float:
     """Return the largest relative distance that counts as the same.
 
-    A rotation in bfloat16 is up to 0.007 away from one in float32, a layer's output up to 0.015 from another kernel's;
+    A rotation in bfloat16 is up to 0.007 away from float32's, a layer's output up to 0.015 from another kernel's;
     wrong results are away by 0.1 and more.
     """
     return 1e-4 if ours.dtype == torch.float32 else 8 * torch.finfo(ours.dtype).eps

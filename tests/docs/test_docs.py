@@ -200,7 +200,7 @@ def test_the_section_of_a_command_has_its_options_and_an_example(command):
     text = section(command)
     assert f"\n    ragcache {command}" in text
     documented = rows_of(text)
-    stated = re.search(r"^Options: (.*) and$", text, re.M)
+    stated = re.search(r"^Options: (.*)$", text, re.M)
     for group in re.findall(r"#(\w+)-options", stated[1] if stated else ""):
         documented |= rows_of(TEXTS["docs/cli.md"].split(f"\n## {group.capitalize()} options\n")[1].split("\n## ")[0])
     parameters = COMMANDS[command].params

@@ -48,7 +48,7 @@ def test_pages_load_nothing_from_elsewhere(site):
 
 def test_a_file_without_a_page_is_named_and_a_picture_shown(site):
     assert "<code>benchmarks/results/README.md</code>" in (site / "results.html").read_text(encoding="utf-8")
-    text = (site / "server.html").read_text(encoding="utf-8")
+    text = (site / "week.html").read_text(encoding="utf-8")
     picture = re.search(r'src="(benchmarks/results/[\w-]+\.png)"', text)
     assert (site / picture[1]).read_bytes().startswith(b"\x89PNG")
 

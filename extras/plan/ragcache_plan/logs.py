@@ -3,7 +3,7 @@
 Three formats are read, each as JSON lines, also compressed by gzip:
 
 RAGPulse's, a directory: `0_trace.jsonl` has a request a line, five further files the length of each hash. As published
-it holds two weeks after one another, each by a clock of its own that begins at 0: they are laid upon one another
+its two weeks follow each other, each by a clock that begins at 0: they are laid upon each other
     {"timestamp": "82", "input_length": 3112, "output_length": 192, "session_id": "...", "hash_ids":
      {"sys_prompt": [8302], "passages_ids": [7398, 7370], "history": [15200], "web_search": [], "user_input": [26923]}}
 `ragcache record`'s, a file: the same lines, with the length beside each hash: {"sys_prompt": [["5f0c", 512]], ...}

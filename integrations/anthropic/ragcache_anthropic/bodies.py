@@ -434,7 +434,7 @@ class MessageEnd(AnswerModel):
 
 
 class MessageEvent(AnswerModel):
-    """One event of a stream; its type says which of the fields it has."""
+    """An event of a stream; its type says which of the fields it has."""
 
     type: str
     message: AnthropicMessage | None = None

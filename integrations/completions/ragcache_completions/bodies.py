@@ -69,7 +69,7 @@ class TextChoice(AnswerModel):
 
 
 class TextCompletion(AnswerModel):
-    """An answer, or one event of a stream of them."""
+    """An answer, or an event of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -82,7 +82,7 @@ class TextCompletion(AnswerModel):
 
 
 class TokenizeRequest(RequestModel):
-    """vLLM's request; llama.cpp calls the prompt `content`, and adds no special tokens if not told to."""
+    """vLLM's request; llama.cpp calls the prompt `content`, and adds special tokens only on request."""
 
     model: Name | None = None
     prompt: Text | None = None

@@ -97,7 +97,7 @@ class RagCacheVectorStore(VectorStore):
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Store documents by id, replacing any with the same ids, and return the ids in order.
 
-        ids: instead of the documents' own. A document without id gets a new one, so adding it twice stores it twice. Of
+        ids: instead of the documents' own. A document without id gets a new id, so adding it twice stores it twice. Of
              several documents with the same id the last is stored
         kv:  "eager" computes KV now, "lazy" at the first use
         timeout_s: how long to wait for another writer

@@ -246,7 +246,7 @@ class IncompleteDetails(AnswerModel):
 
 
 class ResponseObject(AnswerModel):
-    """An answer. status: incomplete for one that reached its longest length"""
+    """An answer. status: incomplete if it reached its longest length"""
 
     id: str
     object: Literal["response"]
@@ -271,7 +271,7 @@ class ResponseObject(AnswerModel):
 
 
 class ResponseEvent(AnswerModel):
-    """One event of a stream; its type says which of the fields it has."""
+    """An event of a stream; its type says which of the fields it has."""
 
     type: str
     sequence_number: int
@@ -537,7 +537,7 @@ class ResponseWriter(Writer):
         )
 
     def searches(self) -> list[FileSearchCall]:
-        """Return the file search, if there was one."""
+        """Return the file search, if any."""
         if self.asked.search is None:
             return []
         results = [FileSearchResult(**one) for one in self.found] if self.asked.wants_results else None

@@ -64,7 +64,7 @@ Compound.model_rebuild()
 
 
 class HybridSearch(RequestModel):
-    """Both rankings are fused by reciprocal ranks; a weight of 0 leaves one out."""
+    """Both rankings are fused by reciprocal ranks; a weight of 0 leaves its ranking out."""
 
     embedding_weight: Annotated[float, Field(ge=0)]
     text_weight: Annotated[float, Field(ge=0)]

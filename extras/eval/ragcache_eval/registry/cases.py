@@ -18,7 +18,7 @@ from ragcache_eval.settings import check_setting
 
 @dataclass(frozen=True)
 class RegistrySettings:
-    """kind:      "plain", or "leaning": what a passage states can only be told with the one before it
+    """kind:      "plain", or "leaning": a passage makes sense only with the passage before it
     hops:      passages to be read together, 1 or 2
     passages:  in a context; several for one cell each: 3/8/16
     positions: where the gold passage goes, one cell each: 0/3/7; empty: anywhere (single-hop only)

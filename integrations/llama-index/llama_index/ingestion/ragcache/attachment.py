@@ -185,7 +185,7 @@ def clean(value: Any) -> Any:
 
 
 def _held(given: Any) -> Iterable[BaseNode] | None:
-    """Return the nodes of an index, of a store that returns them, or of a retriever over one; None: unknown."""
+    """Return the nodes of an index, a store that returns them, or a retriever over either; None: unknown."""
     if isinstance(given, BaseIndex):
         return list(given.docstore.docs.values()) or _held(getattr(given, "vector_store", None))
     if isinstance(given, BasePydanticVectorStore):
