@@ -80,8 +80,7 @@ def test_kv_of_another_shape_is_dropped_and_computed_again(kb, open_kb, change, 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_doctor_finds_kv_that_is_not_its_texts(open_kb, tmp_path, codec):
     options = {"store": rc.StoreConfig(codec=codec)}
-    kb = open_kb(tmp_path / codec, **options)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(tmp_path / codec, **options, texts=TEXTS)
     report = kb.doctor(recompute=100)
     assert (report.recomputed, report.different, report.sound) == (len(kb.chunks()), [], True)
     handle = kb.chunks()[0].handle
