@@ -125,9 +125,7 @@ def test_a_raw_prompt_is_continued(kb, oracle):
 
 @pytest.fixture
 def prefixed(open_kb, tmp_path):
-    kb = open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.")
-    kb.ingest(rc.Document("cats", CATS))
-    return kb
+    return open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.", texts={"cats": CATS})
 
 
 def test_a_store_behind_a_prefix_keeps_passages_there(prefixed, oracle):
@@ -273,8 +271,7 @@ def test_whole_documents_keep_text_and_id(kb):
 
 
 def test_a_call_may_have_a_system_prompt_of_its_own(open_kb, oracle, tmp_path):
-    kb = open_kb(tmp_path / "own", system="Be brief.")
-    kb.ingest([rc.Document("cats", CATS)])
+    kb = open_kb(tmp_path / "own", system="Be brief.", texts={"cats": CATS})
     question, options = "The cat?", {"k": 1, "sampling": SHORT}
     for system, head in (("Shout.", "[system]Shout.[end]"), ("", ""), (None, "[system]Be brief.[end]")):
         expected = reading(oracle, [f"{bos(oracle)}{head}[user]", CATS, f"Question: {question}[end][assistant]"])

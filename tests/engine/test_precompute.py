@@ -84,9 +84,8 @@ def test_nothing_is_embedded_and_no_text_is_kept(kb, monkeypatch):
 def test_what_is_there_is_not_computed_again(kb):
     kb.precompute(MINE)
     seen = []
-    hook = kb.lm.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(1))
-    report = kb.precompute([*MINE, *MINE])
-    hook.remove()
+    with kb.lm.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(1)):
+        report = kb.precompute([*MINE, *MINE])
     assert (report.computed, report.known, report.tokens) == (0, 4, 0)
     assert report.handles[:2] == report.handles[2:]
     assert not seen

@@ -174,8 +174,7 @@ def test_a_method_without_its_training_is_refused_at_once(kb, open_kb):
 
 def test_the_recipe_follows_the_training(open_kb, tmp_path):
     directory = save_tiny_llama(tmp_path / "model", reuse=replace(LINK, recipe="prefix"))
-    kb = open_kb(model=directory)
-    kb.ingest(rc.Document("dogs", TEXTS[0]))
+    kb = open_kb(model=directory, texts={"dogs": TEXTS[0]})
     bos, chunk = kb.lm.tokenizer.bos_token_id, kb.retrieve(QUESTION, 1)[0].chunk
     (source,) = kb.ask(QUESTION, k=1, sampling=SHORT).hits
     assert source.kv == "memory"

@@ -9,8 +9,7 @@ TEXT = " ".join(f"The cat number {number} sits on mat {number * 7}." for number 
 
 
 def test_stored_passages_are_found_evicted_or_never_stored(open_kb):
-    with open_kb() as kb:
-        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
+    with open_kb(texts={"rivers": TEXTS["rivers"]}) as kb:
         chunks = kb.chunks()
         assert {one.why for one in kb.why(QUESTION, k=1)} == {"found"}
         kb.store.kv.delete(chunks[0].handle)
@@ -50,8 +49,7 @@ def test_the_token_that_differs_is_named(open_kb):
 
 
 def test_a_method_that_reads_no_blocks_says_so(open_kb):
-    with open_kb() as kb:
-        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
+    with open_kb(texts={"rivers": TEXTS["rivers"]}) as kb:
         found = kb.why(QUESTION, method="full")
         assert {one.why for one in found} == {"method cannot"}
         assert "full" in found[0].detail

@@ -15,7 +15,7 @@ from stat import S_ISREG
 
 import pytest
 import torch
-from blocks import make_block, make_key, same, tier_of
+from blocks import make_block, make_key, put_all, same, tier_of
 from covering import covering
 from filelock import FileLock
 from forked import Forked
@@ -111,8 +111,7 @@ def test_the_budget_holds_to_the_byte(make, missing):
 
 def test_a_block_in_use_is_not_evicted(make):
     tier = make(2)
-    for number in range(2):
-        tier.put(make_key(number), make_block(number))
+    put_all(tier, range(2))
     used = [tier.get(make_key(0)), tier.get(make_key(1))]
     assert tier.put(make_key(2), make_block(2)) is None, "served, not kept"
     assert sorted(tier.keys()) == keys(0, 1)
@@ -345,8 +344,7 @@ def test_a_sum_that_a_kill_left_too_high_is_counted_anew(one, root):
 
 def test_two_stores_evict_each_others_blocks(one, root):
     ours, theirs = (DiskTier(root, RawCodec(), 3 * one) for _ in range(2))
-    for number in range(3):
-        ours.put(make_key(number), make_block(number))
+    put_all(ours, range(3))
     for number in range(3, 6):
         assert theirs.put(make_key(number), make_block(number)) is not None
         assert all_bytes(root) == 3 * one
@@ -359,8 +357,7 @@ def test_two_stores_evict_each_others_blocks(one, root):
 def test_a_file_that_gets_its_name_while_the_directory_is_counted_is_not_missed(one, root, monkeypatch):
     """A writer that has claimed its bytes needs no lock to rename its file: here, right behind the listing."""
     tier = DiskTier(root, RawCodec())
-    for number in range(3):
-        tier.put(make_key(number), make_block(number))
+    put_all(tier, range(3))
     path = tier.path(make_key(1))
     temporary = path.with_name(f".{path.name}.{os.getpid()}-0123abcd.tmp")
     path.rename(temporary)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key, served_from, size_of, tier_of
+from blocks import DTYPES, make_block, make_key, put_all, served_from, size_of, tier_of
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs.container import read_container, write_container
@@ -114,8 +114,7 @@ def test_a_damaged_block_is_reported_dropped_and_not_served(root, store, caplog)
 
 
 def test_a_read_only_store_serves_and_changes_nothing(root, store):
-    for number in (1, 2):
-        store.put(make_key(number), make_block(number))
+    put_all(store, (1, 2))
     damage(root, make_key(2))
     before = sorted(root.rglob("*"))
     with KVStore(root, read_only=True) as reader:
@@ -159,8 +158,7 @@ def test_a_newer_versions_block_is_refused_and_stays(root, store):
 def test_statistics_are_those_of_what_happened(root):
     one = make_block(1).num_bytes
     with KVStore(root, memory_bytes=2 * one) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         assert served_from(store, make_key(2), make_block(2)) == "memory"
         assert served_from(store, make_key(0), make_block(0)) == "disk"
         assert store.get(make_key(9)) is None
@@ -393,8 +391,7 @@ def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
 def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
     clocks = Clocks()
     with open_store(tmp_path, clocks) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         store.pin([make_key(2)])
         clocks.pass_(150)
         assert sorted(store.expire()) == sorted([make_key(0), make_key(1)])
