@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from engine_texts import CHAT, said, user
-from families import block_diagonal
+from families import block_diagonal, figure_2
 from kit.makers import tiny_lm
 from plain_oracle import greedy, greedy_ids
 
@@ -74,13 +73,9 @@ def test_passages_are_read_where_they_stand(kb, oracle):
 def labelled(oracle, pieces):
     """The same with text between passages; pieces: head, passage, label, passage, tail."""
     model, tokenizer = oracle
-    head, first, label, second, tail = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-    prompt = rc.Prompt(head, [first, second], tail, [[], label])
-    lengths = torch.tensor([len(head), len(first), len(label), len(second), len(tail)])
-    owner = torch.repeat_interleave(torch.arange(5), lengths)
-    apart = (owner[:, None] == owner[None, :]) | torch.isin(owner, torch.tensor([0, 2, 4]))[:, None]
-    causal = torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
-    return greedy(model, tokenizer, prompt, apart & causal, SHORT.max_tokens)
+    tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+    ids, allowed = figure_2(list(zip(("text", "chunk", "text", "chunk", "text"), tokens, strict=True)))
+    return greedy(model, tokenizer, rc.Prompt(ids[:1], [], ids[1:]), allowed, SHORT.max_tokens)
 
 
 def test_text_between_passages_is_read_where_it_stands(kb, oracle):
@@ -316,13 +311,12 @@ class Talk:
 
     def expected(self):
         model, tokenizer = self.oracle
-        ids, owners = [], []
-        for number, (kind, text) in enumerate(self.pieces):
-            tokens = text if kind == "answer" else tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += tokens
-            owners += [number if kind == "passage" and self.method != "full" else None] * len(tokens)
-        n = len(ids)
-        allowed = torch.tensor([[c <= r and owners[r] in (None, owners[c]) for c in range(n)] for r in range(n)])
+        passage = "text" if self.method == "full" else "chunk"
+        ids, allowed = figure_2([
+            (passage if kind == "passage" else "text",
+             text if kind == "answer" else tokenizer(text, add_special_tokens=False)["input_ids"])
+            for kind, text in self.pieces
+        ])  # fmt: skip
         self.made = greedy_ids(model, tokenizer, rc.Prompt(ids[:-1], [], ids[-1:]), allowed, SHORT.max_tokens)
         return tokenizer.decode(self.made)
 
