@@ -250,7 +250,7 @@ def test_a_name_that_names_nothing_fails_at_once_with_the_nearest(name, message,
     started = time.perf_counter()
     with pytest.raises(ModelNotFoundError, match=message):
         rc.load_lm(name)
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 20
 
 
 def test_a_misspelt_directory_is_told_the_one_beside_it(tmp_path):
