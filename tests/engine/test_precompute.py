@@ -382,21 +382,6 @@ def test_zero_keeps_none(open_kb):
         rc.StoreConfig(foreign_cache=-1)
 
 
-def test_the_budget_holds_and_evicted_passages_are_text(open_kb):
-    with open_kb() as kb:
-        given(kb)
-        size = sum(path.stat().st_size for path in kb.store.layout.foreign.rglob("*") if path.is_file())
-        blocks = kb.store.kv.foreign.stats().bytes_by_tier["disk"]
-        assert blocks <= size
-    with open_kb(path=kb.store.layout.root.parent / "small", store=rc.StoreConfig(foreign_cache=blocks - 1)) as kb:
-        given(kb)
-        assert kb.store.kv.foreign.stats().bytes_by_tier["disk"] < blocks
-        kb.store.kv.refresh()
-        assert len(as_text(kb, TEXT + " " + TEXTS["cats"] * 3).hits) <= 1
-        numbers = [number for number, _ in kb.store.kv.passages.passages(kb._parts.block_keys.owner)]
-        assert len(numbers) == 1
-
-
 @pytest.mark.parametrize("way", ["precompute", "ask"])
 def test_a_damaged_list_is_made_anew(open_kb, caplog, way):
     with open_kb() as kb:

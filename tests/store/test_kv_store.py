@@ -4,16 +4,15 @@ import errno
 import json
 import logging
 import os
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key, put_all, served_from, size_of, tier_of
+from blocks import make_block, make_key, put_all, served_from, size_of, tier_of
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs.container import read_container, write_container
@@ -24,7 +23,6 @@ from ragcache.errors import (
     StoreReadOnlyError,
     TraceError,
 )
-from ragcache.kv.block import KVBlock
 from ragcache.seal import UNSEALED
 from ragcache.store import trace as trace_module
 from ragcache.store.counters import KVStats, Loaded
@@ -258,80 +256,6 @@ def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path, deleted)
         assert store.lookup([make_key(1)], "memory").keys() == (set() if deleted else {make_key(1)})
         assert store.put(make_key(1), make_block(1), "again").equal(make_block(1))
         assert tier_of(store, make_key(1)) == (None if deleted else "memory")
-
-
-# Law 8: damaged in many ways
-
-
-NUM_BLOCKS = 200
-
-
-def flip_bit(data: bytes, rng: random.Random) -> bytes:
-    position, bit = rng.randrange(len(data)), rng.randrange(8)
-    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
-
-
-def flip_header_bit(data: bytes, rng: random.Random) -> bytes:
-    return flip_bit(data[:200], rng) + data[200:]
-
-
-def truncate(data: bytes, rng: random.Random) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def zero_a_page(data: bytes, rng: random.Random) -> bytes:
-    """What a file system that lost a page after a power cut shows."""
-    start = rng.randrange(0, len(data) - 64, 64)
-    return data[:start] + bytes(64) + data[start + 64 :]
-
-
-def append(data: bytes, rng: random.Random) -> bytes:
-    return data + rng.randbytes(rng.randrange(1, 100))
-
-
-DAMAGES: list[Callable[[bytes, random.Random], bytes]] = [flip_bit, flip_header_bit, truncate, zero_a_page, append]
-
-
-def one_of_many(number: int) -> KVBlock:
-    return make_block(number, num_tokens=number % 5, dtype=DTYPES[number % 3])
-
-
-@pytest.fixture
-def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """300 blocks in tmp_path, two of three damaged: the kind of damage by the block's number."""
-    rng = random.Random(1)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda descriptor: None)  # for speed: nothing here is about power cuts
-        with KVStore(tmp_path, memory_bytes=0) as store:
-            for number in range(NUM_BLOCKS * 3 // 2):
-                store.put(make_key(number), one_of_many(number))
-    kinds = {}
-    for number in range(NUM_BLOCKS * 3 // 2):
-        if number % 3:
-            damage, path = DAMAGES[rng.randrange(len(DAMAGES))], path_of(tmp_path, make_key(number))
-            path.write_bytes(damage(path.read_bytes(), rng))
-            kinds[number] = damage.__name__
-    return kinds
-
-
-def test_no_damaged_block_is_served(tmp_path, damaged, caplog):
-    numbers = range(NUM_BLOCKS * 3 // 2)
-    assert len(damaged) == NUM_BLOCKS
-    assert len(set(damaged.values())) == len(DAMAGES)
-    with KVStore(tmp_path) as store, caplog.at_level(logging.WARNING):
-        loads = [store.get(make_key(number)) for number in numbers]
-        for number, load in zip(numbers, loads, strict=True):
-            assert (load is None) == (number in damaged), damaged.get(number, "served, and is not damaged")
-            assert load is None or load.block.equal(one_of_many(number))
-        assert store.stats().damaged == NUM_BLOCKS
-        reported = " ".join(record.getMessage() for record in caplog.records)
-        assert all(make_key(number) in reported for number in damaged)
-        assert sorted(store.keys()) == sorted(make_key(number) for number in numbers if number not in damaged)
-        assert not any(path_of(tmp_path, make_key(number)).exists() for number in damaged)
-        again = next(iter(damaged))
-        store.put(make_key(again), make_block(again))
-    with KVStore(tmp_path) as store:
-        assert served_from(store, make_key(again), make_block(again)) == "disk"
 
 
 # Time to live, by a clock of the test's own
