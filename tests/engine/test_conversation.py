@@ -38,13 +38,6 @@ def bos(oracle):
     return oracle[1].bos_token
 
 
-def test_one_question_as_a_chat_is_the_question_asked(kb):
-    for question in ("Where do dogs bark?", "Is the cat happy?"):
-        asked, chatted = kb.ask(question, k=3, sampling=SHORT), kb.chat([user(question)], k=3, sampling=SHORT)
-        assert (chatted.text, chatted.usage.prompt_tokens) == (asked.text, asked.usage.prompt_tokens)
-        assert [hit.chunk.id for hit in chatted.hits] == [hit.chunk.id for hit in asked.hits]
-
-
 def test_retrieved_passages_stand_before_the_last_question(kb, oracle):
     turns = [user("Where do dogs bark?"), {"role": "assistant", "content": "In Kelbrook."}, user("Is the cat happy?")]
     answer = kb.chat(turns, k=2, sampling=SHORT)
