@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import make_block, make_key, put_all, served_from, size_of, tier_of
+from kit.makers import made_by
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs.container import read_container, write_container
@@ -276,6 +277,9 @@ class Clocks:
         self.wall += seconds
 
 
+clocks = made_by(Clocks, scope="function")
+
+
 def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: bool = False) -> KVStore:
     store = KVStore(root, ttl_s=ttl_s, read_only=read_only)
     store._expiry = Expiry(
@@ -284,8 +288,7 @@ def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: b
     return store
 
 
-def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path):
-    clocks = Clocks()
+def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         for _ in range(5):
@@ -299,8 +302,7 @@ def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path):
         assert store.get(OLD) is not None
 
 
-def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
-    clocks = Clocks()
+def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         store.put(make_key(1), make_block(1))
@@ -312,8 +314,7 @@ def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
         assert store.get(make_key(1)) is None
 
 
-def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
-    clocks = Clocks()
+def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         put_all(store, range(3))
         store.pin([make_key(2)])
@@ -326,8 +327,7 @@ def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
 
 
 @pytest.mark.parametrize("jump", [-500_000.0, 500_000.0])
-def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump):
-    clocks = Clocks()
+def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         clocks.wall += jump
@@ -340,9 +340,8 @@ def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump)
         assert store.get(OLD) is None
 
 
-def test_files_from_the_future_count_as_used_now(tmp_path):
+def test_files_from_the_future_count_as_used_now(tmp_path, clocks):
     """The clock went back between two processes."""
-    clocks = Clocks()
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
     clocks.wall -= 500_000
@@ -354,8 +353,7 @@ def test_files_from_the_future_count_as_used_now(tmp_path):
         assert store.get(OLD) is None, "it does not live for ever"
 
 
-def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp_path):
-    clocks = Clocks()
+def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
     clocks.wall += 500_000
@@ -366,8 +364,7 @@ def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp
         assert store.get(OLD) is not None
 
 
-def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path):
-    clocks = Clocks()
+def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         path = store._durable.path(OLD)
