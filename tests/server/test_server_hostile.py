@@ -62,7 +62,7 @@ def test_ipv6_hosts_count_by_their_network():
 def test_a_body_that_trickles_in_is_refused(serve):
     served = serve(receive_s=0.4)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    with half_open(served, head + b"Content-Length: 1000\r\n\r\n") as client:
+    with half_open(served, head + b"Content-Length: 100000\r\n\r\n") as client:
         client.settimeout(0.05)
 
         def is_refused() -> bool:
