@@ -2,12 +2,14 @@
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import torch
 
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import keep
 from ragcache.store.kv_store import KVStore
+from ragcache.store.tiers import Tier
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -75,6 +77,12 @@ def make_unequal(block: KVBlock, seed: int = 0) -> KVBlock:
 def same(found: KVBlock | None, block: KVBlock) -> bool:
     """Whether a block was found that is this one bit for bit."""
     return found is not None and found.equal(block)
+
+
+def put_all(store: KVStore | Tier, numbers: Iterable[int]) -> None:
+    """Put the block of each number under its key."""
+    for number in numbers:
+        store.put(make_key(number), make_block(number))
 
 
 def served_from(store: KVStore, key: str, block: KVBlock) -> str | None:

@@ -13,14 +13,18 @@ def plain_transformers(directory):
     return model.eval(), AutoTokenizer.from_pretrained(directory)
 
 
-def greedy(model, tokenizer, prompt, allowed, count):
+def greedy(model, tokenizer, prompt, allowed, count, **more):
     """The text of `greedy_ids`."""
-    return tokenizer.decode(greedy_ids(model, tokenizer, prompt, allowed, count))
+    return tokenizer.decode(greedy_ids(model, tokenizer, prompt, allowed, count, **more))
 
 
-def greedy_ids(model, tokenizer, prompt, allowed, count):
-    """Token by token, each a plain forward of everything under an explicit mask; None: all see what is before them."""
-    ids, made = list(prompt.ids), []
+def greedy_ids(model, tokenizer, prompt, allowed, count, *, positions=None, never=()):
+    """Token by token, each a plain forward of everything under an explicit mask; None: all see what is before them.
+
+    positions: of the prompt's tokens; 0, 1, ... when absent
+    never: ids that are ruled out
+    """
+    ids, places, made = list(prompt.ids), list(positions or range(prompt.num_tokens)), []
     while len(made) < count:
         n = len(ids)
         mask = torch.ones(n, n, dtype=torch.bool).tril()
@@ -28,10 +32,14 @@ def greedy_ids(model, tokenizer, prompt, allowed, count):
             mask[: allowed.shape[0], : allowed.shape[0]] = allowed
         bias = torch.zeros(n, n).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
         with torch.no_grad():
-            token = int(model(input_ids=torch.tensor([ids]), attention_mask=bias).logits[0, -1].argmax())
+            out = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([places]), attention_mask=bias)
+        logits = out.logits[0, -1]
+        logits[list(never)] = -torch.inf
+        token = int(logits.argmax())
         if token == tokenizer.eos_token_id:
             break
         ids.append(token)
+        places.append(places[-1] + 1)
         made.append(token)
     return made
 

@@ -60,9 +60,8 @@ def watched(lm: rc.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[L
     with monkeypatch.context() as patch:
         for end, (owner, name) in ENDS.items():
             patch.setattr(owner, name, _looking(getattr(owner, name), end, found))
-        handle = lm.model.get_decoder().register_forward_pre_hook(lambda *_: found.see("model", ours()))
-        yield found
-        handle.remove()
+        with lm.model.get_decoder().register_forward_pre_hook(lambda *_: found.see("model", ours())):
+            yield found
 
 
 def _looking(function: Callable[..., Any], end: str, found: Longest) -> Callable[..., Any]:

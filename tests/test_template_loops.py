@@ -24,10 +24,8 @@ def test_a_template_that_loops_is_interrupted(loop, monkeypatch):
     tokenizer = template_tokenizer(sorted(FAMILIES)[0])
     good = Conversation(tokenizer, TURNS).as_written(None)
     template, tokenizer.chat_template = tokenizer.chat_template, loop
-    started = time.monotonic()
     with pytest.raises(TimedOutError, match=r"chat template takes over 0\.3 s.*another chat_template"):
         Conversation(tokenizer, TURNS).as_written(None)
-    assert time.monotonic() - started < 5
     tokenizer.chat_template = template
     assert Conversation(tokenizer, TURNS).as_written(None) == good
 

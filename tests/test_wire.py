@@ -60,15 +60,6 @@ SECTIONS: list[dict[str, Any]] = [
         {"method": "reposition", **ANCHORS},
     )
 ]
-RATES = {
-    "machine": "m",
-    "rates": {
-        "tiers": {"disk": {"latency_s": 0.25, "bytes_s": 2e9, "measured": True}},
-        "prefill": {"linear": 0.5, "quadratic": 0.125},
-        "prefill_tokens_s": 2.0,
-        "decode_bytes_s": {"raw": 3e9},
-    },
-}
 CHECKED: dict[str, Any] = {
     "model": "mini", "source": "made up", "questions": 2, "thresholds": {"kl_answer": 0.5}, "neighbours": 0,
     "methods": [
@@ -95,16 +86,6 @@ def test_recipes_are_read_and_written_as_ever(recipe):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_sections_of_config_json_are_read_and_written_as_ever(section):
     assert TrainedTokens.read(section).section() == section
-
-
-def test_rates_of_before_are_read(tmp_path):
-    rc.Store.open(tmp_path / "kb", create=True).close()
-    (tmp_path / "kb" / "rates.json").write_text(json.dumps(RATES))
-    with rc.Store.open(tmp_path / "kb") as store:
-        found = store.rates()
-    assert (found.tiers["disk"].latency_s, found.tiers["disk"].bytes_s) == (0.25, 2e9)
-    assert (found.prefill.linear, found.prefill.quadratic) == (0.5, 0.125)
-    assert found.decode_bytes_s == {"raw": 3e9}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
+from ragcache.models.batch import ForwardRequest
+from ragcache.models.language_model import LanguageModel
+
 T = TypeVar("T")
 
 WAIT_S = 60.0
@@ -56,6 +61,26 @@ def beside(*calls: Callable[[], object]) -> Iterator[None]:
             over.set()
         for done in running:
             done.result()
+
+
+@contextmanager
+def model_held(lm: LanguageModel, pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Within, a pass of somebody else's is on its way: runs pile up."""
+    gate, entered = threading.Event(), threading.Event()
+
+    def hold() -> torch.Tensor:
+        entered.set()
+        assert gate.wait(WAIT_S)
+        return torch.zeros(1)
+
+    run = ForwardRequest(torch.tensor([1]), torch.arange(1), lm.new_cache(1), ordered=True)
+    job = pool.submit(lm.scheduler.run, run, hold)
+    assert entered.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        gate.set()
+        job.result(WAIT_S)
 
 
 def stacks() -> str:

@@ -162,22 +162,6 @@ def test_the_tree_names_what_is_there():
     assert there <= named, there - named
 
 
-def test_the_trees_of_the_readme_and_the_architecture_have_the_same_folders():
-    short, long = (
-        set(re.findall(r"^    (\w+)/\s", TEXTS[page].split("## Where things are")[1].split("##")[0], re.M))
-        for page in ("README.md", "docs/architecture.md")
-    )
-    assert short == long
-
-
-def test_the_readmes_methods_exist_and_none_is_forgotten():
-    part = TEXTS["README.md"].split("## Methods")[1].split("##")[0]
-    named = re.findall(r"^\| `(\w+)` \|", part, re.M)
-    assert set(named) < set(rc.METHODS)
-    assert "Twelve more" in part
-    assert len(rc.METHODS) == len(named) + 12
-
-
 def section(command: str) -> str:
     """What the page of the command line says of one command."""
     return re.split(r"^## ", TEXTS["docs/cli.md"].split(f"\n## `{command}`\n")[1], flags=re.M)[0]

@@ -24,6 +24,5 @@ def oracle(lm):
 @pytest.fixture
 def slow_model(lm):
     """Every pass takes at least 20 ms: long enough for a loop to be seen going on, and for askers to meet."""
-    hook = lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02))
-    yield
-    hook.remove()
+    with lm.model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02)):
+        yield

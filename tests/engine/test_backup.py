@@ -12,29 +12,11 @@ from pathlib import Path
 
 import pytest
 from engine_texts import TEXTS
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from ragcache.engine import backup as backups
 from ragcache.engine.backup import MANIFEST, back_up, restore
 from ragcache.errors import SchemaVersionError, StoreBusyError, StoreError, StoreNotFoundError
-from ragcache_demo.bag_of_words import BagOfWords
-
-
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("backed") / "tiny"))
-
-
-def opened(path: Path, lm, **options) -> rc.RagCache:
-    return rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), **options)
-
-
-@pytest.fixture
-def kb(lm, tmp_path):
-    with opened(tmp_path / "kb", lm) as kb:
-        kb.ingest(rc.Document(id, text, {"letters": len(id)}) for id, text in TEXTS.items())
-        yield kb
 
 
 @pytest.fixture
@@ -43,12 +25,12 @@ def backup(kb, tmp_path) -> Path:
     return tmp_path / "backup"
 
 
-def test_a_restored_store_answers_as_before(kb, lm, backup, tmp_path):
+def test_a_restored_store_answers_as_before(kb, open_kb, backup, tmp_path):
     question = "Where does the cat sit?"
     expected = kb.ask(question, sampling=rc.Sampling(max_tokens=8))
     kb.delete(["cats"])
     restore(backup, tmp_path / "again")
-    with opened(tmp_path / "again", lm, create=False) as again:
+    with open_kb(tmp_path / "again", create=False) as again:
         assert {one.id: again.chunks_of(one.id) for one in again.documents()}.keys() == TEXTS.keys()
         answer = again.ask(question, sampling=rc.Sampling(max_tokens=8))
         assert answer.text == expected.text
@@ -87,7 +69,7 @@ def test_a_backup_waits_for_a_writer_and_readers_go_on(kb, tmp_path):
     back_up(kb, tmp_path / "busy")
 
 
-def test_blocks_that_come_and_go_meanwhile_leave_a_sound_store(kb, lm, tmp_path, monkeypatch):
+def test_blocks_that_come_and_go_meanwhile_leave_a_sound_store(kb, open_kb, tmp_path, monkeypatch):
     copy, changed = backups._copy, []
 
     def copied(source: Path, target: Path) -> None:
@@ -102,7 +84,7 @@ def test_blocks_that_come_and_go_meanwhile_leave_a_sound_store(kb, lm, tmp_path,
     monkeypatch.undo()
     assert changed
     restore(tmp_path / "backup", tmp_path / "again")
-    with opened(tmp_path / "again", lm, create=False) as again:
+    with open_kb(tmp_path / "again", create=False) as again:
         assert {one.id for one in again.documents()} == TEXTS.keys()  # as they were when the database was copied
         for id in TEXTS:
             assert again.ask(f"What of {id}?", sampling=rc.Sampling(max_tokens=2), k=4).text
@@ -132,7 +114,7 @@ else:
 
 
 @pytest.mark.parametrize("what", ["backup", "restore"])
-def test_a_killed_copy_is_not_there_and_the_next_one_succeeds(kb, lm, backup, tmp_path, what):
+def test_a_killed_copy_is_not_there_and_the_next_one_succeeds(kb, open_kb, backup, tmp_path, what):
     source, target = kb.store.layout.root if what == "backup" else backup, tmp_path / "target"
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, what, source, target, "2"], stdout=subprocess.PIPE, env=os.environ
@@ -150,7 +132,7 @@ def test_a_killed_copy_is_not_there_and_the_next_one_succeeds(kb, lm, backup, tm
         back_up(kb, target)
     else:
         restore(backup, target)
-        with opened(target, lm, create=False) as again:
+        with open_kb(target, create=False) as again:
             assert {one.id for one in again.documents()} == TEXTS.keys()
     assert not (tmp_path / ".target.partial").exists()
 

@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from engine_texts import CHAT, said, user
-from families import block_diagonal
+from families import block_diagonal, figure_2
 from kit.makers import tiny_lm
 from plain_oracle import greedy, greedy_ids
 
@@ -39,13 +38,6 @@ def bos(oracle):
     return oracle[1].bos_token
 
 
-def test_one_question_as_a_chat_is_the_question_asked(kb):
-    for question in ("Where do dogs bark?", "Is the cat happy?"):
-        asked, chatted = kb.ask(question, k=3, sampling=SHORT), kb.chat([user(question)], k=3, sampling=SHORT)
-        assert (chatted.text, chatted.usage.prompt_tokens) == (asked.text, asked.usage.prompt_tokens)
-        assert [hit.chunk.id for hit in chatted.hits] == [hit.chunk.id for hit in asked.hits]
-
-
 def test_retrieved_passages_stand_before_the_last_question(kb, oracle):
     turns = [user("Where do dogs bark?"), {"role": "assistant", "content": "In Kelbrook."}, user("Is the cat happy?")]
     answer = kb.chat(turns, k=2, sampling=SHORT)
@@ -74,13 +66,9 @@ def test_passages_are_read_where_they_stand(kb, oracle):
 def labelled(oracle, pieces):
     """The same with text between passages; pieces: head, passage, label, passage, tail."""
     model, tokenizer = oracle
-    head, first, label, second, tail = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-    prompt = rc.Prompt(head, [first, second], tail, [[], label])
-    lengths = torch.tensor([len(head), len(first), len(label), len(second), len(tail)])
-    owner = torch.repeat_interleave(torch.arange(5), lengths)
-    apart = (owner[:, None] == owner[None, :]) | torch.isin(owner, torch.tensor([0, 2, 4]))[:, None]
-    causal = torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
-    return greedy(model, tokenizer, prompt, apart & causal, SHORT.max_tokens)
+    tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+    ids, allowed = figure_2(list(zip(("text", "chunk", "text", "chunk", "text"), tokens, strict=True)))
+    return greedy(model, tokenizer, rc.Prompt(ids[:1], [], ids[1:]), allowed, SHORT.max_tokens)
 
 
 def test_text_between_passages_is_read_where_it_stands(kb, oracle):
@@ -125,9 +113,7 @@ def test_a_raw_prompt_is_continued(kb, oracle):
 
 @pytest.fixture
 def prefixed(open_kb, tmp_path):
-    kb = open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.")
-    kb.ingest(rc.Document("cats", CATS))
-    return kb
+    return open_kb(tmp_path / "prefixed", recipe="prefix", system="Be brief.", texts={"cats": CATS})
 
 
 def test_a_store_behind_a_prefix_keeps_passages_there(prefixed, oracle):
@@ -273,8 +259,7 @@ def test_whole_documents_keep_text_and_id(kb):
 
 
 def test_a_call_may_have_a_system_prompt_of_its_own(open_kb, oracle, tmp_path):
-    kb = open_kb(tmp_path / "own", system="Be brief.")
-    kb.ingest([rc.Document("cats", CATS)])
+    kb = open_kb(tmp_path / "own", system="Be brief.", texts={"cats": CATS})
     question, options = "The cat?", {"k": 1, "sampling": SHORT}
     for system, head in (("Shout.", "[system]Shout.[end]"), ("", ""), (None, "[system]Be brief.[end]")):
         expected = reading(oracle, [f"{bos(oracle)}{head}[user]", CATS, f"Question: {question}[end][assistant]"])
@@ -319,13 +304,12 @@ class Talk:
 
     def expected(self):
         model, tokenizer = self.oracle
-        ids, owners = [], []
-        for number, (kind, text) in enumerate(self.pieces):
-            tokens = text if kind == "answer" else tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += tokens
-            owners += [number if kind == "passage" and self.method != "full" else None] * len(tokens)
-        n = len(ids)
-        allowed = torch.tensor([[c <= r and owners[r] in (None, owners[c]) for c in range(n)] for r in range(n)])
+        passage = "text" if self.method == "full" else "chunk"
+        ids, allowed = figure_2([
+            (passage if kind == "passage" else "text",
+             text if kind == "answer" else tokenizer(text, add_special_tokens=False)["input_ids"])
+            for kind, text in self.pieces
+        ])  # fmt: skip
         self.made = greedy_ids(model, tokenizer, rc.Prompt(ids[:-1], [], ids[-1:]), allowed, SHORT.max_tokens)
         return tokenizer.decode(self.made)
 

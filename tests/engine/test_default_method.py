@@ -272,17 +272,23 @@ def test_a_method_that_failed_is_warned_of(kb, open_kb, verdict, caplog):
     assert len(warnings_of(caplog)) == 2
 
 
-@pytest.mark.parametrize("content", ["{", '{"version": 99, "verdicts": {}}', "[]"])
-def test_a_file_that_cannot_be_read_is_no_verdict(tmp_path, caplog, content):
-    (tmp_path / FILE).write_text(content)
-    assert load_verdict(tmp_path, "any") is None
-    assert FILE in warnings_of(caplog)[0]
+def strange_field(found):
+    for verdict in found["verdicts"].values():
+        verdict["strange"] = 1
+    return json.dumps(found)
 
 
-def test_a_verdict_with_unknown_fields_is_none(tmp_path, verdict, caplog):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda found: "{", FILE),
+        (lambda found: '{"version": 99, "verdicts": {}}', FILE),
+        (lambda found: "[]", FILE),
+        (strange_field, "check` again"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_no_verdict(tmp_path, verdict, caplog, change, said):
     path = save_verdict(tmp_path, verdict)
-    found = json.loads(path.read_text())
-    found["verdicts"][verdict.fingerprint]["strange"] = 1
-    path.write_text(json.dumps(found))
+    path.write_text(change(json.loads(path.read_text())))
     assert load_verdict(tmp_path, verdict.fingerprint) is None
-    assert "check` again" in warnings_of(caplog)[0]
+    assert said in warnings_of(caplog)[0]

@@ -67,8 +67,7 @@ def test_the_engine_learns_from_prompts_that_it_read_whole(open_kb, monkeypatch)
 
 
 def test_the_engine_learns_from_passages_and_not_from_questions(open_kb):
-    kb = open_kb()
-    kb.ingest(rc.Document("long", LONG))
+    kb = open_kb(texts={"long": LONG})
     assert kb.full_prefill_samples > 0
     known, estimate = kb.full_prefill_samples, kb.full_prefill_estimate_s(1000)
     assert estimate > 0

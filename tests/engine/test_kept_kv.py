@@ -23,8 +23,7 @@ def block_bytes(kb: rc.RagCache) -> dict[str, int]:
 
 
 def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
-    with open_kb(tmp_path / "plain", store=rc.StoreConfig(load="always")) as plain:
-        plain.ingest(documents())
+    with open_kb(tmp_path / "plain", store=rc.StoreConfig(load="always"), texts=TEXTS) as plain:
         expected = plain.ask(QUESTION, k=3, sampling=rc.Sampling(max_tokens=6))
         one = block_bytes(plain)
     budgets = [
@@ -34,8 +33,7 @@ def test_answers_are_the_same_whatever_the_budgets(open_kb, tmp_path) -> None:
         {"ttl_s": 3600.0, "memory_bytes": 0, "disk_bytes": 3 * one["disk"]},
     ]
     for number, budget in enumerate(budgets):
-        with open_kb(tmp_path / f"kb{number}", store=rc.StoreConfig(load="always", **budget)) as kb:
-            kb.ingest(documents())
+        with open_kb(tmp_path / f"kb{number}", store=rc.StoreConfig(load="always", **budget), texts=TEXTS) as kb:
             for _ in range(3):
                 answer = kb.ask(QUESTION, k=3, sampling=rc.Sampling(max_tokens=6))
                 assert (answer.text, [hit.handle for hit in answer.hits]) == (
@@ -59,8 +57,7 @@ def test_the_store_says_what_ingest_does_where_it_is_not_told(open_kb) -> None:
 
 
 def test_pinned_documents_stay_and_are_computed_where_needed(open_kb, tmp_path) -> None:
-    with open_kb(tmp_path / "plain") as plain:
-        plain.ingest(documents())
+    with open_kb(tmp_path / "plain", texts=TEXTS) as plain:
         one = block_bytes(plain)["disk"]
     config = rc.StoreConfig(load="always", disk_bytes=int(2.5 * one), memory_bytes=0)
     with open_kb(store=config) as kb:
@@ -89,11 +86,9 @@ def test_pinned_documents_stay_and_are_computed_where_needed(open_kb, tmp_path) 
 
 
 def test_evicted_blocks_are_no_fault_to_the_doctor(open_kb, tmp_path) -> None:
-    with open_kb(tmp_path / "plain") as plain:
-        plain.ingest(documents())
+    with open_kb(tmp_path / "plain", texts=TEXTS) as plain:
         one = block_bytes(plain)["disk"]
-    with open_kb(store=rc.StoreConfig(disk_bytes=2 * one)) as kb:
-        kb.ingest(documents())
+    open_kb(store=rc.StoreConfig(disk_bytes=2 * one), texts=TEXTS).close()
     with open_kb() as kb:  # without the budget: the store remembers that there was one
         report = kb.doctor()
         assert report.sound

@@ -20,8 +20,7 @@ RECIPE = rc.Recipe(kept=0.4)
 def sparse(kb, open_kb, tmp_path):
     """The passages of `kb`."""
     texts = {id: kb.chunks_of(id)[0].text for id in IDS}
-    kb = open_kb(tmp_path / "sparse", recipe=RECIPE)
-    kb.ingest(rc.Document(id, text) for id, text in texts.items())
+    kb = open_kb(tmp_path / "sparse", recipe=RECIPE, texts=texts)
     return kb
 
 

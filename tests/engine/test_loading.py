@@ -1,6 +1,5 @@
 """Blocks read in threads while others are computed: what comes out, whichever way each goes; nothing is timed."""
 
-import os
 import random
 import shutil
 import threading
@@ -265,20 +264,6 @@ def test_encoding_ends_in_the_layer_in_which_nobody_wants_it(lm):
     assert lm.encode([IDS[0]], wanted=lambda: True)[0].equal(lm.encode([IDS[0]])[0])
 
 
-def test_a_damaged_block_is_dropped_computed_and_kept(setup, caplog):
-    path = setup.kv.root / setup.handles[2][:2] / setup.handles[2][2:4] / f"{setup.handles[2]}.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    loaded = setup.load(setup.loader(FAST))
-    assert loaded.origins == ["disk", "disk", "computed", "disk", "disk", "disk"]
-    assert setup.encoder.batches == [[IDS[2]]]
-    assert identical(loaded.blocks, setup.blocks)
-    setup.kv.verify(setup.handles[2])
-    assert "dropped from disk" in caplog.text
-    assert setup.kv.stats().damaged == 1
-
-
 def test_what_no_tier_has_is_computed_in_batches_and_kept(setup):
     for handle in setup.handles[1:4]:
         setup.kv.delete(handle)
@@ -287,18 +272,6 @@ def test_what_no_tier_has_is_computed_in_batches_and_kept(setup):
     assert setup.encoder.batches == [[IDS[3]], [IDS[2]], [IDS[1]]], "batch_tokens is 12"
     for handle in setup.handles:
         setup.kv.verify(handle)
-
-
-def test_passages_from_elsewhere_are_kept_in_memory_alone(setup):
-    loader = setup.loader(FAST)
-    outside = [Chunk("x", "x", 0, "", [7, 8, 9], {}, -1, None, 0.0, "", "")]
-    key = setup.encoder.key([7, 8, 9])
-    assert setup.load(loader, outside).origins == ["computed"]
-    assert tier_of(setup.kv, key) == "memory"
-    assert key not in list(setup.kv.keys())
-    own = [stored(9, [4, 5], setup.encoder.key([4, 5]))]
-    assert setup.load(loader, own, passing=True).origins == ["computed"]
-    assert setup.encoder.key([4, 5]) not in list(setup.kv.keys())
 
 
 def test_an_error_of_a_read_reaches_the_asker_and_the_next_question_is_answered(setup, monkeypatch):
@@ -454,16 +427,3 @@ def test_the_trace_says_of_every_block_once_where_it_came_from(tmp_path, open_se
 def test_bad_settings_are_refused(setup, options):
     with pytest.raises(ConfigError, match=r"at least 0|choose one of auto, always, never"):
         BlockLoader(setup.kv, Rates(), **options)
-
-
-def test_a_read_only_store_computes_what_is_damaged_and_keeps_it_in_memory(tmp_path, setup):
-    path = setup.kv.root / setup.handles[0][:2] / setup.handles[0][2:4] / f"{setup.handles[0]}.safetensors"
-    os.truncate(path, 100)
-    kv = KVStore(tmp_path / "kv", read_only=True)
-    loader = BlockLoader(kv, Rates())
-    loaded = loader.load(setup.encoder, setup.documents, setup.chunks)
-    assert loaded.origins[0] == "computed"
-    assert tier_of(kv, setup.handles[0]) == "memory"
-    assert path.stat().st_size == 100
-    loader.close()
-    kv.close()

@@ -13,7 +13,7 @@ import pytest
 from engine_texts import QUESTIONS
 from kit.makers import threads
 from tiny_model import save_tiny_llama
-from waiting import WAIT_S, until
+from waiting import WAIT_S, model_held, until
 
 import ragcache as rc
 from ragcache.engine.admission import Admission, Size, default_budget, kv_bytes
@@ -26,27 +26,6 @@ from ragcache.models.encode import AbandonedSignal
 
 METHODS = ["reposition", "full", "cacheblend", "epic"]
 SHORT, LONG = rc.Sampling(max_tokens=6), rc.Sampling(max_tokens=80)
-
-
-@contextmanager
-def model_held(lm, pool):
-    """Within, somebody else's pass is on its way: runs pile up."""
-    gate, entered = threading.Event(), threading.Event()
-    layer = lm.model.model.layers[0]
-
-    def hold(*_args):
-        entered.set()
-        assert gate.wait(WAIT_S)
-
-    hook = layer.register_forward_pre_hook(hold)
-    job = pool.submit(lm.run, [1], 0, lm.new_cache(1))
-    assert entered.wait(WAIT_S)
-    hook.remove()
-    try:
-        yield
-    finally:
-        gate.set()
-        job.result(WAIT_S)
 
 
 pool = threads(12)
@@ -78,8 +57,7 @@ def test_one_question_fails_and_the_others_are_answered(kb, lm, pool):
         if " 7, 7, 7" in str(kwargs["input_ids"].flatten().tolist()):
             raise RuntimeError("out of memory")
 
-    hook = lm.model.register_forward_pre_hook(fail, with_kwargs=True)
-    try:
+    with lm.model.register_forward_pre_hook(fail, with_kwargs=True):
         with model_held(lm, pool):
             jobs = [pool.submit(kb.ask, question, k=2, sampling=SHORT) for question in QUESTIONS]
             until(lambda: lm.scheduler.waiting == 4)
@@ -88,8 +66,6 @@ def test_one_question_fails_and_the_others_are_answered(kb, lm, pool):
         assert [job.result(WAIT_S).text for job in jobs] == expected
         with pytest.raises(RuntimeError, match="out of memory"):
             broken.result(WAIT_S)
-    finally:
-        hook.remove()
     assert kb.admission.reserved_bytes == 0
 
 
@@ -118,12 +94,8 @@ def test_a_prompt_is_given_up_between_its_pieces(kb, lm, pool, monkeypatch):
         if len(passes) == 2:
             cancelled.set()
 
-    hook = lm.model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        with pytest.raises(CancelledError):
-            kb.ask(QUESTIONS[0], k=3, method="full", sampling=SHORT, cancelled=cancelled)
-    finally:
-        hook.remove()
+    with lm.model.register_forward_pre_hook(count, with_kwargs=True), pytest.raises(CancelledError):
+        kb.ask(QUESTIONS[0], k=3, method="full", sampling=SHORT, cancelled=cancelled)
     assert passes == [16, 16]
     assert kb.admission.reserved_bytes == 0
 

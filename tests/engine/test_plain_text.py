@@ -224,8 +224,7 @@ def test_a_conversation_goes_on_behind_the_passages_that_its_messages_quote(tmp_
 
 def test_methods_that_add_tokens_read_text_as_text(tmp_path, open_kb, said):
     """Link tokens between the passages would make another prompt of it."""
-    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", reuse=LINK))) as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_kb(model=rc.load_lm(save_tiny_llama(tmp_path / "lm", reuse=LINK)), texts=TEXTS) as kb:
         text = "".join(hit.chunk.text for hit in kb.retrieve(QUESTION, k=3)) + QUESTION
         answer = kb.complete(text, sampling=ONE)
         assert (answer.hits, answer.usage.prompt_tokens) == ([], 1 + len(text))

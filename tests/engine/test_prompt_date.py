@@ -1,6 +1,7 @@
 """Chat templates that state today's date, as those of Llama 3.2 and GPT-OSS."""
 
 from datetime import datetime
+from functools import partial
 
 import pytest
 from engine_texts import TEXTS
@@ -9,7 +10,6 @@ from plain_oracle import greedy, plain_transformers
 from transformers.utils import chat_template_utils
 
 import ragcache as rc
-from ragcache_demo.bag_of_words import BagOfWords
 
 TEMPLATE = (
     "{{ bos_token }}Today: {{ strftime_now('%-d %B') }}\n"
@@ -21,6 +21,11 @@ CHAT = [{"role": "user", "content": QUESTION}]
 
 
 dated = tiny_directory(positions=2048, chat_template=TEMPLATE)
+
+
+@pytest.fixture
+def open_dated(open_kb, dated):
+    return partial(open_kb, model=dated, method="reposition", store=rc.StoreConfig(load="always"))
 
 
 @pytest.fixture
@@ -36,15 +41,6 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
     return lambda month, day: setattr(Clock, "day", datetime(2026, month, day))
-
-
-@pytest.fixture
-def open_dated(tmp_path, dated):
-    def opened(recipe, **options):
-        options = {"model": dated, "method": "reposition", "embedder": BagOfWords(), "recipe": recipe, **options}
-        return rc.RagCache.open(tmp_path / "kb", store=rc.StoreConfig(load="always"), **options)
-
-    return opened
 
 
 @pytest.fixture
@@ -77,8 +73,7 @@ def stored(kb):
 
 @pytest.mark.parametrize("recipe", ["isolated", "primer"])
 def test_prompts_state_the_day_of_the_question(open_dated, clock, read, recipe):
-    with open_dated(recipe) as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_dated(recipe=recipe, texts=TEXTS) as kb:
         first = stored(kb)
         asked(kb)
         assert all(MAY in one for one in read)
@@ -87,7 +82,7 @@ def test_prompts_state_the_day_of_the_question(open_dated, clock, read, recipe):
         answers = [*asked(kb), kb.ask(QUESTION, k=2, sampling=SHORT, system="Be brief.")]
         assert all(SEPTEMBER in one for one in read)
         assert all(hit.kv != "computed" for answer in answers for hit in answer.hits)
-    with open_dated(recipe) as kb:
+    with open_dated(recipe=recipe) as kb:
         answers = asked(kb)
         assert {hit.kv for hit in answers[0].hits} == {"disk"}
         kb.ingest(rc.Document("new", "A ferry goes to the island."))
@@ -97,12 +92,11 @@ def test_prompts_state_the_day_of_the_question(open_dated, clock, read, recipe):
 
 def test_kv_behind_the_prefix_serves_every_day(open_dated, clock, read):
     """What a block was read behind stands before it, whatever day it is: an exact method answers alike."""
-    with open_dated("prefix") as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_dated(recipe="prefix", texts=TEXTS) as kb:
         first, texts = stored(kb), [answer.text for answer in asked(kb)]
         own = read[0].partition("\n")[0]
     clock(9, 21)
-    with open_dated("prefix") as kb:
+    with open_dated(recipe="prefix") as kb:
         answers = asked(kb)
         assert {hit.kv for answer in answers for hit in answer.hits} <= {"disk", "memory", "shared"}
         assert [answer.text for answer in answers] == texts
@@ -113,12 +107,11 @@ def test_kv_behind_the_prefix_serves_every_day(open_dated, clock, read):
 
 
 def test_kv_of_a_whole_store_serves_every_day(open_dated, clock):
-    with open_dated("isolated") as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_dated(recipe="isolated", texts=TEXTS) as kb:
         kb.ask(QUESTION, whole=True, sampling=SHORT)
         first = stored(kb)
     clock(9, 21)
-    with open_dated("isolated") as kb:
+    with open_dated(recipe="isolated") as kb:
         answers = [
             kb.ask(QUESTION, whole=True, sampling=SHORT, **more) for more in ({}, {"chat_template_kwargs": {"any": 1}})
         ]
@@ -129,8 +122,7 @@ def test_kv_of_a_whole_store_serves_every_day(open_dated, clock):
 def test_a_days_prompt_is_that_of_plain_transformers(open_dated, clock, dated):
     clock(9, 21)
     model, tokenizer = plain_transformers(dated)
-    with open_dated("isolated") as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_dated(recipe="isolated", texts=TEXTS) as kb:
         clock(12, 1)
         answer = kb.ask(QUESTION, k=1, method="full", sampling=SHORT)
         asked = f"{answer.hits[0].chunk.text}Question: {QUESTION}"

@@ -127,8 +127,7 @@ def test_blocks_of_another_recipe_are_never_served(kb, open_kb):
 
 def test_a_changed_prefix_changes_prefix_blocks_and_leaves_isolated_ones(kb, open_kb, tmp_path):
     assert {hit.kv for hit in ask(open_kb(system="Be brief.")).hits} == {"disk"}
-    one = open_kb(tmp_path / "p", recipe="prefix")
-    one.ingest(rc.Document("cats", "The cat sat on the mat.\n"))
+    open_kb(tmp_path / "p", recipe="prefix", texts={"cats": "The cat sat on the mat.\n"})
     assert {hit.kv for hit in ask(open_kb(tmp_path / "p", recipe="prefix")).hits} == {"disk"}
     assert {hit.kv for hit in ask(open_kb(tmp_path / "p", recipe="prefix", system="Be brief.")).hits} == {"computed"}
 

@@ -37,9 +37,7 @@ def open_near(open_kb):
 
 @pytest.fixture
 def near(open_near):
-    kb = open_near()
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
-    return kb
+    return open_near(texts=TEXTS)
 
 
 def chunks_of(kb):
@@ -90,8 +88,7 @@ def test_every_chunk_is_read_behind_those_nearest_to_it(near, oracle):
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_a_new_document_changes_what_it_is_nearer_to_and_nothing_else(open_near, oracle, kind):
-    kb = open_near(store={"index": kind})
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_near(store={"index": kind}, texts=TEXTS)
     before, near_before = handles(kb), brute_force(kb)
     report = kb.ingest(NEARER)
     near_now = brute_force(kb)
@@ -217,8 +214,7 @@ def test_the_same_text_twice_is_no_neighbour_of_itself(open_near, oracle):
 
 def test_neighbours_that_do_not_fit_the_model_are_left_out_farthest_first(open_kb, tmp_path):
     small = rc.load_lm(save_tiny_llama(tmp_path / "small", positions=100))
-    kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=rc.StoreConfig(neighbours=2))
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(tmp_path / "kb", model=small, method="reposition", store=rc.StoreConfig(neighbours=2), texts=TEXTS)
     near, recipe, left_out = brute_force(kb), kb._parts.block_keys.recipe, 0
     for chunk in chunks_of(kb):
         both = near[chunk.id]
@@ -258,8 +254,7 @@ def test_a_copy_finds_its_own_neighbours(near, open_near, tmp_path, oracle):
 
 
 def test_a_store_that_had_none_takes_them_up_at_its_next_ingestion(open_kb, open_near, oracle):
-    kb = open_kb()
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(texts=TEXTS)
     kb.close()
     near = open_near()
     near.ingest(rc.Document("cats", TEXTS["cats"]))

@@ -4,7 +4,7 @@ import json
 
 import jsonschema
 import pytest
-from kit.makers import tiny_lm
+from kit.makers import module_kb, tiny_lm
 from scripted import script
 from templates import CHATML
 
@@ -14,7 +14,6 @@ from ragcache.errors import ConfigError
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import EFFORTS, FORMS, thinking_of
 from ragcache.prompt import Shown
-from ragcache_demo.bag_of_words import BagOfWords
 
 ASKED = {"role": "user", "content": "Where does the Arno rise?"}
 TURN = "{% for m in messages %}{{ '[' + m.role + ']' + m.content.split('</think>')[-1] }}{% endfor %}"
@@ -45,12 +44,7 @@ LONG = Sampling(max_tokens=300)
 lm = tiny_lm(positions=2048, chat_template=CHATML)
 
 
-@pytest.fixture(scope="module")
-def kb(lm, tmp_path_factory):
-    path = tmp_path_factory.mktemp("kb") / "kb"
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        kb.ingest(rc.Document("arno", "The Arno rises on Mount Falterona."))
-        yield kb
+kb = module_kb(rc.Document("arno", "The Arno rises on Mount Falterona."))
 
 
 @pytest.fixture(params=TEMPLATES)

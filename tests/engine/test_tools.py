@@ -6,7 +6,7 @@ import re
 import jsonschema
 import pytest
 from families import block_diagonal
-from kit.makers import tiny_lm
+from kit.makers import module_kb, tiny_lm
 from plain_oracle import greedy, plain_transformers
 from scripted import script
 from templates import FAMILIES, TOOL_TEMPLATES, template_tokenizer
@@ -16,7 +16,6 @@ from ragcache.engine.conversation import Conversation
 from ragcache.errors import ConfigError, PromptError
 from ragcache.models.sampler import Sampling
 from ragcache.prompt import Shown
-from ragcache_demo.bag_of_words import BagOfWords
 
 CATS = "The cat sat on the mat. It was happy there.\n"
 PLACE = {"type": "object", "properties": {"name": {"enum": ["Kelbrook", "Arno"]}}, "required": ["name"]}
@@ -41,13 +40,7 @@ SHORT = Sampling(max_tokens=8)
 lm = tiny_lm(positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
 
 
-@pytest.fixture(scope="module")
-def kb(lm, tmp_path_factory):
-    with rc.RagCache.open(
-        tmp_path_factory.mktemp("kb") / "kb", model=lm, method="reposition", embedder=BagOfWords()
-    ) as kb:
-        kb.ingest(rc.Document("cats", CATS))
-        yield kb
+kb = module_kb(rc.Document("cats", CATS))
 
 
 def templated(tokenizer, messages, tools):

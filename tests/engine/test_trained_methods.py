@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from plain_oracle import plain_transformers
+from families import figure_2
+from plain_oracle import greedy, plain_transformers
 from tiny_model import LINK, save_tiny_llama
 
 import ragcache as rc
@@ -42,47 +42,34 @@ TEXTS = [
 
 
 def put_together(spec, tokenizer, question, texts):
-    """ids, positions and owner of each token (a chunk's number, or -1 for what sees everything before it), by hand."""
+    """Ids, what each of them sees, and positions, by hand."""
 
     def ids(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    parts = [(-1, [tokenizer.bos_token_id, *([264] if spec is LINK else [])])]
+    parts = [("text", [tokenizer.bos_token_id, *([264] if spec is LINK else [])])]
     for rank, text in enumerate(texts):
-        parts.append((rank, ids(text) if spec is LINK else [258, *ids(text), 259]))
+        parts.append(("chunk", ids(text) if spec is LINK else [258, *ids(text), 259]))
         if spec is LINK:
-            parts.append((-1, [258 + 2 * rank, 259 + 2 * rank]))
-    parts.append((-1, [*([265] if spec is LINK else []), *ids(f"Question: {question}\nAnswer:")]))
-    owners = [owner for owner, part in parts for _ in part]
-    tokens = [id for _, part in parts for id in part]
+            parts.append(("text", [258 + 2 * rank, 259 + 2 * rank]))
+    parts.append(("text", [*([265] if spec is LINK else []), *ids(f"Question: {question}\nAnswer:")]))
+    tokens, allowed = figure_2(parts)
     positions = list(range(len(tokens)))
     if spec is COMPOSITE:
-        longest = max(len(part) for owner, part in parts if owner >= 0)
-        chunks = [n for owner, part in parts if owner >= 0 for n in range(1, 1 + len(part))]
-        positions = [0, *chunks, *range(1 + longest, 1 + longest + len(parts[-1][1]))]
-    return tokens, positions, owners
+        lengths = [len(part) for kind, part in parts if kind == "chunk"]
+        behind = 1 + max(lengths)
+        chunks = [n for length in lengths for n in range(1, 1 + length)]
+        positions = [0, *chunks, *range(behind, behind + len(parts[-1][1]))]
+    return tokens, allowed, positions
 
 
 def oracle_answer(directory, spec, question, texts, count):
-    """Token by token, each a plain forward of everything under an explicit mask; added ids are ruled out."""
+    """The answer of plain transformers, in which added ids are ruled out, and the prompt's length."""
     model, tokenizer = plain_transformers(directory)
-    ids, positions, owners = put_together(spec, tokenizer, question, texts)
-    size, made = len(ids), []
-    while len(made) < count:
-        owner = torch.tensor(owners)
-        allowed = (owner[:, None] == owner[None, :]) | (owner[:, None] == -1)
-        allowed &= torch.ones_like(allowed).tril()
-        bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
-        with torch.no_grad():
-            out = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), attention_mask=bias)
-        logits = out.logits[0, -1]
-        logits[sorted(spec.added_ids)] = -torch.inf
-        token = int(logits.argmax())
-        if token == tokenizer.eos_token_id:
-            break
-        made.append(token)
-        ids, positions, owners = [*ids, token], [*positions, positions[-1] + 1], [*owners, -1]
-    return tokenizer.decode(made), size
+    ids, allowed, positions = put_together(spec, tokenizer, question, texts)
+    prompt = rc.Prompt(ids[:1], [], ids[1:])
+    answer = greedy(model, tokenizer, prompt, allowed, count, positions=positions, never=spec.added_ids)
+    return answer, len(ids)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -174,8 +161,7 @@ def test_a_method_without_its_training_is_refused_at_once(kb, open_kb):
 
 def test_the_recipe_follows_the_training(open_kb, tmp_path):
     directory = save_tiny_llama(tmp_path / "model", reuse=replace(LINK, recipe="prefix"))
-    kb = open_kb(model=directory)
-    kb.ingest(rc.Document("dogs", TEXTS[0]))
+    kb = open_kb(model=directory, texts={"dogs": TEXTS[0]})
     bos, chunk = kb.lm.tokenizer.bos_token_id, kb.retrieve(QUESTION, 1)[0].chunk
     (source,) = kb.ask(QUESTION, k=1, sampling=SHORT).hits
     assert source.kv == "memory"

@@ -35,8 +35,7 @@ def whole_handles(kb):
 
 @pytest.mark.parametrize("config", [rc.StoreConfig(), ALONE], ids=["tree", "no tree"])
 def test_answers_are_those_of_a_plain_pass_over_everything(open_kb, oracle, config):
-    kb = open_kb(store=config)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=config, texts=TEXTS)
     first, second = ask(kb), ask(kb, OTHER)
     assert (first.text, second.text) == (expected(kb, oracle, QUESTION), expected(kb, oracle, OTHER))
     prompt = prompt_of(kb, OTHER, TEXTS)
@@ -49,8 +48,7 @@ def test_answers_are_those_of_a_plain_pass_over_everything(open_kb, oracle, conf
 
 
 def test_the_kv_outlives_the_process(open_kb, oracle):
-    kb = open_kb(store=ALONE)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=ALONE, texts=TEXTS)
     assert ask(kb).usage.created_tokens == prompt_of(kb, QUESTION, TEXTS).context_tokens
     (handle,) = whole_handles(kb)
     kb.close()
@@ -65,8 +63,7 @@ def test_the_kv_outlives_the_process(open_kb, oracle):
 
 
 def test_it_is_computed_again_where_its_file_is_damaged(open_kb, oracle):
-    kb = open_kb(store=ALONE)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=ALONE, texts=TEXTS)
     ask(kb)
     (handle,) = whole_handles(kb)
     (path,) = kb.store.layout.foreign.rglob(f"{handle}*")
@@ -79,8 +76,7 @@ def test_it_is_computed_again_where_its_file_is_damaged(open_kb, oracle):
 
 @pytest.mark.parametrize("change", ["delete", "replace", "add"])
 def test_a_change_of_any_document_takes_it_away(open_kb, oracle, change):
-    kb = open_kb(store=ALONE)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=ALONE, texts=TEXTS)
     ask(kb)
     (old,) = whole_handles(kb)
     texts = dict(TEXTS)
@@ -98,8 +94,7 @@ def test_a_change_of_any_document_takes_it_away(open_kb, oracle, change):
 
 
 def test_nothing_is_kept_of_documents_that_change_meanwhile(open_kb, monkeypatch):
-    kb = open_kb(store=ALONE)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=ALONE, texts=TEXTS)
     documents, put, blocks = kb.store.documents, kb.store.kv.foreign.put, []
 
     def put_late(*given):
@@ -119,8 +114,7 @@ LOSSY = [name for name in CODECS if not CODECS[name].lossless]
 @pytest.mark.parametrize("codec", [pytest.param(one, marks=[pytest.mark.slow] * (one != "int8")) for one in LOSSY])
 def test_it_is_kept_bit_for_bit_whatever_the_codec(open_kb, oracle, codec):
     config = rc.StoreConfig(codec=codec, prefix_bytes=0)
-    with open_kb(store=config) as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_kb(store=config, texts=TEXTS) as kb:
         first = ask(kb)
         assert (first.text, first.usage.created_tokens > 0) == (expected(kb, oracle, QUESTION), True)
     again = open_kb(store=config)
@@ -129,8 +123,7 @@ def test_it_is_kept_bit_for_bit_whatever_the_codec(open_kb, oracle, codec):
 
 
 def test_a_store_that_keeps_nothing_on_disk_reads_it_anew(open_kb, oracle):
-    kb = open_kb(store=rc.StoreConfig(foreign_cache=0, prefix_bytes=0))
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=rc.StoreConfig(foreign_cache=0, prefix_bytes=0), texts=TEXTS)
     for _ in range(2):
         answer = ask(kb)
         assert (answer.text, answer.usage.created_tokens > 0) == (expected(kb, oracle, QUESTION), True)
@@ -147,8 +140,7 @@ def test_a_store_that_does_not_fit_is_refused_by_name(kb):
 
 
 def test_collections_and_system_prompts_have_their_own(open_kb, oracle):
-    kb = open_kb(store=ALONE)
-    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    kb = open_kb(store=ALONE, texts=TEXTS)
     ask(kb)
     other = kb.collection("b")
     other.ingest(rc.Document(id, text) for id, text in TEXTS.items())

@@ -1,27 +1,15 @@
 """Why passages are not read from KV, each made to happen."""
 
-import pytest
 from engine_texts import TEXTS
 
 import ragcache as rc
-from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the river rise?"
 TEXT = " ".join(f"The cat number {number} sits on mat {number * 7}." for number in range(8))
 
 
-@pytest.fixture
-def opened(lm, tmp_path):
-    def open_kb(**more):
-        more = {"model": lm, "method": "reposition", "embedder": BagOfWords(), **more}
-        return rc.RagCache.open(tmp_path / "kb", **more)
-
-    return open_kb
-
-
-def test_stored_passages_are_found_evicted_or_never_stored(opened):
-    with opened() as kb:
-        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
+def test_stored_passages_are_found_evicted_or_never_stored(open_kb):
+    with open_kb(texts={"rivers": TEXTS["rivers"]}) as kb:
         chunks = kb.chunks()
         assert {one.why for one in kb.why(QUESTION, k=1)} == {"found"}
         kb.store.kv.delete(chunks[0].handle)
@@ -30,26 +18,26 @@ def test_stored_passages_are_found_evicted_or_never_stored(opened):
         lazy = next(chunk for chunk in kb.chunks() if chunk.document_id == "lazy")
         assert kb.why(QUESTION, hits=[rc.Passage(id=lazy.id)])[0].why == "never stored"
         assert not kb.store.kv.lookup([chunks[0].handle]), "nothing is computed"
-    with opened(recipe="prefix") as kb:
+    with open_kb(recipe="prefix") as kb:
         assert kb.why(QUESTION, hits=[rc.Passage(id=lazy.id)])[0].why == "never stored"
         rest = kb.why(QUESTION, hits=[rc.Passage(id=chunks[-1].id)])
         assert rest[0].why == "another model"
 
 
-def test_passages_of_no_document_have_reasons_too(opened):
-    with opened() as kb:
+def test_passages_of_no_document_have_reasons_too(open_kb):
+    with open_kb() as kb:
         (handle,) = kb.precompute(TEXT).handles
         asked = {"hits": [rc.Passage(TEXT)]}
         assert [(one.why, one.place) for one in kb.why(QUESTION, **asked)] == [("found", -1)]
         kb.store.kv.foreign.delete(handle)
         assert kb.why(QUESTION, **asked)[0].why == "evicted"
         assert kb.why(QUESTION, hits=[rc.Passage(TEXTS["rivers"])])[0].why == "never stored"
-    with opened(recipe="prefix") as kb:
+    with open_kb(recipe="prefix") as kb:
         assert kb.why(QUESTION, **asked)[0].why == "another model"
 
 
-def test_the_token_that_differs_is_named(opened):
-    with opened() as kb:
+def test_the_token_that_differs_is_named(open_kb):
+    with open_kb() as kb:
         kb.precompute(TEXT)
         altered = TEXT.replace("number 5 sits", "number 5 stands")
         (one,) = kb.why([{"role": "user", "content": f"{altered}\n\nWho sits?"}])
@@ -60,9 +48,8 @@ def test_the_token_that_differs_is_named(opened):
         assert kb.why([{"role": "user", "content": "Nothing of the kind is said here, or anywhere."}]) == []
 
 
-def test_a_method_that_reads_no_blocks_says_so(opened):
-    with opened() as kb:
-        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
+def test_a_method_that_reads_no_blocks_says_so(open_kb):
+    with open_kb(texts={"rivers": TEXTS["rivers"]}) as kb:
         found = kb.why(QUESTION, method="full")
         assert {one.why for one in found} == {"method cannot"}
         assert "full" in found[0].detail

@@ -42,4 +42,5 @@ def load():
 
 
 llama = made_by(tiny, "llama", scope="session")
+lm = made_by(lambda: tiny("llama")[0], scope="session")
 family = each(sorted(FAMILIES), tiny, scope="module")

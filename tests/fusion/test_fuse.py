@@ -48,8 +48,7 @@ def test_concat_is_a_forward_with_overlapping_positions(llama, recipe):
     assert (moved - expected).abs().max() > 0.05, "the oracle would not notice a wrong position"
 
 
-def test_a_batch_encodes_like_one_by_one(llama):
-    lm, _ = llama
+def test_a_batch_encodes_like_one_by_one(lm):
     chunks = [list(range(3, 3 + n)) for n in (5, 31, 1, 12, 31, 2)]
     together = lm.encode(chunks, batch_tokens=64)
     for chunk, block in zip(chunks, together, strict=True):
@@ -58,8 +57,7 @@ def test_a_batch_encodes_like_one_by_one(llama):
         torch.testing.assert_close(block.values, alone.values, atol=1e-5, rtol=1e-5)
 
 
-def test_a_bos_recipe_drops_the_bos(llama):
-    lm, _ = llama
+def test_a_bos_recipe_drops_the_bos(lm):
     chunk = [7, 8, 9]
     block = lm.encode([chunk], rc.Recipe("isolated", bos=True))[0]
     behind = lm.encode([[1, *chunk]])[0]
@@ -95,8 +93,7 @@ def test_replacing_entries_in_place_is_a_plain_forward(llama):
     torch.testing.assert_close(logits, causal_logits(oracle, prompt.ids), atol=1e-4, rtol=1e-4)
 
 
-def test_only_the_suffix_is_computed_and_counted(llama):
-    lm, _ = llama
+def test_only_the_suffix_is_computed_and_counted(lm):
     prompt = random_prompt(9)
     fused = rc.fuse(lm, prompt, blocks=rc.encode(lm, prompt), prefix_block=lm.encode([prompt.prefix_ids])[0])
     assert fused.computed_tokens == (len(prompt.suffix_ids),) * lm.shape.num_layers
@@ -105,9 +102,8 @@ def test_only_the_suffix_is_computed_and_counted(llama):
 
 
 @pytest.mark.parametrize(("method", "most"), [("cacheblend", 33 + 6), ("full", 5 + 33 + 6)])
-def test_tokens_are_cached_in_the_layers_that_did_not_run_them(llama, method, most):
+def test_tokens_are_cached_in_the_layers_that_did_not_run_them(lm, method, most):
     """CacheBlend runs all chunks in its first layer, and few tokens above."""
-    lm, _ = llama
     prompt = random_prompt(9, prefix=5, chunks=(7, 13, 4, 9), suffix=6)
     blocks, prefix_block = rc.encode(lm, prompt), lm.encode([prompt.prefix_ids])[0]
     options = {} if method == "full" else {"ratio": 0.5}
@@ -154,9 +150,8 @@ def test_no_token_of_a_suffix_sees_those_behind_it(dtype):
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_idle_buffers_stay_within_their_bytes(llama, missing):
+def test_idle_buffers_stay_within_their_bytes(lm, missing):
     """Two fit exactly; with one byte less the older one is let go of."""
-    lm, _ = llama
     one = KVBuffers.allocate(lm.shape, 256)
     pool = BufferPool(lm.shape, 2 * one.num_bytes - missing)
     given = [KVBuffers.allocate(lm.shape, 256) for _ in range(2)]
@@ -166,8 +161,7 @@ def test_idle_buffers_stay_within_their_bytes(llama, missing):
     assert sum(any(buffers is other for other in given) for buffers in taken) == 2 - missing
 
 
-def test_buffers_are_reused_and_do_not_leak_between_prompts(llama):
-    lm, _ = llama
+def test_buffers_are_reused_and_do_not_leak_between_prompts(lm):
     prompts = [random_prompt(seed, chunks=(9, 4 + seed)) for seed in range(4)]
     first = [rc.fuse(lm, prompt).next_logits for prompt in prompts]
     again = [rc.fuse(lm, prompt).next_logits for prompt in reversed(prompts)]
@@ -183,8 +177,7 @@ def test_a_prompt_without_chunks_or_prefix(llama):
         torch.testing.assert_close(rc.fuse(lm, prompt, method=method).next_logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_blocks_say_how_they_were_encoded(llama):
-    lm, _ = llama
+def test_blocks_say_how_they_were_encoded(lm):
     prompt = random_prompt(2)
     blocks = behind(lm, prompt)
     told = rc.fuse(lm, prompt, method="concat", blocks=blocks, recipe="prefix").next_logits
@@ -312,8 +305,7 @@ def test_a_growing_tree_changes_no_answer(llama, seed):
     assert tree.stats().evicted_tokens
 
 
-def test_eviction_votes_with_the_whole_suffix(llama):
-    lm, _ = llama
+def test_eviction_votes_with_the_whole_suffix(lm):
     first, _ = prompts()
     tree = PrefixCache(lm.shape, 1 << 24)
     keep(tree, first.ids, rc.fuse(lm, first, "full"))
@@ -330,8 +322,7 @@ def test_eviction_votes_with_the_whole_suffix(llama):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_prefix_that_cannot_be_used_is_named(llama):
-    lm, _ = llama
+def test_a_prefix_that_cannot_be_used_is_named(lm):
     first, _ = prompts()
     tree = PrefixCache(lm.shape, 1 << 24)
     keep(tree, first.ids, rc.fuse(lm, first, "full"))
@@ -391,8 +382,7 @@ def test_which_methods_share():
     assert not get_method("full", reuse=False).shares_context
 
 
-def test_a_context_of_something_else_is_refused(llama):
-    lm, _ = llama
+def test_a_context_of_something_else_is_refused(lm):
     prompt = random_prompt(1)
     base = rc.fuse(lm, prompt).share()
     other = rc.Prompt(prompt.prefix_ids, prompt.chunk_ids[:-1], prompt.suffix_ids)

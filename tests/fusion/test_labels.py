@@ -89,8 +89,7 @@ def test_a_labelled_context_is_shared(family):
     assert_same(over.next_logits, rc.fuse(lm, other, "reposition").next_logits)
 
 
-def test_methods_that_take_passages_side_by_side_refuse_them(llama):
-    lm, _ = llama
+def test_methods_that_take_passages_side_by_side_refuse_them(lm):
     assert {"reposition", "full"} <= set(READ)
     for name in METHODS:
         if not get_method(name).keeps_context and not get_method(name).needs_training:

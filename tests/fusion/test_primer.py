@@ -37,8 +37,7 @@ def test_one_passage_behind_the_primers_own_kv_is_full_prefill(family, load):
     assert_same(rc.fuse(lm, behind, "reposition", blocks).next_logits, causal_logits(oracle, behind.ids))
 
 
-def test_an_empty_primer_is_the_recipe_prefix(llama):
-    lm, _ = llama
+def test_an_empty_primer_is_the_recipe_prefix(lm):
     prompt = random_prompt(72, prefix=6, chunks=(7, 9))
     empty = lm.recipe(Recipe("primer", primer=()))
     assert empty == Recipe("prefix")
@@ -46,8 +45,7 @@ def test_an_empty_primer_is_the_recipe_prefix(llama):
     assert lm.block_key([1, 2], empty, [9]) == lm.block_key([1, 2], Recipe("prefix"), [9])
 
 
-def test_the_key_says_which_primer_and_which_prefix(llama):
-    lm, _ = llama
+def test_the_key_says_which_primer_and_which_prefix(lm):
     recipes = [PRIMER, Recipe("primer", primer=IDS[1:]), Recipe("primer", primer=IDS, neighbours=1), Recipe("prefix")]
     keys = [lm.block_key([1, 2], recipe, [9]) for recipe in recipes] + [lm.block_key([1, 2], PRIMER, [8])]
     assert len(set(keys)) == len(keys)
@@ -100,8 +98,7 @@ def test_what_is_no_primer_or_cannot_be_read_is_refused(llama, mini, call, words
         call(llama[0], mini)
 
 
-def test_blocks_behind_another_primer_are_stale(llama):
-    lm, _ = llama
+def test_blocks_behind_another_primer_are_stale(lm):
     prompt = random_prompt(76, prefix=6, chunks=(7, 9))
     with pytest.raises(StaleBlockError):
         rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt, PRIMER), recipe=Recipe("primer", primer=IDS[1:]))

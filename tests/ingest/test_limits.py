@@ -143,11 +143,11 @@ def test_every_record_has_its_own_time(tmp_path):
     """A long file is not a slow one: what is done with its records does not count."""
     lines = "".join(json.dumps({"text": f"town {n}"}) + "\n" for n in range(2))
     path = write(tmp_path, {"a.jsonl": lines.encode()}) / "a.jsonl"
-    reader = IsolatedReader(ReadLimits(seconds=0.4))
+    reader = IsolatedReader(ReadLimits(seconds=1))
     found = []
     for record in reader.read(SourceFile(path, "a")):
         found.append(record)
-        time.sleep(0.5)
+        time.sleep(1.2)
     reader.close()
     assert [record.text for record in found] == ["town 0", "town 1"]
 
@@ -233,7 +233,7 @@ def test_cancelling_ends_a_reader_at_once(tmp_path):
         started = time.monotonic()
         with pytest.raises(CancelledError):
             list(reader.read(SourceFile(path, "a")))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < START_S
     assert process.poll() is not None
 
 

@@ -94,9 +94,9 @@ def test_front_matter_that_is_no_yaml_is_read_line_by_line(write):
     ids=["aliases", "lists", "maps", "long", "tag", "sequences", "number"],
 )  # fmt: skip
 def test_hostile_front_matter_takes_little_time_and_memory(write, lines):
-    path, started = write("a.md", f"---\n{lines}\n---\nText.\n"), time.perf_counter()
+    path, started = write("a.md", f"---\n{lines}\n---\nText.\n"), time.process_time()
     document = read_one(path)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert len(json.dumps(document.metadata)) < 20_000
     assert document.text.endswith("Text.\n")
 

@@ -16,6 +16,7 @@ from postgres_server import postgres_schema
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache_demo.bag_of_words import BagOfWords
 
 
 def each(values: Iterable[Any], make: Callable[[Any], Any] = lambda value: value, **options: Any) -> Any:
@@ -56,6 +57,19 @@ def tiny_lm(**options: Any) -> Any:
         return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", **options))
 
     return lm
+
+
+def module_kb(*documents: rc.Document) -> Any:
+    """Return a fixture with a store of these documents for a whole module, over the module's `lm`."""
+
+    @pytest.fixture(scope="module")
+    def kb(lm, tmp_path_factory):
+        path = tmp_path_factory.mktemp("module") / "kb"
+        with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+            kb.ingest(documents)
+            yield kb
+
+    return kb
 
 
 def threads(count: int) -> Any:

@@ -1,5 +1,6 @@
 """Fixtures of all tests: the models and the store that most of them read."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -52,13 +53,16 @@ def open_kb(tmp_path, lm):
     """Opens the test's store, as often as wanted, and closes what was opened.
 
     The tiny model is read by `reposition` unless a test says otherwise: its own default, `full`, would reuse no block.
+    texts: documents to ingest, by id
     """
     opened = []
 
-    def open_one(path: Path = tmp_path / "kb", **options) -> rc.RagCache:
+    def open_one(path: Path = tmp_path / "kb", *, texts: Mapping[str, str] | None = None, **options) -> rc.RagCache:
         own = {"model": lm, "embedder": BagOfWords(), **({} if options.get("model") else {"method": "reposition"})}
         kb = rc.RagCache.open(path, **{**own, **options})
         opened.append(kb)
+        if texts:
+            kb.ingest(rc.Document(id, text) for id, text in texts.items())
         return kb
 
     yield open_one

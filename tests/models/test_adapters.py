@@ -7,7 +7,7 @@ import pytest
 import torch
 from adapters import save_adapter
 from covering import covering
-from families import METHOD_FAMILIES, VOCAB, assert_same, masks_of, oracle_model, random_prompt, save_tiny
+from families import METHOD_FAMILIES, VOCAB, assert_same, figure_2, masks_of, oracle_model, random_prompt, save_tiny
 from kit.makers import tiny_directory
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
@@ -41,32 +41,29 @@ FAMILIES = [name for name in METHOD_FAMILIES if name != "gemma4"]
 
 
 def spelt(spec, prompt):
-    """(id, owner): a passage's number for what its block holds, -1 for what sees everything before it; by hand."""
+    """The parts of a prompt with its added ids, as `figure_2` takes them; by hand."""
     first, last = spec.first_packet_id, spec.first_packet_id + spec.header_tokens
     header, trailer = list(range(first, last)), list(range(last, last + spec.trailer_tokens))
-    tokens = [(id, -1) for id in prompt.prefix_ids]
-    tokens += [(VOCAB + 8, -1)] if spec.method == "link" else []
+    is_link = spec.method == "link"
+    parts = [("text", [*prompt.prefix_ids, *([VOCAB + 8] if is_link else [])])]
     for rank, chunk in enumerate(prompt.chunk_ids):
-        tokens += [(id, rank) for id in [*header, *chunk, *trailer]]
-        tokens += [(VOCAB + 2 * rank, -1), (VOCAB + 2 * rank + 1, -1)] if spec.method == "link" else []
-    tokens += [(VOCAB + 9, -1)] if spec.method == "link" else []
-    return tokens + [(id, -1) for id in prompt.suffix_ids]
+        parts.append(("chunk", [*header, *chunk, *trailer]))
+        if is_link:
+            parts.append(("text", [VOCAB + 2 * rank, VOCAB + 2 * rank + 1]))
+    return [*parts, ("text", [*([VOCAB + 9] if is_link else []), *prompt.suffix_ids])]
 
 
-def oracle_with_rows(model, tokens, rows):
+def oracle_with_rows(model, parts, rows):
     """Plain transformers over embeddings: the model's own, and the rows, scaled as the model scales its own."""
-    ids = [0 if id in rows else id for id, _ in tokens]
+    ids, allowed = figure_2(parts)
     embed = model.get_input_embeddings()
     with torch.no_grad():
-        inputs = embed(torch.tensor([ids]))
+        inputs = embed(torch.tensor([[0 if id in rows else id for id in ids]]))
         scale = (embed(torch.tensor([7])) / embed.weight[7]).mean()
-        for place, (id, _) in enumerate(tokens):
+        for place, id in enumerate(ids):
             if id in rows:
                 inputs[0, place] = rows[id] * scale
-        owner = torch.tensor([own for _, own in tokens])
-        allowed = (owner[:, None] == owner) | (owner[:, None] == -1)
-        allowed &= torch.ones_like(allowed).tril()
-        positions = torch.arange(len(tokens))[None]
+        positions = torch.arange(len(ids))[None]
         mask = masks_of(model, allowed)
         return model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).logits[0, -1]
 
@@ -94,8 +91,8 @@ def test_rows_that_equal_words_are_those_words(spec, tmp_path):
     save_adapter(tmp_path / "adapter", base, spec, rows={id: table[word] for id, word in words.items()})
     prompt = random_prompt(5)
     ours = rc.fuse(rc.load_lm(tmp_path / "adapter"), prompt, spec.method).next_logits
-    tokens = [(words.get(id, id), own) for id, own in spelt(spec, prompt)]
-    assert_same(ours[:VOCAB], oracle_with_rows(oracle_model(str(base)), tokens, {}))
+    parts = [(kind, [words.get(id, id) for id in ids]) for kind, ids in spelt(spec, prompt)]
+    assert_same(ours[:VOCAB], oracle_with_rows(oracle_model(str(base)), parts, {}))
 
 
 base = tiny_directory()
@@ -152,16 +149,11 @@ def oracle_answer(base, rows, texts, question, count):
     def ids(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    tokens = [(tokenizer.bos_token_id, -1)]
-    for rank, text in enumerate(texts):
-        tokens += [(id, rank) for id in [258, 259, *ids(text), 260, 261]]
-    tokens += [(id, -1) for id in ids(f"Question: {question}\nAnswer:")]
+    parts = [("text", [tokenizer.bos_token_id]), *(("chunk", [258, 259, *ids(text), 260, 261]) for text in texts)]
+    parts.append(("text", ids(f"Question: {question}\nAnswer:")))
     made = []
-    for _ in range(count):
-        made.append(int(oracle_with_rows(model, tokens, rows).argmax()))
-        if made[-1] == tokenizer.eos_token_id:
-            break
-        tokens.append((made[-1], -1))
+    while len(made) < count and tokenizer.eos_token_id not in made:
+        made.append(int(oracle_with_rows(model, [*parts, ("text", made)], rows).argmax()))
     return tokenizer.decode(made, skip_special_tokens=True)
 
 

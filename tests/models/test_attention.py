@@ -4,7 +4,7 @@ path, with contexts one token shorter than the window, as long, and longer."""
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, assert_same, block_diagonal, causal_logits, ids_of, oracle_logits, tiny
+from families import FAMILIES, assert_same, block_diagonal, causal, causal_logits, ids_of, oracle_logits, tiny
 from torch.nn.attention.bias import causal_lower_right
 
 import ragcache as rc
@@ -231,17 +231,14 @@ def test_joint_passes(model, rows):
 
 
 @pytest.mark.parametrize("more", EDGE)
-def test_chunks_read_alone(model, more):
+@pytest.mark.parametrize("recipe", ["isolated", "prefix"])
+def test_chunks_over_the_edge(model, more, recipe):
+    """Read alone; or behind a prefix, into which the window reaches from the chunk, or right behind which it ends."""
     lm, oracle, window = model
-    prompt = rc.Prompt([], [ids_of(4, 1), ids_of(window + more, 2)], ids_of(2, 3))
-    fused = rc.fuse(lm, prompt, "reposition", rc.encode(lm, prompt))
-    assert_same(fused.next_logits, oracle_logits(oracle, prompt, block_diagonal(prompt)))
-
-
-@pytest.mark.parametrize("more", EDGE)
-def test_a_chunk_behind_its_prefix(model, more):
-    """The window reaches from the chunk into the prefix, or ends right behind it."""
-    lm, oracle, window = model
-    prompt = rc.Prompt(ids_of(4, 1), [ids_of(window + more - 4, 2)], ids_of(2, 3))
-    fused = rc.fuse(lm, prompt, "reposition", recipe="prefix")
-    assert_same(fused.next_logits, causal_logits(oracle, prompt.ids))
+    if recipe == "isolated":
+        prompt = rc.Prompt([], [ids_of(4, 1), ids_of(window + more, 2)], ids_of(2, 3))
+    else:
+        prompt = rc.Prompt(ids_of(4, 1), [ids_of(window + more - 4, 2)], ids_of(2, 3))
+    allowed = block_diagonal(prompt) if recipe == "isolated" else causal(prompt.num_tokens)
+    fused = rc.fuse(lm, prompt, "reposition", recipe=recipe)
+    assert_same(fused.next_logits, oracle_logits(oracle, prompt, allowed))

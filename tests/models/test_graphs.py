@@ -332,8 +332,7 @@ def test_graphs_are_made_when_something_is_to_answer(open_kb, monkeypatch, by):
 
     seen = []
     monkeypatch.setattr(local_engine, "use_graphs", lambda lm, num_bytes: seen.append(num_bytes))
-    kb = open_kb(store=rc.StoreConfig(graph_bytes=3))
-    kb.ingest([rc.Document("dogs", "Dogs bark at night.")])
+    kb = open_kb(store=rc.StoreConfig(graph_bytes=3), texts={"dogs": "Dogs bark at night."})
     assert not seen
     kb.warm_up() if by == "warm_up" else kb.ask("Where?", sampling=rc.Sampling(max_tokens=1))
     assert seen == [3]

@@ -1,9 +1,7 @@
 """Tokens of several requests in one pass, over own caches or a shared context: logits of plain transformers."""
 
 import gc
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from families import (
     saved_tiny,
     tiny,
 )
-from waiting import WAIT_S, until
+from waiting import WAIT_S, model_held, until
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -134,12 +132,8 @@ def test_a_failed_piece_leaves_the_cache_as_it_was():
     def fail(*_args):
         raise RuntimeError("out of memory")
 
-    hook = layers[1].register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            run_pieces(lm.model, [piece])
-    finally:
-        hook.remove()
+    with layers[1].register_forward_pre_hook(fail), pytest.raises(RuntimeError, match="out of memory"):
+        run_pieces(lm.model, [piece])
     assert one.cache.computed_tokens[0] == len(prompt.suffix_ids)
     piece.undo()
     assert set(one.cache.computed_tokens) == {0}
@@ -162,16 +156,13 @@ def test_a_joint_pass_that_fails_midway_appends_nothing(error):
         if len(passes) == 1:
             raise error("midway")
 
-    hook = lm.model.model.layers[1].register_forward_pre_hook(fail_once)
-    try:
+    with lm.model.model.layers[1].register_forward_pre_hook(fail_once):
         with ThreadPoolExecutor(4) as pool, model_held(lm, pool):
             jobs = []
             for ids, cache in zip(texts, caches, strict=True):
                 jobs.append(pool.submit(lm.run, ids[-1:], len(ids) - 1, cache))
                 until(lambda: lm.scheduler.waiting == len(jobs))
         found = [job.result(WAIT_S) for job in jobs]
-    finally:
-        hook.remove()
     assert passes[0] == len(texts), "they shared the pass that failed"
     for ids, cache, logits in zip(texts, caches, found, strict=True):
         assert_same(logits, causal_logits(oracle, ids))
@@ -210,23 +201,6 @@ def test_eight_threads_get_what_one_gets(family):
 def passes_of_three(lm):
     """Passes so far that held three requests or more."""
     return sum(count for members, count in lm.scheduler.stats().members.items() if members >= 3)
-
-
-@contextmanager
-def model_held(lm, pool):
-    """Within, a pass of somebody else's is on its way."""
-    gate, entered = threading.Event(), threading.Event()
-
-    def hold():
-        entered.set()
-        assert gate.wait(WAIT_S)
-        return torch.zeros(1)
-
-    job = pool.submit(lm.scheduler.run, run_of([1], 0, lm.new_cache(1)), hold)
-    assert entered.wait(WAIT_S)
-    yield
-    gate.set()
-    job.result(WAIT_S)
 
 
 def _reads(lm, method):

@@ -249,16 +249,6 @@ def test_massive_activations_are_no_reason_to_refuse(monkeypatch, family, dtype)
     assert rc.load_lm(save_massive(family), dtype=dtype).shape.num_layers == MASSIVE[family][3]
 
 
-def test_the_probe_asks_ordinary_tokens():
-    lm = rc.load_lm(saved_tiny("llama"))
-    lm.model.config.eos_token_id = [99, 2]
-    ids = support._probe_ids(lm.model)[0][0].tolist()
-    assert len(set(ids)) == 5
-    assert not {0, 1, 2, 99}.intersection(ids)
-    assert min(ids) < lm.vocab_size // 4
-    assert max(ids) > lm.vocab_size * 3 // 4
-
-
 def interleaved(width: int) -> torch.Tensor:
     """Where each dimension of halves stands among interleaved pairs."""
     return torch.arange(width).view(2, -1).T.flatten()

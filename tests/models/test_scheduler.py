@@ -111,14 +111,18 @@ class Crowd:
         assert int(self.first.result(WAIT_S)) == 1000
 
 
+@pytest.fixture
+def crowd(scheduler, model, pool):
+    return Crowd(scheduler, model, pool)
+
+
 def test_one_caller_runs_at_once_and_whole(scheduler, model):
     assert int(scheduler.run(run_of(7, 100))) == 106
     assert model.passes == [{7: 100}]
     assert scheduler.stats().members == {1: 1}
 
 
-def test_those_who_wait_join_one_pass(scheduler, model, pool):
-    crowd = Crowd(scheduler, model, pool)
+def test_those_who_wait_join_one_pass(crowd, scheduler, model):
     jobs = [crowd.add(n) for n in range(5)]
     crowd.go()
     assert [job.result(WAIT_S) for job in jobs] == [0, 1, 2, 3, 4]
@@ -127,18 +131,16 @@ def test_those_who_wait_join_one_pass(scheduler, model, pool):
     assert (stats.passes, stats.tokens, stats.members) == (2, 6, {1: 1, 5: 1})
 
 
-def test_a_waiting_question_goes_before_next_tokens(scheduler, model, pool):
+def test_a_waiting_question_goes_before_next_tokens(crowd, model):
     """It takes along the questions that fit; the sequences, which came later, have the next pass, with what is left."""
-    crowd = Crowd(scheduler, model, pool)
     jobs = [crowd.add(100, 30), crowd.add(1), crowd.add(200, 30), crowd.add(2), crowd.add(300, 30)]
     crowd.go()
     assert [job.result(WAIT_S) for job in jobs] == [129, 1, 229, 2, 329]
     assert model.passes[1:] == [{100: 30, 200: 30}, {1: 1, 2: 1, 300: 30}]
 
 
-def test_a_long_run_is_cut_and_others_go_on_beside_it(scheduler, model, pool):
+def test_a_long_run_is_cut_and_others_go_on_beside_it(crowd, model):
     """While anybody else is there it has what they leave of each pass, and always its share."""
-    crowd = Crowd(scheduler, model, pool)
     long, short = crowd.add(100, 150), crowd.add(1, 20)
     crowd.go()
     assert (long.result(WAIT_S), short.result(WAIT_S)) == (249, 20)
@@ -146,9 +148,8 @@ def test_a_long_run_is_cut_and_others_go_on_beside_it(scheduler, model, pool):
     assert [taken[100] for taken in model.passes[2:]] == [100, 6], "alone again: larger pieces"
 
 
-def test_a_long_run_has_its_share_however_many_come(scheduler, model, pool):
+def test_a_long_run_has_its_share_however_many_come(crowd, model):
     """Four runs of 60 tokens and one of 300: it takes what is left at first, later its share."""
-    crowd = Crowd(scheduler, model, pool)
     long = crowd.add(1000, 300)
     others = [crowd.add(n, 60) for n in (1, 100, 200, 300)]
     crowd.go()
@@ -158,8 +159,7 @@ def test_a_long_run_has_its_share_however_many_come(scheduler, model, pool):
     assert model.passes[1][1000] >= 16
 
 
-def test_a_run_that_cannot_be_cut_is_whole(scheduler, model, pool):
-    crowd = Crowd(scheduler, model, pool)
+def test_a_run_that_cannot_be_cut_is_whole(crowd, model):
     jobs = [crowd.add(1), crowd.add(100, 90, ordered=False), crowd.add(2)]
     crowd.go()
     assert [job.result(WAIT_S) for job in jobs] == [1, 189, 2]
@@ -182,8 +182,7 @@ def test_runs_with_a_pass_of_their_own_have_their_turn(scheduler, model, pool):
     assert (int(lone.result(WAIT_S)), after.result(WAIT_S), calls) == (51, 3, [50, 51])
 
 
-def test_only_the_faulty_run_fails(scheduler, model, pool):
-    crowd = Crowd(scheduler, model, pool)
+def test_only_the_faulty_run_fails(crowd, scheduler, model):
     model.bad = {2}
     jobs = [crowd.add(n) for n in (1, 2, 3)]
     crowd.go()
@@ -208,8 +207,7 @@ def test_an_error_alone_is_the_callers(scheduler, model):
     assert int(scheduler.run(run_of(3))) == 3
 
 
-def test_who_gives_up_while_it_waits_leaves(scheduler, model, pool):
-    crowd = Crowd(scheduler, model, pool)
+def test_who_gives_up_while_it_waits_leaves(crowd, model):
     cancelled = threading.Event()
     gone, stays = crowd.add(1, limit=Limit(cancelled)), crowd.add(3)
     late = crowd.add(2, limit=Limit.of(None, 0.5, time.perf_counter()))  # last: `add` counts those that wait

@@ -74,6 +74,11 @@ def authors_contriever(path: Path, text: str) -> np.ndarray:
     return (hidden.sum(dim=1) / inputs["attention_mask"].sum(dim=1)[..., None])[0].numpy()
 
 
+@pytest.fixture
+def embedder(bert_directory):
+    return load_embedder(bert_directory)
+
+
 def test_contriever_is_the_mean_of_the_last_hidden_states(bert_directory, monkeypatch):
     monkeypatch.setattr(embedders, "CONTRIEVER_ID", str(bert_directory))
     embedder = load_embedder("contriever")
@@ -87,8 +92,7 @@ def test_contriever_is_the_mean_of_the_last_hidden_states(bert_directory, monkey
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() > 0.1  # not normalised
 
 
-def test_token_ids_are_the_text_that_they_are(bert_directory):
-    embedder = load_embedder(bert_directory)
+def test_token_ids_are_the_text_that_they_are(bert_directory, embedder):
     assert isinstance(embedder, TokenEmbedder)
     ids = BertTokenizerFast.from_pretrained(bert_directory)(TEXTS)["input_ids"]  # the special ones among them
     assert [embedder.text_of(one) for one in ids] == TEXTS
@@ -127,8 +131,7 @@ def test_minilm_equals_its_card_formula_and_is_normalised():
     np.testing.assert_allclose(embedder.embed_query(texts[1]), expected[1], atol=1e-5)
 
 
-def test_embedding_is_deterministic_and_does_not_depend_on_company(bert_directory):
-    embedder = load_embedder(bert_directory)
+def test_embedding_is_deterministic_and_does_not_depend_on_company(embedder):
     together = embedder.embed(TEXTS)
     np.testing.assert_array_equal(together, embedder.embed(TEXTS))
     np.testing.assert_allclose(together, np.stack([embedder.embed([text])[0] for text in TEXTS]), atol=1e-5)
@@ -136,15 +139,13 @@ def test_embedding_is_deterministic_and_does_not_depend_on_company(bert_director
     assert embedder.embed([]).shape == (0, 32)
 
 
-def test_windows_of_texts_come_back_in_order(bert_directory, monkeypatch):
-    embedder = load_embedder(bert_directory)
+def test_windows_of_texts_come_back_in_order(embedder, monkeypatch):
     together = embedder.embed(TEXTS)
     monkeypatch.setattr(embedders, "WINDOW_TEXTS", 5)
     np.testing.assert_allclose(embedder.embed(TEXTS), together, atol=1e-5)
 
 
-def test_many_threads_get_what_one_gets(bert_directory):
-    embedder = load_embedder(bert_directory)
+def test_many_threads_get_what_one_gets(embedder):
     expected = embedder.embed(TEXTS)
 
     def work(seed: int) -> None:
@@ -290,9 +291,8 @@ def test_who_gives_up_waiting_for_the_lock_leaves_it_to_the_others():
         pass
 
 
-def test_a_question_waits_for_one_batch_of_a_large_request(bert_directory):
+def test_a_question_waits_for_one_batch_of_a_large_request(embedder):
     """And the request ends at the next batch once nobody wants it any more."""
-    embedder = load_embedder(bert_directory)
     batches, asked, cancelled = [], threading.Event(), threading.Event()
     encode = embedder._model.encode_document
 
@@ -321,9 +321,8 @@ def test_a_question_waits_for_one_batch_of_a_large_request(bert_directory):
     assert len(batches) <= seen[0] + 2
 
 
-def test_an_embedder_says_how_much_it_reads(bert_directory):
+def test_an_embedder_says_how_much_it_reads(bert_directory, embedder):
     """Counted as transformers does it."""
-    embedder = load_embedder(bert_directory)
     assert isinstance(embedder, BoundedEmbedder)
     tokenizer = BertTokenizerFast.from_pretrained(bert_directory)
     texts = ["a", "the river rises " * 3, "the river " * 300]
@@ -353,9 +352,8 @@ def test_windows_hold_every_character_and_fit(space):
             assert all(window.text.endswith(" ") for window in windows[:-1])
 
 
-def test_a_long_text_is_embedded_to_its_end(bert_directory):
+def test_a_long_text_is_embedded_to_its_end(embedder):
     """The mean of the windows' vectors, weighted by length; a text that fits is embedded as ever."""
-    embedder = load_embedder(bert_directory)
     halves = ["the river of anna " * 10, "a mill has a bridge " * 10]
     text = "".join(halves)
     assert embedder.count_tokens([text])[0] > embedder.max_tokens

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from serving import serving
@@ -134,11 +133,9 @@ def test_a_damaged_file_is_no_server(tmp_path, opened, text):
 
 
 @pytest.mark.parametrize("url", ["http://192.0.2.1:80", "http://example.org", "nowhere", "http://127.0.0.1:9"])
-def test_the_key_goes_to_this_machine_alone_and_nobody_waits(tmp_path, opened, url):
+def test_the_key_goes_to_this_machine_alone(tmp_path, opened, url):
     with announced(tmp_path, Address(url, "m", "m")):
-        started = time.monotonic()
         told = ask(tmp_path)
-    assert time.monotonic() - started < 5
     reason = "does not answer" if url.startswith("http://127") else "no address of this machine's own"
     assert reason in told.stderr
     assert len(opened) == 1

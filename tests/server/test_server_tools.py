@@ -18,6 +18,7 @@ TOOLS = [SEARCH, CLOCK]
 ASKED = [{"role": "user", "content": "What is there?"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"name": "Arno"}}\n</tool_call>'
 CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+SAID, CALLED = f"I look.\n{CALL}\n{CLOCK_CALL}", [("search", '{"name": "Arno"}'), ("clock", "{}")]
 BROKEN = '<tool_call>\n{"name": "search", "arguments": {"name": }}\n</tool_call>'
 EARLIER = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 NAMELESS = {"id": "a"}
@@ -41,10 +42,10 @@ def called(calls):
 
 
 def test_calls_are_apart_from_the_text(agent, ask, monkeypatch):
-    script(monkeypatch, agent.service.kb.lm, f"I look.\n{CALL}\n{CLOCK_CALL}", CALL)
+    script(monkeypatch, agent.service.kb.lm, SAID, CALL)
     choice = ask().choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
-    assert called(choice.message.tool_calls) == [("search", '{"name": "Arno"}'), ("clock", "{}")]
+    assert called(choice.message.tool_calls) == CALLED
     assert {call.type for call in choice.message.tool_calls} == {"function"}
     assert len({call.id for call in choice.message.tool_calls}) == 2
     assert ask().choices[0].message.content is None
@@ -57,12 +58,12 @@ def test_unknown_fields_of_a_tool_reach_no_template(agent, ask, monkeypatch):
 
 
 def test_calls_are_streamed_by_index(agent, ask, monkeypatch):
-    script(monkeypatch, agent.service.kb.lm, f"I look.\n{CALL}\n{CLOCK_CALL}")
+    script(monkeypatch, agent.service.kb.lm, SAID)
     chunks = [chunk.choices[0] for chunk in ask(stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
     deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
     assert [delta.index for delta in deltas] == [0, 1]
-    assert called(deltas) == [("search", '{"name": "Arno"}'), ("clock", "{}")]
+    assert called(deltas) == CALLED
     assert all(delta.id and delta.type == "function" for delta in deltas)
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
@@ -164,11 +165,3 @@ def test_thoughts_are_apart_as_vllm_sends_them(think):
 def test_how_much_a_model_thinks_is_told_in_its_clients_words(think, more, told):
     plain = think().usage.prompt_tokens
     assert think(**more).usage.prompt_tokens == plain + len(told)
-
-
-def test_a_model_that_does_not_think_says_so(ask):
-    with pytest.raises(BadRequestError, match="does not have it think") as caught:
-        ask(reasoning_effort="high", tools=[])
-    assert caught.value.body["param"] == "reasoning_effort"
-    with pytest.raises(BadRequestError, match="reasoning_effort"):
-        ask(reasoning_effort="huge", tools=[])

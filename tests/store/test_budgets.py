@@ -15,8 +15,7 @@ from stat import S_ISREG
 
 import pytest
 import torch
-from blocks import make_block, make_key, same, tier_of
-from covering import covering
+from blocks import make_block, make_key, put_all, same, tier_of
 from filelock import FileLock
 from forked import Forked
 from hypothesis import HealthCheck, example, given, settings
@@ -111,8 +110,7 @@ def test_the_budget_holds_to_the_byte(make, missing):
 
 def test_a_block_in_use_is_not_evicted(make):
     tier = make(2)
-    for number in range(2):
-        tier.put(make_key(number), make_block(number))
+    put_all(tier, range(2))
     used = [tier.get(make_key(0)), tier.get(make_key(1))]
     assert tier.put(make_key(2), make_block(2)) is None, "served, not kept"
     assert sorted(tier.keys()) == keys(0, 1)
@@ -140,42 +138,6 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(make):
 
 
 # Tiers in memory
-
-
-@pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
-    live = LiveBytes()
-    monkeypatch.setattr(budgeted, "private_copy", live.copy)
-    with threads_that_meet():
-        yield live
-
-
-def put_and_delete(tier: MemoryTier, seed: int, steps: int) -> int:
-    """Put and delete blocks of 0 to 11 tokens; returns how often the tier said that it holds more than its budget."""
-    over = 0
-    for step in range(steps):
-        number = (seed * 31 + step * 7) % 23
-        tier.put(make_key(number), make_block(number, num_tokens=number % 12))
-        if step % 5 == 0:
-            tier.delete(make_key((number + 1) % 23))
-        over += tier.usage().num_bytes > tier.budget_bytes
-    return over
-
-
-@pytest.mark.parametrize(("budget_tokens", "num_threads"), covering([37, 10, 1, 0], [4, 1]))
-def test_bytes_that_exist_never_exceed_the_budget(live, budget_tokens, num_threads):
-    budget = budget_tokens * BYTES_PER_TOKEN
-    tier = MemoryTier(budget, LRU())
-    with ThreadPoolExecutor(num_threads) as threads:
-        assert sum(threads.map(lambda seed: put_and_delete(tier, seed, 600 // num_threads), range(num_threads))) == 0
-    assert live.highest <= budget
-    if budget_tokens >= 10:
-        assert live.highest > budget // 2, "the budget is used, too"
-        assert tier.evictions > 0
-    assert live.now == tier.usage().num_bytes
-    tier.close()
-    assert tier.usage() == TierUsage(0, 0)
-    assert live.now == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -345,8 +307,7 @@ def test_a_sum_that_a_kill_left_too_high_is_counted_anew(one, root):
 
 def test_two_stores_evict_each_others_blocks(one, root):
     ours, theirs = (DiskTier(root, RawCodec(), 3 * one) for _ in range(2))
-    for number in range(3):
-        ours.put(make_key(number), make_block(number))
+    put_all(ours, range(3))
     for number in range(3, 6):
         assert theirs.put(make_key(number), make_block(number)) is not None
         assert all_bytes(root) == 3 * one
@@ -359,8 +320,7 @@ def test_two_stores_evict_each_others_blocks(one, root):
 def test_a_file_that_gets_its_name_while_the_directory_is_counted_is_not_missed(one, root, monkeypatch):
     """A writer that has claimed its bytes needs no lock to rename its file: here, right behind the listing."""
     tier = DiskTier(root, RawCodec())
-    for number in range(3):
-        tier.put(make_key(number), make_block(number))
+    put_all(tier, range(3))
     path = tier.path(make_key(1))
     temporary = path.with_name(f".{path.name}.{os.getpid()}-0123abcd.tmp")
     path.rename(temporary)

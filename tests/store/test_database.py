@@ -3,7 +3,6 @@
 import sqlite3
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -314,12 +313,3 @@ def content(engine: Engine) -> dict[str, list[Any]]:
     with engine.connect() as connection:
         tables = (table.name for table in schema.metadata_obj.sorted_tables)
         return {table: list(connection.execute(text(f"SELECT * FROM {table}"))) for table in tables}
-
-
-def test_several_processes_may_come_first(url):
-    """One makes the schema when several find none at the same time."""
-    with ThreadPoolExecutor(4) as threads:
-        stores = list(threads.map(lambda _: DocumentStore.open(url), range(4)))
-    for store in stores:
-        assert store.properties() == {"schema": schema.SCHEMA_VERSION}
-        store.close()

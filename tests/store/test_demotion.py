@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bases import keep_basis
-from blocks import make_block, make_key, served_from, tier_of
+from blocks import make_block, make_key, put_all, served_from, tier_of
 
 from ragcache.codecs import CODECS, RawCodec
 from ragcache.errors import MissingBlockError, PinError, StoreFullError, StoreReadOnlyError
@@ -34,8 +34,7 @@ def open_store(root: Path, **options: object) -> KVStore:
 
 def test_promotion_on_use_and_demotion_on_eviction(tmp_path):
     with open_store(tmp_path, device_bytes=ONE, memory_bytes=2 * ONE) as store:
-        for number in range(4):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(4))
         assert where(store, 4) == ["disk", "disk", "memory", "device"]
         assert sorted(store.stats().bytes_by_tier) == ["device", "disk", "memory"]
         assert served_from(store, make_key(0), make_block(0)) == "disk"
@@ -45,8 +44,7 @@ def test_promotion_on_use_and_demotion_on_eviction(tmp_path):
 
 def test_the_device_hands_down_what_memory_does_not_have(tmp_path):
     with open_store(tmp_path, device_bytes=2 * ONE, memory_bytes=2 * ONE) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         assert where(store, 3) == ["memory", "device", "device"], "memory had given up the first, the device did later"
         assert sorted(store._tiers.volatile[1].keys()) == sorted([make_key(0), make_key(2)])
 
@@ -165,8 +163,7 @@ def test_a_device_without_memory_left_costs_no_block(tmp_path, monkeypatch, capl
 
     monkeypatch.setattr(device_tier.DeviceTier, "_made", fail)
     with open_store(tmp_path, device_bytes=100 * ONE) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         assert where(store, 3) == ["memory"] * 3
         assert caplog.text.count("has no memory left") == 1
         assert store.stats().bytes_by_tier["device"] == 0
@@ -181,8 +178,7 @@ def test_pinned_blocks_stay_and_outlive_the_process(tmp_path):
     with open_store(tmp_path, device_bytes=2 * ONE, memory_bytes=3 * ONE) as store:
         store.put(make_key(0), make_block(0))
         store.pin([make_key(0)])
-        for number in range(1, 6):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(1, 6))
         assert tier_of(store, make_key(0)) == "device"
         assert store.stats().pinned == 1
         with pytest.raises(PinError, match="would fill the device tier"):
@@ -191,12 +187,10 @@ def test_pinned_blocks_stay_and_outlive_the_process(tmp_path):
             store.pin([make_key(9)])
         assert store.pinned == {make_key(0)}
     with KVStore(tmp_path, disk_bytes=4000) as store:
-        for number in range(6, 20):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(6, 20))
         assert tier_of(store, make_key(0)) == "disk"
         store.unpin([make_key(0), make_key(8)])
-        for number in range(20, 26):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(20, 26))
         assert tier_of(store, make_key(0)) is None
     with KVStore(tmp_path, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
         reader.pin([make_key(25)])
@@ -205,8 +199,7 @@ def test_pinned_blocks_stay_and_outlive_the_process(tmp_path):
 @pytest.mark.parametrize("missing", [0, 1])
 def test_beside_pinned_blocks_there_is_room_for_one_more(tmp_path, missing):
     with KVStore(tmp_path, memory_bytes=3 * ONE - missing) as store:
-        for number in range(2):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(2))
         with pytest.raises(PinError, match="memory tier") if missing else nullcontext():
             store.pin([make_key(0), make_key(1)])
         assert len(store.pinned) == (0 if missing else 2)
@@ -225,8 +218,7 @@ def test_deleting_a_pinned_block_ends_the_pin(tmp_path):
 
 def test_a_disk_that_fails_while_memory_hands_down_costs_no_question(tmp_path, monkeypatch, caplog):
     with KVStore(tmp_path, memory_bytes=ONE) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         store._durable.delete(make_key(2))
 
         def full(key: str, block: object, **how: bool) -> None:

@@ -4,16 +4,16 @@ import errno
 import json
 import logging
 import os
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from blocks import DTYPES, make_block, make_key, served_from, size_of, tier_of
+from blocks import make_block, make_key, put_all, served_from, size_of, tier_of
+from kit.makers import made_by
 from tiny_disk import run_on_tiny_disk
 
 from ragcache.codecs.container import read_container, write_container
@@ -24,7 +24,6 @@ from ragcache.errors import (
     StoreReadOnlyError,
     TraceError,
 )
-from ragcache.kv.block import KVBlock
 from ragcache.seal import UNSEALED
 from ragcache.store import trace as trace_module
 from ragcache.store.counters import KVStats, Loaded
@@ -114,8 +113,7 @@ def test_a_damaged_block_is_reported_dropped_and_not_served(root, store, caplog)
 
 
 def test_a_read_only_store_serves_and_changes_nothing(root, store):
-    for number in (1, 2):
-        store.put(make_key(number), make_block(number))
+    put_all(store, (1, 2))
     damage(root, make_key(2))
     before = sorted(root.rglob("*"))
     with KVStore(root, read_only=True) as reader:
@@ -159,8 +157,7 @@ def test_a_newer_versions_block_is_refused_and_stays(root, store):
 def test_statistics_are_those_of_what_happened(root):
     one = make_block(1).num_bytes
     with KVStore(root, memory_bytes=2 * one) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         assert served_from(store, make_key(2), make_block(2)) == "memory"
         assert served_from(store, make_key(0), make_block(0)) == "disk"
         assert store.get(make_key(9)) is None
@@ -262,80 +259,6 @@ def test_what_was_deleted_meanwhile_is_passed_on_and_not_kept(tmp_path, deleted)
         assert tier_of(store, make_key(1)) == (None if deleted else "memory")
 
 
-# Law 8: damaged in many ways
-
-
-NUM_BLOCKS = 200
-
-
-def flip_bit(data: bytes, rng: random.Random) -> bytes:
-    position, bit = rng.randrange(len(data)), rng.randrange(8)
-    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
-
-
-def flip_header_bit(data: bytes, rng: random.Random) -> bytes:
-    return flip_bit(data[:200], rng) + data[200:]
-
-
-def truncate(data: bytes, rng: random.Random) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def zero_a_page(data: bytes, rng: random.Random) -> bytes:
-    """What a file system that lost a page after a power cut shows."""
-    start = rng.randrange(0, len(data) - 64, 64)
-    return data[:start] + bytes(64) + data[start + 64 :]
-
-
-def append(data: bytes, rng: random.Random) -> bytes:
-    return data + rng.randbytes(rng.randrange(1, 100))
-
-
-DAMAGES: list[Callable[[bytes, random.Random], bytes]] = [flip_bit, flip_header_bit, truncate, zero_a_page, append]
-
-
-def one_of_many(number: int) -> KVBlock:
-    return make_block(number, num_tokens=number % 5, dtype=DTYPES[number % 3])
-
-
-@pytest.fixture
-def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """300 blocks in tmp_path, two of three damaged: the kind of damage by the block's number."""
-    rng = random.Random(1)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda descriptor: None)  # for speed: nothing here is about power cuts
-        with KVStore(tmp_path, memory_bytes=0) as store:
-            for number in range(NUM_BLOCKS * 3 // 2):
-                store.put(make_key(number), one_of_many(number))
-    kinds = {}
-    for number in range(NUM_BLOCKS * 3 // 2):
-        if number % 3:
-            damage, path = DAMAGES[rng.randrange(len(DAMAGES))], path_of(tmp_path, make_key(number))
-            path.write_bytes(damage(path.read_bytes(), rng))
-            kinds[number] = damage.__name__
-    return kinds
-
-
-def test_no_damaged_block_is_served(tmp_path, damaged, caplog):
-    numbers = range(NUM_BLOCKS * 3 // 2)
-    assert len(damaged) == NUM_BLOCKS
-    assert len(set(damaged.values())) == len(DAMAGES)
-    with KVStore(tmp_path) as store, caplog.at_level(logging.WARNING):
-        loads = [store.get(make_key(number)) for number in numbers]
-        for number, load in zip(numbers, loads, strict=True):
-            assert (load is None) == (number in damaged), damaged.get(number, "served, and is not damaged")
-            assert load is None or load.block.equal(one_of_many(number))
-        assert store.stats().damaged == NUM_BLOCKS
-        reported = " ".join(record.getMessage() for record in caplog.records)
-        assert all(make_key(number) in reported for number in damaged)
-        assert sorted(store.keys()) == sorted(make_key(number) for number in numbers if number not in damaged)
-        assert not any(path_of(tmp_path, make_key(number)).exists() for number in damaged)
-        again = next(iter(damaged))
-        store.put(make_key(again), make_block(again))
-    with KVStore(tmp_path) as store:
-        assert served_from(store, make_key(again), make_block(again)) == "disk"
-
-
 # Time to live, by a clock of the test's own
 
 
@@ -354,6 +277,9 @@ class Clocks:
         self.wall += seconds
 
 
+clocks = made_by(Clocks, scope="function")
+
+
 def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: bool = False) -> KVStore:
     store = KVStore(root, ttl_s=ttl_s, read_only=read_only)
     store._expiry = Expiry(
@@ -362,8 +288,7 @@ def open_store(root: Path, clocks: Clocks, ttl_s: float = 100.0, *, read_only: b
     return store
 
 
-def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path):
-    clocks = Clocks()
+def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         for _ in range(5):
@@ -377,8 +302,7 @@ def test_what_is_not_used_for_so_long_is_dropped_from_every_tier(tmp_path):
         assert store.get(OLD) is not None
 
 
-def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
-    clocks = Clocks()
+def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         store.put(make_key(1), make_block(1))
@@ -390,11 +314,9 @@ def test_use_in_memory_counts_for_those_who_open_the_store_later(tmp_path):
         assert store.get(make_key(1)) is None
 
 
-def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
-    clocks = Clocks()
+def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
-        for number in range(3):
-            store.put(make_key(number), make_block(number))
+        put_all(store, range(3))
         store.pin([make_key(2)])
         clocks.pass_(150)
         assert sorted(store.expire()) == sorted([make_key(0), make_key(1)])
@@ -405,8 +327,7 @@ def test_a_sweep_drops_what_nobody_touches_and_pins_stay(tmp_path):
 
 
 @pytest.mark.parametrize("jump", [-500_000.0, 500_000.0])
-def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump):
-    clocks = Clocks()
+def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         clocks.wall += jump
@@ -419,9 +340,8 @@ def test_a_clock_that_jumps_while_the_process_runs_shows_nowhere(tmp_path, jump)
         assert store.get(OLD) is None
 
 
-def test_files_from_the_future_count_as_used_now(tmp_path):
+def test_files_from_the_future_count_as_used_now(tmp_path, clocks):
     """The clock went back between two processes."""
-    clocks = Clocks()
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
     clocks.wall -= 500_000
@@ -433,8 +353,7 @@ def test_files_from_the_future_count_as_used_now(tmp_path):
         assert store.get(OLD) is None, "it does not live for ever"
 
 
-def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp_path):
-    clocks = Clocks()
+def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
     clocks.wall += 500_000
@@ -445,8 +364,7 @@ def test_a_clock_that_went_forward_between_two_processes_costs_a_computation(tmp
         assert store.get(OLD) is not None
 
 
-def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path):
-    clocks = Clocks()
+def test_a_reader_serves_nothing_old_and_changes_nothing(tmp_path, clocks):
     with open_store(tmp_path, clocks) as store:
         store.put(OLD, make_block(0))
         path = store._durable.path(OLD)

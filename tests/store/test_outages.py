@@ -6,13 +6,12 @@ import shutil
 
 import pytest
 from blocks import make_block, make_key
-from flushes import needs_proc, record_calls, unflushed
+from flushes import needs_proc
 from tiny_disk import run_on_tiny_disk
 
 import ragcache as rc
 from ragcache import files
 from ragcache.errors import DamagedBlockError, StoreFailedError, StoreNotFoundError
-from ragcache.store.directory import StoreLayout
 from ragcache.store.kv_store import KVStore
 
 
@@ -52,13 +51,6 @@ def test_directories_of_other_processes_are_flushed_too(tmp_path, monkeypatch):
         flushed.clear()
         store.put(make_key(1), make_block(1))
         assert flushed == [directory / make_key(1)[2:4]], "once a process"
-
-
-@needs_proc
-def test_new_directories_are_flushed_whoever_makes_them(tmp_path, monkeypatch):
-    calls = record_calls(monkeypatch)
-    StoreLayout(tmp_path / "a").create()
-    assert unflushed(calls) == []
 
 
 @pytest.fixture

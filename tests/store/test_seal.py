@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ragcache.codecs import RawCodec
 from ragcache.codecs.block_file import write_block
 from ragcache.codecs.container import write_container
 from ragcache.engine.reencrypt import reencrypt
-from ragcache.engine.store_config import open_store
+from ragcache.engine.store_config import StoreParts, open_store
 from ragcache.errors import ConfigError, DamagedBlockError, SealError, UnencodableBlockError
 from ragcache.retrieval.index_file import IndexHeader, read_index, write_index
 from ragcache.retrieval.vector_index import VectorIndex
@@ -35,12 +36,8 @@ def no_key_in_the_environment(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def opened(root: Path, **options):
-    return open_store(root, rc.StoreConfig(memory_bytes=0, **options), create=True)
-
-
-def close(store) -> None:
-    store.close()
+def opened(root: Path, **options) -> closing[StoreParts]:
+    return closing(open_store(root, rc.StoreConfig(memory_bytes=0, **options), create=True))
 
 
 @pytest.fixture
@@ -52,12 +49,11 @@ def root(tmp_path) -> Path:
 
 
 def fill(root: Path, **options) -> None:
-    store = opened(root, **options)
-    for number, key in enumerate(KEYS):
-        (store.kv.foreign if number % 3 == 0 else store.kv).put(key, make_block(number))
-    index = VectorIndex(4, seal=store.kv.seal)
-    index.save(store.layout.index)
-    close(store)
+    with opened(root, **options) as store:
+        for number, key in enumerate(KEYS):
+            (store.kv.foreign if number % 3 == 0 else store.kv).put(key, make_block(number))
+        index = VectorIndex(4, seal=store.kv.seal)
+        index.save(store.layout.index)
 
 
 def file_of(root: Path, key: str) -> Path:
@@ -67,12 +63,9 @@ def file_of(root: Path, key: str) -> Path:
 
 def whole(root: Path) -> bool:
     """Whether every block and the index are read back, bit for bit."""
-    store = opened(root)
-    try:
+    with opened(root) as store:
         read_index(store.layout.index, store.kv.seal)
         return [served_from(store.kv, key, make_block(number)) for number, key in enumerate(KEYS)] == ["disk"] * COUNT
-    finally:
-        close(store)
 
 
 # Who may write into the folder, and does not have the key
@@ -118,24 +111,21 @@ def test_blocks_of_other_texts_are_dropped_and_counted(tmp_path, attack, encrypt
     root = tmp_path / "kb"
     fill(root, encrypt=encrypt)
     attack(root, KEYS[1])
-    store = opened(root)
-    with caplog.at_level(logging.WARNING):
-        assert store.kv.get(KEYS[1]) is None
-    assert store.kv.stats().damaged == 1
-    assert KEYS[1] in caplog.text
-    assert "not sealed by this store" in caplog.text
-    assert served_from(store.kv, KEYS[2], make_block(2)) == "disk"
-    close(store)
+    with opened(root) as store:
+        with caplog.at_level(logging.WARNING):
+            assert store.kv.get(KEYS[1]) is None
+        assert store.kv.stats().damaged == 1
+        assert KEYS[1] in caplog.text
+        assert "not sealed by this store" in caplog.text
+        assert served_from(store.kv, KEYS[2], make_block(2)) == "disk"
 
 
 def test_a_swapped_index_is_not_read(root, tmp_path):
     other = VectorIndex(4, seal=Seal([new_secret()]))
     other.save(tmp_path / "forged")
     os.replace(tmp_path / "forged", root / "index.faiss")
-    store = opened(root)
-    with pytest.raises(rc.errors.DamagedIndexError, match="not sealed by this store"):
+    with opened(root) as store, pytest.raises(rc.errors.DamagedIndexError, match="not sealed by this store"):
         read_index(store.layout.index, store.kv.seal)
-    close(store)
 
 
 def test_a_replaced_key_file_is_refused(root):
@@ -163,24 +153,24 @@ def test_a_key_of_another_user_is_refused(root):
     with pytest.raises(SealError, match="user 12345"):
         opened(root)
     os.chown(root, 12345, -1)
-    close(opened(root))
+    with opened(root):
+        pass
 
 
 def test_no_block_is_stored_that_is_not_finite(root):
-    store = opened(root)
-    for where in ("durable", "memory", "nowhere"):
-        with pytest.raises(UnencodableBlockError, match="NaN or an infinity"):
-            store.kv.put(KEYS[1], not_finite(1), where)
-    assert served_from(store.kv, KEYS[1], make_block(1)) == "disk"
-    write_container(
-        file_of(root, KEYS[1]),
-        {"keys": not_finite(1).keys, "values": make_block(1).values},
-        {"format_version": "1", "codec": "raw", "codec_version": "1", "num_tokens": "5"},
-        seal=store.kv.seal.of(KEYS[1]),
-    )
-    with pytest.raises(DamagedBlockError, match="NaN or an infinity"):
-        store.kv.verify(KEYS[1])
-    close(store)
+    with opened(root) as store:
+        for where in ("durable", "memory", "nowhere"):
+            with pytest.raises(UnencodableBlockError, match="NaN or an infinity"):
+                store.kv.put(KEYS[1], not_finite(1), where)
+        assert served_from(store.kv, KEYS[1], make_block(1)) == "disk"
+        write_container(
+            file_of(root, KEYS[1]),
+            {"keys": not_finite(1).keys, "values": make_block(1).values},
+            {"format_version": "1", "codec": "raw", "codec_version": "1", "num_tokens": "5"},
+            seal=store.kv.seal.of(KEYS[1]),
+        )
+        with pytest.raises(DamagedBlockError, match="NaN or an infinity"):
+            store.kv.verify(KEYS[1])
 
 
 # Where the key is
@@ -226,14 +216,12 @@ def test_a_rotated_key_opens_everything_and_the_old_nothing(root, encrypt):
 
 
 def test_an_open_store_follows_a_rotation(root):
-    store = opened(root)
-    reencrypt(root, CONFIG)
-    assert served_from(store.kv, KEYS[1], make_block(1)) == "disk"
-    store.kv.put(make_key(99), make_block(99))
-    close(store)
-    store = opened(root)
-    assert served_from(store.kv, make_key(99), make_block(99)) == "disk"
-    close(store)
+    with opened(root) as store:
+        reencrypt(root, CONFIG)
+        assert served_from(store.kv, KEYS[1], make_block(1)) == "disk"
+        store.kv.put(make_key(99), make_block(99))
+    with opened(root) as store:
+        assert served_from(store.kv, make_key(99), make_block(99)) == "disk"
 
 
 def test_encryption_is_the_stores_own(root):
@@ -249,10 +237,9 @@ def test_a_lost_key_costs_the_blocks_alone(root):
     (root / "ragcache.key").unlink()
     report = reencrypt(root, CONFIG, lost=True)
     assert (report.blocks, report.dropped) == (0, COUNT)
-    store = opened(root)
-    assert [store.kv.get(key) for key in KEYS] == [None] * COUNT
-    store.kv.put(KEYS[0], make_block(0))
-    close(store)
+    with opened(root) as store:
+        assert [store.kv.get(key) for key in KEYS] == [None] * COUNT
+        store.kv.put(KEYS[0], make_block(0))
 
 
 def test_a_key_in_the_environment_is_rotated_there(tmp_path, monkeypatch):
@@ -279,9 +266,8 @@ def test_a_kill_in_a_rotation_loses_nothing(root, attempt):
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     assert whole(root), "it opens with both keys"
-    store = opened(root)
-    encrypted = store.kv.seal.encrypts
-    close(store)
+    with opened(root) as store:
+        encrypted = store.kv.seal.encrypts
     assert reencrypt(root, rc.StoreConfig(encrypt=not encrypted)).blocks == COUNT
     assert whole(root)
     assert (root / "ragcache.key").read_text().count("\n") == 1
@@ -294,11 +280,10 @@ def test_a_kill_in_a_rotation_loses_nothing(root, attempt):
 def test_a_remote_is_shared_by_stores_with_one_key(tmp_path, same_key):
     pytest.importorskip("obstore")
     url = f"file://{tmp_path}/remote"
-    first = opened(tmp_path / "a", remote=url)
-    first.kv.put(KEYS[0], make_block(0))
-    marker = json.loads((tmp_path / "remote" / "ragcache.json").read_text())
-    assert marker["seal"] == first.kv.seal.id
-    close(first)
+    with opened(tmp_path / "a", remote=url) as first:
+        first.kv.put(KEYS[0], make_block(0))
+        marker = json.loads((tmp_path / "remote" / "ragcache.json").read_text())
+        assert marker["seal"] == first.kv.seal.id
     (tmp_path / "b").mkdir()
     shutil.copy(tmp_path / "a" / "store.sqlite3", tmp_path / "shared.sqlite3")
     if same_key:
@@ -308,9 +293,8 @@ def test_a_remote_is_shared_by_stores_with_one_key(tmp_path, same_key):
         with pytest.raises(SealError, match=r"sealed with the key .*RAGCACHE_STORE_KEY.*ragcache\.key"):
             opened(tmp_path / "b", **shared)
         return
-    second = opened(tmp_path / "b", **shared)
-    assert served_from(second.kv, KEYS[0], make_block(0)) == "remote"
-    close(second)
+    with opened(tmp_path / "b", **shared) as second:
+        assert served_from(second.kv, KEYS[0], make_block(0)) == "remote"
     reencrypt(tmp_path / "a", rc.StoreConfig(remote=url))
     with pytest.raises(SealError, match="sealed with the key"):
         opened(tmp_path / "b", **shared)
@@ -318,13 +302,12 @@ def test_a_remote_is_shared_by_stores_with_one_key(tmp_path, same_key):
 
 def test_a_remote_block_of_another_store_is_not_believed(tmp_path):
     pytest.importorskip("obstore")
-    store = opened(tmp_path / "a", remote=f"file://{tmp_path}/remote")
-    store.kv.put(KEYS[0], make_block(0))
-    shutil.rmtree(tmp_path / "a" / "kv")
-    forge(tmp_path / "remote", KEYS[0], make_block(1))
-    assert store.kv.get(KEYS[0]) is None
-    assert store.kv.stats().damaged == 1
-    close(store)
+    with opened(tmp_path / "a", remote=f"file://{tmp_path}/remote") as store:
+        store.kv.put(KEYS[0], make_block(0))
+        shutil.rmtree(tmp_path / "a" / "kv")
+        forge(tmp_path / "remote", KEYS[0], make_block(1))
+        assert store.kv.get(KEYS[0]) is None
+        assert store.kv.stats().damaged == 1
 
 
 def test_an_index_header_is_sealed_too(tmp_path):

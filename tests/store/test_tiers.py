@@ -1,16 +1,12 @@
 """What every tier keeps, what every durable one keeps beyond it, and a store over one that is no directory."""
 
 import random
-import re
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from integrations.remote.tests.remotes import KINDS, remote_url
 from ragcache.codecs import CODECS, Codec, Int8Codec, RawCodec, get_codec
 from ragcache.errors import ConfigError, MissingBlockError, PinError
 from ragcache.kv.block import KVBlock
-from ragcache.seal import UNSEALED, Seal
 from ragcache.store import tiers
 from ragcache.store.eviction import POLICIES, EvictionPolicy, get_policy
 from ragcache.store.kv_store import KVStore
@@ -38,96 +33,11 @@ from ragcache.store.tiers import (
     DurableTier,
     MemoryTier,
     RemoteTier,
-    Room,
     Tier,
     TierUsage,
 )
 
 ROOMY = 1 << 20
-
-
-class Kept(NamedTuple):
-    block: KVBlock
-    used_at: float
-
-
-class SharedTier(DurableTier):
-    """A durable tier that is no directory: a test double of a service that several processes share. Blocks in a
-    dictionary, by the name of the store: what one instance puts, all others of that name have."""
-
-    name = "shared"
-    services: ClassVar[dict[Path, dict[str, Kept]]] = {}
-
-    def __init__(
-        self,
-        root: Path,
-        codec: Codec,
-        budget_bytes: int | None = None,
-        policy: EvictionPolicy | None = None,
-        is_pinned: Callable[[str], bool] = bool,
-        seal: Seal = UNSEALED,
-    ) -> None:
-        self._kept = self.services.setdefault(root, {})
-        self.codec = codec
-        self._lock = threading.Lock()
-
-    @property
-    def budget_bytes(self) -> int | None:
-        return None
-
-    @property
-    def has_been_bounded(self) -> bool:
-        return False
-
-    def put(self, key: str, block: KVBlock, *, encoded: bool = False) -> KVBlock:
-        _checked(key)
-        block = block if encoded else self.codec.decode(self.codec.encode(block))
-        held = block.map(lambda tensor: tensor.detach().clone())
-        self._kept[key] = Kept(held, time.time())
-        return held
-
-    def get(self, key: str, room: Room | None = None) -> KVBlock | None:
-        kept = self._kept.get(_checked(key))
-        return None if kept is None else kept.block
-
-    def verify(self, key: str) -> None:
-        if self.get(key) is None:
-            raise MissingBlockError(f"no block {key}")
-
-    def delete(self, key: str) -> None:
-        self._kept.pop(_checked(key), None)
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and _checked(key) in self._kept
-
-    def size(self, key: str) -> int | None:
-        kept = self._kept.get(_checked(key))
-        return None if kept is None else kept.block.num_bytes
-
-    def keys(self) -> Iterator[str]:
-        return iter(list(self._kept))
-
-    def usage(self) -> TierUsage:
-        sizes = [kept.block.num_bytes for kept in list(self._kept.values())]
-        return TierUsage(len(sizes), sum(sizes))
-
-    def sweep(self, older_than_s: float) -> int:
-        return 0
-
-    def used_at(self, key: str) -> float | None:
-        kept = self._kept.get(_checked(key))
-        return None if kept is None else kept.used_at
-
-    def mark_used(self, key: str, at: float) -> None:
-        with self._lock:
-            if key in self._kept:
-                self._kept[key] = Kept(self._kept[key].block, at)
-
-
-def _checked(key: str) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", key):
-        raise ConfigError(f"{key!r} is no block key")
-    return key
 
 
 def durable(codec: Codec) -> dict[str, Callable[[Path], DurableTier]]:
@@ -143,7 +53,6 @@ def durable(codec: Codec) -> dict[str, Callable[[Path], DurableTier]]:
     return {
         "disk": lambda path: DiskTier(path, codec),
         "disk with a budget": lambda path: DiskTier(path, codec, ROOMY),
-        "shared": lambda path: SharedTier(path, codec),
         **{f"remote {kind}": partial(remote, kind) for kind in KINDS},
         "remote cached": partial(cached, "s3"),
         "remote cached within a budget": lambda path: cached("redis", path, ROOMY),
@@ -453,11 +362,15 @@ def test_only_block_keys_are_taken_and_become_paths(open_tier, tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def no_directory(root: Path, codec: Codec, *_: object) -> RemoteTier:
+    return RemoteTier(Connection(open_blobs(remote_url("folder", root)), "tests"), codec)
+
+
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVStore]:
-    """Opens stores over the shared tier, which is one line in the dict."""
-    monkeypatch.setitem(tiers.DURABLE, "shared", SharedTier)
-    return partial(KVStore, tmp_path, durable="shared")
+    """Opens stores over a durable tier that is no directory of blocks, which is one line in the dict."""
+    monkeypatch.setitem(tiers.DURABLE, "remote", no_directory)
+    return partial(KVStore, tmp_path / "kv", durable="remote")
 
 
 def test_a_store_over_another_durable_tier(shared, tmp_path):
@@ -469,13 +382,13 @@ def test_a_store_over_another_durable_tier(shared, tmp_path):
         store.put(OTHER, make_block(2))
         assert store.sweep() == 0
     with shared() as other:
-        assert served_from(other, KEY, held) == "shared"
-        assert other.stats().hits_by_tier == {"memory": 0, "shared": 1}
+        assert served_from(other, KEY, held) == "remote"
+        assert other.stats().hits_by_tier == {"memory": 0, "remote": 1}
         assert tier_of(other, KEY) == "memory"
         other.delete(KEY)
         assert other.get(KEY) is None
         assert sorted(other.keys()) == [OTHER]
-    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert list((tmp_path / "kv").rglob("*.safetensors")) == []
 
 
 def test_what_another_process_deletes_goes_from_memory(shared):
@@ -491,9 +404,10 @@ def test_time_to_live_and_pins_need_no_files(shared):
         for key in (KEY, OTHER):
             store.put(key, make_block(1))
         store.pin([OTHER])
-    SharedTier.services[store.root].update(
-        {key: kept._replace(used_at=1_000.0) for key, kept in SharedTier.services[store.root].items()}
-    )
+    tier = no_directory(store.root, RawCodec())
+    for key in (KEY, OTHER):
+        tier.mark_used(key, 1_000.0)
+    tier.close()
     with shared(ttl_s=60.0) as store:
         assert store.expire() == [KEY]
         assert list(store.keys()) == [OTHER]
@@ -501,22 +415,23 @@ def test_time_to_live_and_pins_need_no_files(shared):
 
 def test_a_full_tier_is_named(shared, monkeypatch):
     one = make_block(1).num_bytes
-    monkeypatch.setattr(SharedTier, "budget_bytes", one + one // 2)
+    monkeypatch.setattr(RemoteTier, "budget_bytes", one + one // 2)
     with shared() as store:
         store.put(KEY, make_block(1))
-        with pytest.raises(PinError, match=r"1 pinned blocks .* would fill the shared tier"):
+        with pytest.raises(PinError, match=r"1 pinned blocks .* would fill the remote tier"):
             store.pin([KEY])
 
 
 def test_every_tier_is_told_of_the_device_and_of_the_end(shared, monkeypatch):
     told: list[object] = []
-    monkeypatch.setattr(SharedTier, "on_device", lambda tier, device: told.append(device), raising=False)
-    monkeypatch.setattr(SharedTier, "close", lambda tier: told.append("closed"))
+    monkeypatch.setattr(RemoteTier, "on_device", lambda tier, device: told.append(device), raising=False)
+    close = RemoteTier.close
+    monkeypatch.setattr(RemoteTier, "close", lambda tier: told.append("closed") or close(tier))
     with shared(device_bytes=ROOMY) as store:
         for _ in range(2):
             store.use_device(torch.device("cpu"))
-        assert [tier.name for tier in store._tiers] == ["device", "memory", "shared"]
-        assert list(store.stats().bytes_by_tier) == ["device", "memory", "shared"]
+        assert [tier.name for tier in store._tiers] == ["device", "memory", "remote"]
+        assert list(store.stats().bytes_by_tier) == ["device", "memory", "remote"]
     assert told == [*[torch.device("cpu")] * 2, "closed"]
 
 

@@ -151,8 +151,7 @@ def ways(kb):
 
 @pytest.mark.parametrize("number", range(5))
 def test_any_prompt_is_found_after_a_restart(open_kb, number):
-    with open_kb() as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_kb(texts=TEXTS) as kb:
         first = list(ways(kb))[number](kb)
         assert first.usage.cached_tokens < 8
     with open_kb() as kb:
@@ -197,8 +196,7 @@ def test_other_collections_and_models_find_nothing(open_kb, tmp_path):
 
 def test_a_changed_document_takes_what_may_quote_it(open_kb):
     """By whomever it is deleted, no bytes are left (law 10); what is asked later is kept."""
-    with open_kb() as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_kb(texts=TEXTS) as kb:
         kb.chat(TALK, sampling=SHORT)
     with rc.Store.open(kb.store.layout.root) as library:
         assert files(library)
@@ -212,8 +210,7 @@ def test_a_changed_document_takes_what_may_quote_it(open_kb):
 
 
 def test_what_is_deleted_while_it_is_written_leaves_nothing(open_kb, monkeypatch):
-    with open_kb() as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_kb(texts=TEXTS) as kb:
         foreign, other = kb.store.kv.foreign, rc.Store.open(kb.store.layout.root)
         put = foreign.put
 
@@ -272,8 +269,7 @@ def test_nothing_is_kept_where_there_is_no_place_for_it(open_kb, store):
 
 
 def test_reading_alone_writes_nothing(open_kb):
-    with open_kb() as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    with open_kb(texts=TEXTS) as kb:
         kb.chat(TALK, sampling=SHORT)
     before = sorted(files(kb))
     with open_kb(store=rc.StoreConfig(read_only=True)) as kb:
