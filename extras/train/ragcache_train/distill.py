@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,12 @@ from ragcache.errors import ConfigError
 from ragcache.kv.rope import Rope
 from ragcache.models.language_model import LanguageModel
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_train.kept_logits import KeptLogits, kept_divergence
 from ragcache_train.masked_pass import answer_logits, answer_states, divergence
 from ragcache_train.train_batches import EncodedRow, collate, lay_out
 
 LEAST = 1e-6
 """Squared length that a teacher's hidden state has at least, so that the relative error stays finite."""
 EVALUATIONS = "evaluation.jsonl"
-Measure = Callable[[Tensor], Tensor]
-"""KL(teacher || student) of each token, float32 [num_labels], from the student's logits."""
 
 
 def check_teacher(teacher: LanguageModel, student: LanguageModel, hidden_weight: float) -> None:
@@ -69,55 +65,26 @@ class Distillation:
         rope: the student's, for passages that are read after a prefix.
         hidden_weight: weight of the hidden states' error.
         mixed: whether passes run in bfloat16.
-        damage_weight: additional weight of a token at the mean damage: the KL between both readings by the teacher,
-            that is, before any training. Weights are scaled so that their mean is 1.
-        kept: the teacher's logits on disk; they replace its pass, so `hidden_weight` must be 0.
     """
 
-    def __init__(
-        self,
-        teacher: PreTrainedModel,
-        rope: Rope,
-        hidden_weight: float,
-        mixed: bool,
-        damage_weight: float = 0.0,
-        kept: KeptLogits | None = None,
-    ) -> None:
+    def __init__(self, teacher: PreTrainedModel, rope: Rope, hidden_weight: float, mixed: bool) -> None:
         self.teacher = teacher.eval().requires_grad_(False)
         self.rope, self.hidden_weight, self.mixed = rope, hidden_weight, mixed
-        self.damage_weight, self.kept = damage_weight, kept
         self._sums: list[Tensor] = []
 
     def __call__(
         self, model: nn.Module, inner: nn.Module, batch: dict[str, Any], num_labels: Tensor | int | None = None
     ) -> Tensor:
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.mixed):
-            measure, aims = self._truth(batch["teacher"])
-            logits, states = answer_states(model, inner, batch, self.rope, hidden=self.hidden_weight > 0)
-            weights = self._weights(batch, measure)
-        kl = measure(logits)
-        hidden = _relative_error(states, aims) if self.hidden_weight else torch.zeros_like(kl)
-        total = ((kl + self.hidden_weight * hidden) * weights).sum()
+            compared = self.hidden_weight > 0
+            with torch.no_grad():
+                truth, aims = answer_states(self.teacher, self.teacher, batch["teacher"], hidden=compared)
+            logits, states = answer_states(model, inner, batch, self.rope, hidden=compared)
+        kl = divergence(truth, logits)
+        hidden = _relative_error(states, aims) if compared else torch.zeros_like(kl)
+        total = (kl + self.hidden_weight * hidden).sum()
         self._sums.append(torch.stack([kl.sum(), hidden.sum(), torch.full_like(kl.sum(), len(kl))]).detach())
         return total / (len(kl) if num_labels is None else num_labels)
-
-    @torch.no_grad()
-    def _truth(self, batch: dict[str, Any]) -> tuple[Measure, list[Tensor]]:
-        """Return the KL from the teacher's logits as a function of the student's, and the teacher's hidden states."""
-        if self.kept is not None and (found := self.kept.find(batch)) is not None:
-            return partial(kept_divergence, *found), []
-        truth, aims = answer_states(self.teacher, self.teacher, batch, hidden=self.hidden_weight > 0)
-        if self.kept is not None:
-            return partial(kept_divergence, *self.kept.keep(batch, truth)), []
-        return partial(divergence, truth), aims
-
-    @torch.no_grad()
-    def _weights(self, batch: dict[str, Any], measure: Measure) -> Tensor | float:
-        """Return the weight of each labelled token, float32 [num_labels]; 1 if all count alike."""
-        if not self.damage_weight:
-            return 1.0
-        damage = measure(answer_logits(self.teacher, self.teacher, batch, self.rope))
-        return (1 + self.damage_weight * damage / damage.mean().clamp_min(LEAST)) / (1 + self.damage_weight)
 
     def take(self) -> dict[str, float]:
         """Return KL and hidden error a token since the last call."""
@@ -162,12 +129,7 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        distill: Distillation,
-        spec: TrainedTokens | None,
-        rows: Sequence[EncodedRow],
-        every: int,
-        out: Path,
+        self, distill: Distillation, spec: TrainedTokens | None, rows: Sequence[EncodedRow], every: int, out: Path
     ) -> None:
         self.distill, self.spec, self.rows, self.every, self.out = distill, spec, rows, every, out
         self._written = -1

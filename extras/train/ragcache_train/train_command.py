@@ -60,14 +60,8 @@ class FrozenOptions:
     trailer_tokens: Annotated[
         int | None, option("--trailer-tokens", "Those behind it, in its block; 8 for packet, 0 for link if not given.")
     ] = None
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Draw rows from this store's passages."),
-    ] = None
-    database: Annotated[
-        str | None,
-        typer.Option("--database", help="SQLAlchemy URL of that store's documents."),
-    ] = None
+    store: Annotated[Path | None, typer.Option("--store", help="Draw rows from this store's passages.")] = None
+    database: Annotated[str | None, typer.Option("--database", help="SQLAlchemy URL of that store's documents.")] = None
     rows: Annotated[int, option("--rows", "Rows drawn from the store, or chunks of the corpus.")] = 200
     passages: Annotated[int, option("--passages", "Passages of such a row; with distill, of any row at most.")] = 8
     corpus: Annotated[Path | None, option("--corpus", "Text that a cartridge stands for: a file in UTF-8.")] = None
@@ -89,18 +83,6 @@ class DistillOptions:
     hidden_weight: Annotated[
         float, option("--hidden-weight", "Of distill: weight of the relative error of hidden states.")
     ] = 0.5
-    damage_weight: Annotated[
-        float,
-        option("--damage-weight", "Of distill: additional weight of tokens that reading apart hurts most; 0: none."),
-    ] = 0.0
-    keep_logits: Annotated[
-        Path | None,
-        option("--keep-logits", "Of distill: folder of the teacher's likeliest logits, for later epochs and runs."),
-    ] = None
-    link_rate: Annotated[
-        float | None,
-        option("--link-rate", "Of distill: learning rate of added tokens; ten times the other if not given."),
-    ] = None
     evaluate: Annotated[
         Path | None, option("--evaluate", "Of distill: held-out rows in --data's form, for evaluation.jsonl in --out.")
     ] = None

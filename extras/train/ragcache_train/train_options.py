@@ -45,11 +45,6 @@ class TrainOptions:
     recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
     teacher:         of "distill": a model of the same family and vocabulary; None: the model to start from, unchanged
     hidden_weight:   of "distill": weight of the hidden states' error
-    damage_weight:   of "distill": additional weight of a token whose reading apart hurts an untrained model by as much
-                     as the mean; 0: all tokens count alike
-    keep_logits:     of "distill": folder that keeps the teacher's likeliest logits, for later epochs and runs; needs
-                     hidden_weight=0. Rows that are drawn anew in each epoch are found again only with keep_order
-    link_rate:       of "distill": learning rate of the added tokens' embeddings; None: ten times that of the weights
     evaluate:        of "distill": file of held-out rows with answers, read every `evaluate_every` steps
     freeze:          leave the weights unchanged and train only the embeddings of the added ids, by the divergence
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
@@ -95,9 +90,6 @@ class TrainOptions:
     recipe: str = "isolated"
     teacher: str | Path | None = None
     hidden_weight: float = 0.5
-    damage_weight: float = 0.0
-    keep_logits: str | Path | None = None
-    link_rate: float | None = None
     evaluate: str | Path | None = None
     evaluate_every: int = 100
     freeze: bool = False
@@ -201,26 +193,11 @@ class TrainOptions:
             )
         if self.distills and self.is_frozen:
             raise ConfigError("objective='distill' trains weights and freeze, or reuse='packet', none; leave one out")
-        given = {
-            "teacher": self.teacher,
-            "link_rate": self.link_rate,
-            "evaluate": self.evaluate,
-            "keep_logits": self.keep_logits,
-            "damage_weight": self.damage_weight or None,
-        }
-        for name, value in given.items():
-            if value is not None and not self.distills:
+        for name in ("teacher", "evaluate"):
+            if getattr(self, name) is not None and not self.distills:
                 raise ConfigError(f"{name} goes with objective='distill'; add it, or leave {name} out")
-        for name in ("hidden_weight", "damage_weight"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.keep_logits is not None and self.hidden_weight:
-            raise ConfigError(
-                f"hidden_weight is {self.hidden_weight}, and keep_logits keeps no hidden states; set hidden_weight=0, "
-                "or leave keep_logits out"
-            )
-        if self.link_rate is not None and not self.link_rate > 0:
-            raise ConfigError(f"link_rate is {self.link_rate}; it must be more than 0")
+        if self.hidden_weight < 0:
+            raise ConfigError(f"hidden_weight is {self.hidden_weight}; it must be at least 0")
 
     def _check_frozen(self) -> None:
         if not self.is_frozen:
@@ -311,7 +288,7 @@ class TrainOptions:
     @property
     def rate_of_links(self) -> float:
         """Return the learning rate of the added tokens' embeddings, if it is separate."""
-        return 10 * self.rate if self.link_rate is None else self.link_rate
+        return 10 * self.rate
 
     def rate_share(self, done: float) -> float:
         """Return the learning rate as a share of its peak after this share of the run, as the Trainer has it."""

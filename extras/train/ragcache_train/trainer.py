@@ -34,7 +34,6 @@ from ragcache.models.machine import find_device
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.distill import Distillation, Evaluation, check_teacher, train_layers
 from ragcache_train.frozen import divergence_loss, freeze, keep_passages, save_frozen
-from ragcache_train.kept_logits import KeptLogits
 from ragcache_train.lora import add_lora, known_warnings_ignored, merge_lora, save_lora
 from ragcache_train.masked_pass import BLOCK, NAME, answer_loss, register
 from ragcache_train.own_answers import FILE, OwnAnswers
@@ -422,7 +421,7 @@ def on_weights(
         return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, loss, save)
     if options.lora_rank:
         apart = [one for name, one in model.named_parameters() if "trainable_tokens_delta" in name]
-    distill = _distillation(lm, teacher, spec, options)
+    distill = Distillation(teacher, lm.rope, options.hidden_weight, options.runs_bfloat16(str(lm.device)))
     pairs = DrawnPairs(rows, spec, options.shuffle_passages, options.most)
     return Way(model, lm.model, pairs, collate_pairs, distill, save, apart, distill.take)
 
@@ -444,28 +443,6 @@ def _teacher(lm: LanguageModel, options: TrainOptions, earlier: Adapter | None) 
     register()
     teacher.model.set_attn_implementation(NAME)
     return teacher.model
-
-
-def _distillation(
-    lm: LanguageModel, teacher: PreTrainedModel, spec: TrainedTokens, options: TrainOptions
-) -> Distillation:
-    """Return the loss of distillation as the options say.
-
-    Raises ConfigError if damage is to be measured and the teacher has no embedding of the added ids, or if the folder
-    of kept logits cannot be written.
-    """
-    known = teacher.get_input_embeddings().weight.shape[0]
-    if options.damage_weight and any(id >= known for id in spec.added_ids):
-        raise ConfigError(
-            f"damage_weight={options.damage_weight} reads the rows by the teacher, whose {known} ids lack the added "
-            "tokens; leave it out, or train with link_tokens=0 first"
-        )
-    kept = None
-    if options.keep_logits is not None:
-        name = str(lm.name if options.teacher is None else options.teacher)
-        kept = KeptLogits(Path(options.keep_logits), str(checkpoint_digest(resolve(name))))
-    mixed = options.runs_bfloat16(str(lm.device))
-    return Distillation(teacher, lm.rope, options.hidden_weight, mixed, options.damage_weight, kept)
 
 
 def on_frozen_weights(

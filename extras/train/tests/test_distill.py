@@ -8,16 +8,14 @@ import pytest
 import torch
 from covering import covering
 from families import masks_of, oracle_model, random_prompt, save_tiny
-from run_options import run_options
+from run_options import INSTRUCTION_LINE, PASSAGES, QA_LINES, log_of, resumed, run_options, timeless
 from safetensors.torch import load_file
-from tiny_model import save_tiny_llama
 from torch.nn.attention.flex_attention import flex_attention
 
 import ragcache as rc
 from ragcache.errors import ConfigError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_train.distill import Distillation
-from ragcache_train.kept_logits import MOST, KeptLogits
 from ragcache_train.masked_pass import BLOCK, NAME, Visibility, answer_logits, register
 from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out, vary
 from ragcache_train.trainer import train
@@ -127,70 +125,6 @@ def test_loss_and_gradient_equal_plain_transformers(family, recipe, spec, tmp_pa
         )
 
 
-def losses_of_tokens(distill, lm, batch):
-    """The KL of every labelled token by plain means, and the same under the untrained weights."""
-    truth = answer_logits(distill.teacher, distill.teacher, batch["teacher"]).double().log_softmax(-1)
-    found = [
-        answer_logits(model, model, batch, lm.rope).double().log_softmax(-1) for model in (lm.model, distill.teacher)
-    ]
-    return [(truth.exp() * (truth - own)).sum(-1) for own in found], truth, found[0]
-
-
-@pytest.fixture
-def shaken(tmp_path):
-    """A student whose weights differ from its teacher's, and a batch of two rows."""
-    directory = save_tiny("llama", str(tmp_path))
-    student, teacher = loaded(directory), loaded(directory)
-    with torch.no_grad():
-        for parameter in student.model.parameters():
-            parameter.mul_(1.1)
-    spec = TrainedTokens("reposition", "prefix")
-    rows = [row_for("prefix"), row_for("prefix")._replace(chunks=CHUNKS[:2], asks=ROW.asks[:1])]
-    return student, teacher, collate_pairs([pair_of(row, spec) for row in rows])
-
-
-@torch.no_grad()
-def test_damaged_tokens_weigh_more(shaken):
-    student, teacher, batch = shaken
-    distill = Distillation(teacher.model, student.rope, 0.0, False, damage_weight=3.0)
-    (own, damage), _, _ = losses_of_tokens(distill, student, batch)
-    weights = (1 + 3 * damage / damage.mean()) / 4
-    loss = distill(student.model, student.model, batch)
-    torch.testing.assert_close(loss.double(), (own * weights).mean(), atol=1e-6, rtol=1e-4)
-    assert abs(float(loss) - float(own.mean())) > 1e-4
-    assert distill.take()["kl"] == pytest.approx(float(own.mean()), rel=1e-4)  # the log shows the plain KL
-
-
-@torch.no_grad()
-def test_kept_logits_replace_the_teachers_pass(shaken, tmp_path, monkeypatch):
-    student, teacher, batch = shaken
-    folder = tmp_path / "logits"
-    distill = Distillation(teacher.model, student.rope, 0.0, False, kept=KeptLogits(folder, "digest"))
-    _, truth, own = losses_of_tokens(distill, student, batch)
-    shares, ids = truth.topk(MOST)
-    rest, own_rest = (1 - shares.exp().sum(-1)).clamp_min(1e-6), (1 - own.gather(-1, ids).exp().sum(-1)).clamp_min(1e-6)
-    kl = (shares.exp() * (shares - own.gather(-1, ids))).sum(-1) + rest * (rest / own_rest).log()
-    first = distill(student.model, student.model, batch)
-    torch.testing.assert_close(first.double(), kl.mean(), atol=1e-5, rtol=1e-3)
-    files = sorted(folder.rglob("*.safetensors"))
-    assert len(files) == 2  # a file for each row
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("the teacher ran")
-
-    again = Distillation(teacher.model, student.rope, 0.0, False, kept=KeptLogits(folder, "digest"))
-    with monkeypatch.context() as patch:
-        patch.setattr(teacher.model, "forward", refuse)
-        torch.testing.assert_close(again(student.model, student.model, batch), first)
-        files[0].write_bytes(files[0].read_bytes()[:-40])
-        with pytest.raises(AssertionError, match="the teacher ran"):
-            again(student.model, student.model, batch)
-    torch.testing.assert_close(again(student.model, student.model, batch), first)  # and written anew
-    other = Distillation(teacher.model, student.rope, 0.0, False, kept=KeptLogits(folder, "another"))
-    other(student.model, student.model, batch)
-    assert len(sorted(folder.rglob("*.safetensors"))) == 4
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("method", ["reposition", "link"])
 def test_training_reads_as_the_engine_does(method, recipe, tmp_path):
@@ -238,32 +172,13 @@ def test_one_passage_behind_its_prefix_has_no_loss(tmp_path):
     assert distill.take() == {}
 
 
-PASSAGES = ["Ann lives in Oslo by the sea.", "Bob has a red boat there.", "The club meets on Monday."]
-LINES = [
-    {
-        "type": "qa",
-        "passages": PASSAGES,
-        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
-    },
-    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
-    {"type": "text", "text": "Just some words that go on and on. " * 5},
-    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
-]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+LINES = [*QA_LINES, {"type": "text", "text": "Just some words that go on and on. " * 5}, INSTRUCTION_LINE]
 
 
 @pytest.fixture
 def options(base, tmp_path):
     made = run_options(base, tmp_path, LINES, learning_rate=3e-3, objective="distill", recipe="prefix", warmup=0.1)
     return replace(made, separate_share=0.8, segment_tokens=20)
-
-
-def log_of(out, name="training_log.jsonl"):
-    return [json.loads(line) for line in (out / name).read_text().splitlines()]
 
 
 def test_distillation_learns_and_is_evaluated(options, base, tmp_path):
@@ -289,14 +204,15 @@ def test_distillation_learns_and_is_evaluated(options, base, tmp_path):
     assert not torch.equal(end["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_links_have_their_own_rate(options, tmp_path):
-    ends = [
-        load_file(train(replace(options, steps=2, link_rate=rate, out=tmp_path / str(rate))).out / "model.safetensors")
-        for rate in (1e-9, 1e-2)
-    ]
-    lm = rc.load_lm(tmp_path / "0.01")
-    ids, words = lm.reuse.link_ids(0), "model.embed_tokens.weight"
-    assert (ends[1][words][ids] - ends[0][words][ids]).abs().max() > 5e-3
+def test_links_learn_ten_times_as_fast(options):
+    """Adam's first step moves a number by about its rate."""
+    out = train(replace(options, steps=1, warmup=0.0)).out
+    start = train(replace(options, steps=1, warmup=0.0, learning_rate=1e-12, out=out.with_name("start"))).out
+    first, after = (load_file(path / "model.safetensors") for path in (start, out))
+    ids, words = rc.load_lm(out).reuse.link_ids(0), "model.embed_tokens.weight"
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert (after[weight] - first[weight]).abs().max() == pytest.approx(options.rate, rel=0.05)
+    assert (after[words][ids] - first[words][ids]).abs().max() == pytest.approx(10 * options.rate, rel=0.05)
 
 
 @pytest.mark.parametrize("changes", [{"link_tokens": 0, "recipe": "isolated"}, {"lora_rank": 2}], ids=["all", "lora"])
@@ -304,28 +220,14 @@ def test_resumed_run_equals_uninterrupted_one(options, tmp_path, changes):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(LINES[1]) + "\n", encoding="utf-8")
     options = replace(options, steps=7, save_every=2, keep_checkpoints=3, evaluate=held, evaluate_every=3, **changes)
-    whole = train(options)
-    stopped = replace(options, out=tmp_path / "stopped")
-
-    def stop(line):
-        if line["step"] == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(stopped, show=stop)
-    report = train(replace(stopped, resume=True))
+    whole, (report, _) = train(options), resumed(options, tmp_path / "stopped", 5)
     name = "adapter_model.safetensors" if "lora_rank" in changes else "model.safetensors"
     before, after = (load_file(one.out / name) for one in (whole, report))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
     for file in ("training_log.jsonl", "evaluation.jsonl"):
-        lines = [
-            [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_s")} for line in log_of(one.out, file)]
-            for one in (whole, report)
-        ]
-        assert lines[0] == lines[1]
-    lm = rc.load_lm(report.out)
-    assert lm.reuse.recipe == options.recipe
+        assert timeless(log_of(whole.out, file)) == timeless(log_of(report.out, file))
+    assert rc.load_lm(report.out).reuse.recipe == options.recipe
 
 
 def test_half_written_checkpoints_are_passed_over(options, tmp_path, caplog):
@@ -380,12 +282,6 @@ def test_unusable_input_is_refused_by_name(options, base, tmp_path):
     refused("reuse is 'none'", reuse="none")
     refused("teacher goes with objective='distill'", objective="labels", teacher=base)
     refused("hidden_weight is -1", hidden_weight=-1.0)
-    refused("link_rate is 0", link_rate=0.0)
-    refused("damage_weight is -1", damage_weight=-1.0)
-    refused("keep_logits keeps no hidden states", keep_logits=tmp_path / "kept")
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    refused("cannot be kept in .*file", keep_logits=tmp_path / "file", hidden_weight=0.0)
-    refused("keep_logits goes with objective='distill'", objective="labels", keep_logits=tmp_path / "kept")
     refused("recipe 'alone' is unknown", recipe="alone")
     only = tmp_path / "only.jsonl"
     only.write_text(json.dumps(LINES[3]) + "\n", encoding="utf-8")
