@@ -12,10 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ragcache.kv.block import KVBlock, MixedBlock
-from ragcache_papers.kvtc_transform import (
-    Group,
-    groups_of,
-)
+from ragcache_papers.kvtc_transform import Group, groups_of
 
 if TYPE_CHECKING:
     from torch import Tensor

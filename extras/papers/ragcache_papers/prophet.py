@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
-from ragcache.fusion.recompute import (
-    RecomputeContext,
-    Running,
-    check_ratio,
-    check_tokens,
-    chosen,
-    open_cache,
-    rerun,
-)
+from ragcache.fusion.recompute import RecomputeContext, Running, check_ratio, check_tokens, chosen, open_cache, rerun
 from ragcache.lazy_torch import torch
 from ragcache.models.card import ModelCard
 from ragcache.prompt import Prompt

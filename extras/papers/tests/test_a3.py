@@ -3,13 +3,11 @@
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, masks_of, random_prompt
+from paper_oracles import CHOSEN_ON, CHUNKS
 
 import ragcache as rc
 from ragcache.models import attention
-
-CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
-CHUNKS = (17, 3, 20, 12)
 
 
 @torch.no_grad()
@@ -89,16 +87,3 @@ def test_a_long_suffix_is_scored_a_few_rows_at_a_time(load, monkeypatch):
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * prompt.num_tokens * 7)
     assert_same(rc.fuse(lm, prompt, "a3", ratio=0.3).next_logits, at_once)
     assert sum(part.shape[3] == 7 and part.shape[4] == prompt.num_tokens for part in seen) == 5
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
-    """Law 3. With none, it is the very same computation."""
-    lm, oracle = load(family)
-    prompt = random_prompt(44)
-    n = prompt.num_tokens
-    every = rc.fuse(lm, prompt, "a3", ratio=1)
-    assert_same(every.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
-    none = rc.fuse(lm, prompt, "a3", ratio=0)
-    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
-    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}

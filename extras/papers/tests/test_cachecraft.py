@@ -8,19 +8,12 @@ import numpy as np
 import pytest
 import torch
 from blend_oracle import blended_logits, forward, recorded_kv
-from families import FAMILIES, assert_same, block_diagonal, oracle_logits, random_prompt
+from families import FAMILIES, assert_same, block_diagonal, causal, random_prompt
+from paper_oracles import CHOSEN_ON, CHUNKS, LAYERS
 
 import ragcache as rc
 from ragcache.fusion import get_method
 from ragcache_papers.anchors import Scope
-
-CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
-CHUNKS = (17, 3, 20, 12)
-LAYERS = 3
-
-
-def causal(n):
-    return torch.ones(n, n, dtype=torch.bool).tril()
 
 
 def attention(oracle, prompt):
@@ -86,18 +79,6 @@ def test_chunks_of_one_size_run_different_shares(load):
         fused = rc.fuse(lm, prompt, "cachecraft", alpha=1.0)
         assert fused.computed_tokens[-1] == len(tokens) + len(prompt.suffix_ids)
     assert differ, "no prompt tells the chunks apart"
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_all_of_them_behind_the_prefix_is_full_prefill_and_none_is_reposition(load, family):
-    """Law 3, with blocks that were read behind the prefix: the first chunk's is exact, and all others run again."""
-    lm, oracle = load(family)
-    prompt = random_prompt(118)
-    every = rc.fuse(lm, prompt, "cachecraft", alpha=2, recipe="prefix")
-    assert_same(every.next_logits, oracle_logits(oracle, prompt, causal(prompt.num_tokens)))
-    none = rc.fuse(lm, prompt, "cachecraft", alpha=0)
-    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
-    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
 
 
 def test_what_the_blocks_were_read_behind_makes_no_difference_to_the_choice(load):

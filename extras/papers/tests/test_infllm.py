@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, planned_logits
+from families import METHOD_FAMILIES, block_diagonal, random_prompt
+from formula_oracle import Plan, planned_logits
+from kit.makers import each
+from paper_oracles import assert_like, with_formula
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -12,15 +14,7 @@ OPTIONS = {"block_size": 4, "top_blocks": 3, "representative_tokens": 2, "initia
 ANSWER = [5, 77, 31]
 
 
-@pytest.fixture(scope="module", params=METHOD_FAMILIES)
-def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), formula_model(directory)
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
+family = each(METHOD_FAMILIES, with_formula, scope="module")
 
 
 def looked_up(prompt, query, keys):
@@ -62,7 +56,7 @@ def test_infllm_keeps_the_blocks_that_the_suffix_asks_for(family, last, seed):
     expected = planned_logits(oracle, ids, Plan(by_layer, positions))[prompt.num_tokens - 1 :]
     fused = rc.fuse(lm, prompt, method="infllm", **OPTIONS)
     steps = [lm.run([token], fused.next_position + i, fused.cache) for i, token in enumerate(ANSWER)]
-    assert_same(torch.stack([fused.next_logits, *steps]), expected)
+    assert_like(torch.stack([fused.next_logits, *steps]), expected)
     assert fused.kept_tokens == tuple(kept)
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
 
@@ -72,7 +66,7 @@ def test_enough_blocks_are_reposition(family):
     prompt = random_prompt(22)
     expected = planned_logits(oracle, prompt.ids, Plan(block_diagonal(prompt), torch.arange(prompt.num_tokens)))[-1]
     for options in ({**OPTIONS, "top_blocks": 99}, {}):
-        assert_same(rc.fuse(lm, prompt, method="infllm", **options).next_logits, expected)
+        assert_like(rc.fuse(lm, prompt, method="infllm", **options).next_logits, expected)
 
 
 def test_one_chunk_behind_the_prefix_is_kept_whole(family):
@@ -80,7 +74,7 @@ def test_one_chunk_behind_the_prefix_is_kept_whole(family):
     prompt = random_prompt(23, chunks=(40,))
     n = prompt.num_tokens
     expected = planned_logits(oracle, prompt.ids, Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n)))[-1]
-    assert_same(rc.fuse(lm, prompt, method="infllm", recipe="prefix", **OPTIONS).next_logits, expected)
+    assert_like(rc.fuse(lm, prompt, method="infllm", recipe="prefix", **OPTIONS).next_logits, expected)
 
 
 @pytest.mark.parametrize("method", ["samkv", "infllm", "entropy"])

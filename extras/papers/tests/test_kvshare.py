@@ -5,22 +5,16 @@ import threading
 import pytest
 import torch
 from blend_oracle import forward
-from families import FAMILIES, assert_same, block_diagonal, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, causal, random_prompt
+from paper_oracles import CHOSEN_ON, CHUNKS, LAYERS
 
 import ragcache as rc
 from ragcache.errors import CancelledError, ConfigError
 from ragcache.models.generate import decode
 from ragcache_eval.reading import forced_logits
 
-CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
 ANSWERED_ON = [name for name in CHOSEN_ON if name not in {"mistral-window", "gemma3"}]
 """An answer's token sees few passages' tokens through a small window in layer 1, and those have right values."""
-CHUNKS = (17, 3, 20, 12)
-LAYERS = 3
-
-
-def causal(n):
-    return torch.ones(n, n, dtype=torch.bool).tril()
 
 
 def layer_one(weights):
@@ -119,19 +113,6 @@ def test_the_answer_looks_elsewhere_than_the_question(load):
     by_question = best(received * expected.wrong, list(expected.stale), 3)
     expected.step(int(expected.logits.argmax()))
     assert expected.chosen[1] != by_question
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_all_of_them_is_full_prefill_and_none_is_reposition(load, family):
-    """Law 3."""
-    lm, oracle = load(family)
-    prompt = random_prompt(214)
-    every = rc.fuse(lm, prompt, "kvshare", ratio=1)
-    assert_same(every.next_logits, oracle_logits(oracle, prompt, causal(prompt.num_tokens)))
-    assert every.cache.step is None
-    none = rc.fuse(lm, prompt, "kvshare", ratio=0, decode_tokens=0)
-    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
-    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
 
 
 def test_all_that_is_left_runs_once_and_no_more(load):

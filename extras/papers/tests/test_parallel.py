@@ -6,7 +6,9 @@ import pytest
 import torch
 from ape_formula import merged
 from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, planned_logits, step_by_step
+from formula_oracle import Plan, planned_logits, step_by_step
+from kit.makers import each
+from paper_oracles import assert_like, with_formula
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -14,15 +16,7 @@ from ragcache.errors import ConfigError
 ANSWER = [5, 77, 31]
 
 
-@pytest.fixture(scope="module", params=METHOD_FAMILIES)
-def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), formula_model(directory)
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
+family = each(METHOD_FAMILIES, with_formula, scope="module")
 
 
 @pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.9, 0.9), (0.3, 0.6), (1.0, 0.5), (0.7, 1.4)])
@@ -31,15 +25,11 @@ def test_ape_is_attention_in_two_parts_also_while_decoding(family, temperature, 
     prompt = random_prompt(11, prefix=4)
     positions, allowed, of_chunks = layout(prompt, ANSWER)
     weigh = partial(
-        merged,
-        of_chunks=of_chunks,
-        context_tokens=prompt.context_tokens,
-        temperature=temperature,
-        scale=scale,
+        merged, of_chunks=of_chunks, context_tokens=prompt.context_tokens, temperature=temperature, scale=scale
     )
     expected = planned_logits(oracle, [*prompt.ids, *ANSWER], Plan(allowed, positions, weigh))
     fused = rc.fuse(lm, prompt, method="ape", temperature=temperature, scale=scale)
-    assert_same(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
+    assert_like(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
 
 
@@ -48,7 +38,7 @@ def test_neutral_ape_is_one_forward_with_overlapping_positions(family):
     prompt = random_prompt(12)
     positions, allowed, _ = layout(prompt)
     expected = planned_logits(oracle, prompt.ids, Plan(allowed, positions))[-1]
-    assert_same(rc.fuse(lm, prompt, method="ape", temperature=1, scale=1).next_logits, expected)
+    assert_like(rc.fuse(lm, prompt, method="ape", temperature=1, scale=1).next_logits, expected)
     sharpened = rc.fuse(lm, prompt, method="ape", temperature=0.5, scale=0.5).next_logits
     assert (sharpened - expected).abs().max() > 0.01 * expected.abs().max(), "temperature and scale have no effect"
 
@@ -59,7 +49,7 @@ def test_ape_leaves_one_chunk_as_full_prefill(family):
     n = prompt.num_tokens
     plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
     expected = planned_logits(oracle, prompt.ids, plan)[-1]
-    assert_same(rc.fuse(lm, prompt, method="ape", temperature=0.4, scale=0.4).next_logits, expected)
+    assert_like(rc.fuse(lm, prompt, method="ape", temperature=0.4, scale=0.4).next_logits, expected)
 
 
 def selected(oracle, prompt, top_k):
@@ -90,7 +80,7 @@ def test_entropy_attends_to_the_chunks_that_draw_most(family, top_k):
     plan, kept = selected(oracle, prompt, top_k)
     expected = planned_logits(oracle, [*prompt.ids, *ANSWER], plan)
     fused = rc.fuse(lm, prompt, method="entropy", top_k=top_k)
-    assert_same(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
+    assert_like(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
     assert fused.kept_tokens == kept
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
 
@@ -101,7 +91,7 @@ def test_entropy_leaves_one_chunk_as_full_prefill(family):
     n = prompt.num_tokens
     plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
     expected = planned_logits(oracle, prompt.ids, plan)[-1]
-    assert_same(rc.fuse(lm, prompt, method="entropy").next_logits, expected)
+    assert_like(rc.fuse(lm, prompt, method="entropy").next_logits, expected)
 
 
 @pytest.mark.parametrize("method", ["entropy", "ape"])

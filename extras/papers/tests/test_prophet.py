@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 import torch
 from blend_oracle import blended_logits
-from families import FAMILIES, assert_same, block_diagonal, masks_of, oracle_logits, random_prompt
+from families import assert_same, block_diagonal, masks_of, random_prompt
+from paper_oracles import CHOSEN_ON, CHUNKS, LAYERS
 
 import ragcache as rc
 import ragcache_papers.prophet as prophet
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import Layout
 from ragcache.fusion.method import Placer, PrefillRequest
-
-CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
-CHUNKS = (17, 3, 20, 12)
-LAYERS = 3
 
 
 @torch.no_grad()
@@ -135,20 +132,6 @@ def test_blocks_above_the_layers_that_score_are_placed_after_the_choice(load, mo
     rc.fuse(lm, random_prompt(45, chunks=CHUNKS), "prophet", layers=layers)
     assert events[: events.index("chosen")] == awaited
     assert sorted(event for event in events if event != "chosen") == [0, 1, 2]
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family):
-    """Law 3. With none, it is the very same computation; with all, there is nothing to ask."""
-    lm, oracle = load(family)
-    prompt = random_prompt(46)
-    n = prompt.num_tokens
-    every = rc.fuse(lm, prompt, "prophet", ratio=1)
-    assert_same(every.next_logits, oracle_logits(oracle, prompt, torch.ones(n, n, dtype=torch.bool).tril()))
-    assert set(every.computed_tokens) == {n - len(prompt.prefix_ids)}
-    none = rc.fuse(lm, prompt, "prophet", ratio=0)
-    assert torch.equal(none.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
-    assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
 
 
 def test_a_pass_that_ends_early_is_timed(load):

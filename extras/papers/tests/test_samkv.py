@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from families import METHOD_FAMILIES, block_diagonal, random_prompt, save_tiny
-from formula_oracle import Plan, formula_model, planned_logits
+from families import METHOD_FAMILIES, block_diagonal, random_prompt, tiny
+from formula_oracle import Plan, planned_logits
+from kit.makers import each, made_by
+from paper_oracles import assert_like, with_formula
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -16,20 +18,10 @@ EVERYTHING = {**SIZES, "top_p": 1, "cross_filter": False}
 ANSWER = [5, 77, 31]
 
 
-@pytest.fixture(scope="module", params=METHOD_FAMILIES)
-def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    return rc.load_lm(directory), formula_model(directory)
+family = each(METHOD_FAMILIES, with_formula, scope="module")
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("samkv"))))
-
-
-def assert_same(ours, theirs):
-    scale = theirs.abs().max()
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
+llama = made_by(lambda: tiny("llama")[0])
 
 
 def flat(lists):
@@ -217,7 +209,7 @@ def test_samkv_is_the_paper_written_twice(family, options):
     written = Written(oracle, prompt, {**SIZES, **options})
     fused = rc.fuse(lm, prompt, method="samkv", **SIZES, **options)
     assert fused.kept_tokens == tuple(len(kept) + len(prompt.suffix_ids) for kept in written.kept)
-    assert_same(decoded(lm, fused), written.logits())
+    assert_like(decoded(lm, fused), written.logits())
     assert len({frozenset(kept) for kept in written.kept}) > 1, "all layers keep the same: nothing is aligned"
     surveyed = len(prompt.suffix_ids)
     if options.get("personalized_bias", True):
@@ -230,13 +222,10 @@ def test_keeping_everything_is_reposition_or_full_prefill(family):
     lm, oracle = family
     prompt = random_prompt(4, chunks=CHUNKS)
     n = prompt.num_tokens
-    for recompute, allowed in (
-        ("none", block_diagonal(prompt)),
-        ("all", torch.ones(n, n, dtype=torch.bool).tril()),
-    ):
+    for recompute, allowed in (("none", block_diagonal(prompt)), ("all", torch.ones(n, n, dtype=torch.bool).tril())):
         expected = planned_logits(oracle, prompt.ids, Plan(allowed, torch.arange(n)))[-1]
         fused = rc.fuse(lm, prompt, method="samkv", recompute=recompute, update="overwrite", **EVERYTHING)
-        assert_same(fused.next_logits, expected)
+        assert_like(fused.next_logits, expected)
         assert set(fused.kept_tokens) == {n}
 
 
@@ -246,7 +235,7 @@ def test_one_chunk_behind_the_prefix_is_kept_whole(family):
     n = prompt.num_tokens
     expected = planned_logits(oracle, prompt.ids, Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n)))[-1]
     fused = rc.fuse(lm, prompt, method="samkv", recipe="prefix", block_size=2)
-    assert_same(fused.next_logits, expected)
+    assert_like(fused.next_logits, expected)
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
 
 

@@ -6,9 +6,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from families import METHOD_FAMILIES, random_prompt, save_tiny
-from formula_oracle import formula_model
-from test_samkv import SIZES, Written, assert_same, decoded
+from families import METHOD_FAMILIES, random_prompt, save_tiny, tiny
+from kit.makers import each, made_by
+from paper_oracles import assert_like, with_formula
+from test_samkv import SIZES, Written, decoded
 from tiny_model import save_tiny_llama
 from torch.utils._pytree import tree_leaves
 
@@ -19,32 +20,17 @@ from ragcache.errors import DamagedBlockError
 from ragcache_papers.samkv_sidecar import Sidecar, Sizes, SurveyedBlock, importance, stable_layers, survey
 
 CHUNKS = (49, 38, 11, 55)
-OWN = {"block_size": 3, "initial_blocks": 1, "local_blocks": 2}
-
-
 KEPT = {"mistral-window", "gemma2", "smollm3", "gpt_oss"}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name in KEPT else pytest.param(name, marks=pytest.mark.slow)
-        for name in METHOD_FAMILIES
-        if name != "gemma4"
-    ],
-)
-def family(request, tmp_path_factory):
-    directory = save_tiny(request.param, str(tmp_path_factory.mktemp(request.param)))
-    lm = rc.load_lm(directory)
-    return lm, formula_model(directory)
+FAMILIES = [
+    name if name in KEPT else pytest.param(name, marks=pytest.mark.slow) for name in METHOD_FAMILIES if name != "gemma4"
+]
+family = each(FAMILIES, with_formula, scope="module")
+llama = made_by(lambda: tiny("llama")[0])
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return rc.load_lm(save_tiny("llama", str(tmp_path_factory.mktemp("sidecar"))))
-
-
-def surveyed(lm, prompt, sizes=OWN, recipe="isolated"):
+def surveyed(lm, prompt, sizes=SIZES, recipe="isolated"):
     blocks = rc.encode(lm, prompt, recipe)
     prefix = lm.read(prompt.prefix_ids) if recipe == "prefix" else None
     pairs = zip(prompt.chunk_ids, blocks, strict=True)
@@ -127,7 +113,7 @@ def test_sidecars_are_appendix_a_written_twice(family, options):
     written = WithSidecars(oracle, prompt, {"update": "fusion", **SIZES, **options})
     fused = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt), **SIZES, **options)
     assert fused.kept_tokens == tuple(len(kept) + len(prompt.suffix_ids) for kept in written.kept)
-    assert_same(decoded(lm, fused), written.logits())
+    assert_like(decoded(lm, fused), written.logits())
     # Local queries lie beside the blocks: the suffix alone runs in the generic pass.
     again = [len(written.again & set.union(*written.kept[layer:])) for layer in range(written.layers)]
     assert fused.computed_tokens == tuple(2 * len(prompt.suffix_ids) + count for count in again)
@@ -161,7 +147,7 @@ def test_without_what_appendix_a_says_sidecars_change_nothing(family, recipe):
     beside = rc.fuse(lm, prompt, "samkv", surveyed(lm, prompt, recipe=recipe), **options)
     assert beside.kept_tokens == plain.kept_tokens
     assert beside.computed_tokens == plain.computed_tokens
-    assert_same(decoded(lm, beside), decoded(lm, plain))
+    assert_like(decoded(lm, beside), decoded(lm, plain))
 
 
 def test_local_queries_are_those_of_the_passages_own_place(llama):

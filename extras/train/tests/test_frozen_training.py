@@ -11,7 +11,7 @@ import torch
 from adapters import save_adapter
 from covering import covering
 from families import masks_of, oracle_model, random_prompt, save_tiny
-from run_options import run_options
+from run_options import CHAT_LINE, INSTRUCTION_LINE, QA_LINES, engine_logits, log_of, run_options, training_row
 from safetensors.torch import load_file
 from tiny_model import byte_tokenizer
 
@@ -23,7 +23,6 @@ from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.frozen import FrozenModel, divergence_loss, number_rows
 from ragcache_train.masked_pass import NAME, answer_logits, register
-from ragcache_train.row_encoder import passage_text
 from ragcache_train.special_tokens import choose_spec
 from ragcache_train.train_batches import Ask, EncodedRow, Pair, collate, collate_pairs, lay_out
 from ragcache_train.trainer import train
@@ -154,20 +153,7 @@ def test_link_tokens_of_all_slots_share_their_rows():
     assert sorted(row_of[id] for id in (207, 208, 209, 210)) == [2, 3, 4, 5]
 
 
-PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
-LINES = [
-    {
-        "type": "qa",
-        "passages": PASSAGES,
-        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
-    },
-    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
-    {
-        "type": "chat",
-        "messages": [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)],
-    },
-    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
-]
+LINES = [*QA_LINES, CHAT_LINE, INSTRUCTION_LINE]
 
 
 def options_of(base, folder):
@@ -196,28 +182,11 @@ def rows_of(out):
     return load_file(out / "adapter.safetensors")["rows"]
 
 
-def log_of(out):
-    return [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
-
-
-def logits_by_engine(out, method):
-    lm = rc.load_lm(out)
-    form = prompt_format(lm.tokenizer)
-    chunks = [encode_text(lm.tokenizer, passage_text(text)) for text in PASSAGES]
-    prompt = rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(lm.tokenizer, "Where is Ann?"))
-    return rc.fuse(lm, prompt, method).next_logits
-
-
 def logits_as_trained(out):
     """Logits of the first answer token, by the training forward over the base with the adapter's rows."""
     adapter = Adapter.find(out)
     lm = rc.load_lm(adapter.base.name, packed=False)
-    tokenizer = rc.load_lm(out).tokenizer
-    form = prompt_format(tokenizer)
-    chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
-    row = EncodedRow(
-        "qa", "", form.prefix_ids, chunks, [Ask(form.suffix_ids(tokenizer, "Where is Ann?"), [1])], None, True
-    )
+    row = training_row(rc.load_lm(out).tokenizer)
     register()
     lm.model.set_attn_implementation(NAME)
     rows = adapter.rows()
@@ -231,9 +200,7 @@ def logits_as_trained(out):
     [
         ({}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267, first_packet_id=268, header_tokens=8)),
         pytest.param(
-            {"header_tokens": 0},
-            TrainedTokens("link", "isolated", 2, 4, 258, 266, 267),
-            marks=pytest.mark.slow,
+            {"header_tokens": 0}, TrainedTokens("link", "isolated", 2, 4, 258, 266, 267), marks=pytest.mark.slow
         ),
         pytest.param(
             {"reuse": "packet", "freeze": False, "trailer_tokens": 3},
@@ -252,10 +219,10 @@ def test_a_run_brings_the_model_nearer_to_its_own_full_prefill(options, base, ch
     assert sorted(path.name for path in report.out.glob("*.safetensors")) == ["adapter.safetensors"]
     lm = rc.load_lm(report.out)
     assert lm.reuse == spec
-    ours = logits_by_engine(report.out, spec.method)[:258]
+    ours = engine_logits(report.out, spec.method)[:258]
     torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
-    full = logits_by_engine(report.out, "full")[:258]
-    torch.testing.assert_close(full, logits_by_engine(base, "full"), atol=1e-5, rtol=1e-5)
+    full = engine_logits(report.out, "full")[:258]
+    torch.testing.assert_close(full, engine_logits(base, "full"), atol=1e-5, rtol=1e-5)
 
 
 def test_the_weights_are_bit_identical_after_training(trained, base):
@@ -268,10 +235,6 @@ def test_passages_alone_are_learned_from_and_other_lines_are_named(trained):
     assert trained.rows == 3
     assert [line.where for line in trained.bad] == [f"{trained.out.with_name('rows.jsonl')}:4"]
     assert "no passages to read apart" in trained.bad[0].reason
-
-
-class StopError(Exception):
-    pass
 
 
 @pytest.mark.parametrize("link_tokens", [2, pytest.param(0, marks=pytest.mark.slow)])
@@ -287,38 +250,15 @@ def test_anchors_are_rows_of_the_adapter(options, link_tokens):
     lm = rc.load_lm(report.out)
     assert lm.reuse.anchors.segment == 8
     assert set(lm.reuse.anchors.ids) <= set(Adapter.find(report.out).rows())
-    ours = logits_by_engine(report.out, lm.default_method)[:258]
+    ours = engine_logits(report.out, lm.default_method)[:258]
     torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="link", marks=pytest.mark.slow),
-        pytest.param({"accumulate": 2, "reuse": "packet"}, id="packet"),
-    ],
-)
-def test_a_run_that_was_stopped_ends_with_the_same_rows(options, tmp_path, changes):
-    options = replace(options, steps=4, save_every=2, **changes)
-    whole = train(options)
-
-    def stop(line):
-        if line["step"] == 3:
-            raise StopError
-
-    stopped = replace(options, out=tmp_path / "stopped")
-    with pytest.raises(StopError):
-        train(stopped, show=stop)
-    (checkpoint,) = (stopped.out / "checkpoints").iterdir()
-    assert list(load_file(checkpoint / "model.safetensors")) == ["rows"], "a checkpoint holds no weights"
+def test_a_checkpoint_holds_the_rows_alone(options):
+    report = train(replace(options, steps=1, save_every=1))
+    (checkpoint,) = (report.out / "checkpoints").iterdir()
+    assert list(load_file(checkpoint / "model.safetensors")) == ["rows"]
     assert {group["betas"] for group in torch.load(checkpoint / "optimizer.pt")["param_groups"]} == {(0.9, 0.98)}
-    gone_on = []
-    report = train(replace(stopped, resume=True), show=gone_on.append)
-    assert [line["step"] for line in gone_on] == [3, 4]
-    assert torch.equal(rows_of(whole.out), rows_of(report.out))
-    logs = [[{**line, "seconds": 0, "tokens_per_s": 0} for line in log_of(one.out)] for one in (whole, report)]
-    assert logs[0] == logs[1]
 
 
 def test_bfloat16_weights_train_float32_rows(options):

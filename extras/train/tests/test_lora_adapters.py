@@ -10,7 +10,7 @@ import reuse_oracle as oracle
 import torch
 from families import masks_of
 from peft import LoraConfig, PeftModel, get_peft_model
-from run_options import run_options
+from run_options import PASSAGES, QA_LINES, engine_prompt, log_of, run_options
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, get_scheduler
@@ -20,16 +20,10 @@ from ragcache.errors import AdapterError, ConfigError, ModelMismatchError
 from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.load import load_card
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.prompt import encode_text, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.trainer import ReuseTrainer, train
 from ragcache_vllm.merged_adapter import servable
 
-PASSAGES = ["Ann lives in Oslo.\n", "Bob has a red boat.\n", "The club meets on Monday.\n"]
-LINES = [
-    {"type": "qa", "passages": PASSAGES, "question": "Where is Ann?", "answer": "Oslo"},
-    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
-]
 LINK = TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)
 
 
@@ -53,7 +47,7 @@ def base(tmp_path_factory):
 
 
 def options_of(base, folder):
-    return run_options(base, folder, LINES, lora_rank=3, learning_rate=3e-2)
+    return run_options(base, folder, QA_LINES, lora_rank=3, learning_rate=3e-2)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +86,6 @@ def ids_in(adapter):
     return [id + 1 for ids in stated.values() for id in ids]
 
 
-def prompt_of(lm):
-    form = prompt_format(lm.tokenizer)
-    chunks = [encode_text(lm.tokenizer, text) for text in PASSAGES]
-    return rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(lm.tokenizer, "Where is Ann?"))
-
-
 def laid_out(method, prompt):
     """The prompt as each way of reuse reads it, by hand."""
     parts = prompt.prefix_ids, prompt.chunk_ids, [prompt.suffix_ids]
@@ -123,7 +111,7 @@ def test_peft_reads_what_was_trained_and_the_engine_serves_the_same(options, tmp
     base = save_base(tmp_path / "base", tied)
     out = train(replace(options, model=base, steps=3, **changes)).out
     lm = rc.load_lm(out)
-    prompt = prompt_of(lm)
+    prompt = engine_prompt(lm.tokenizer)
     for one in {method, "full"}:
         ours = rc.fuse(lm, prompt, one).next_logits[:258]
         torch.testing.assert_close(ours, by_peft(base, out, laid_out(one, prompt)), atol=2e-4, rtol=2e-4)
@@ -281,24 +269,6 @@ def test_another_rank_or_base_or_way_is_refused_by_name(options, base, trained, 
     refused(ConfigError, "train with merge, which writes the whole model", model=tmp_path / "of another tool")
 
 
-@pytest.mark.slow
-def test_a_run_that_was_stopped_ends_with_the_same_adapter(options, tmp_path):
-    class StopError(Exception):
-        pass
-
-    def stop(line):
-        if line["step"] == 3:
-            raise StopError
-
-    whole, stopped = (replace(options, steps=4, save_every=2, out=tmp_path / name) for name in ("whole", "stopped"))
-    train(whole)
-    with pytest.raises(StopError):
-        train(stopped, show=stop)
-    train(replace(stopped, resume=True))
-    for name, tensor in held_by(whole.out).items():
-        assert torch.equal(held_by(stopped.out)[name], tensor), name
-
-
 # So many minutes
 
 
@@ -321,7 +291,7 @@ def test_a_run_of_so_many_minutes_ends_with_an_adapter_and_a_rate_that_has_falle
         "ragcache_train.trainer.ReuseTrainer.compute_loss", slowed(ReuseTrainer.compute_loss, now, begun)
     )
     report = train(options)
-    lines = [json.loads(line) for line in (report.out / "training_log.jsonl").read_text().splitlines()]
+    lines = log_of(report.out)
     assert report.steps == len(lines) == len(begun) == 12
     assert lines[-1]["seconds"] == 120.0
     rates = [line["learning_rate"] / options.rate for line in lines]

@@ -69,8 +69,7 @@ def test_a_row_has_its_own_system_text_and_its_order():
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"),
-    [("none", " This one<|eos|>"), ("chatml", "This one<|im_end|>"), ("mini", " This one<|eos|>")],
+    ("name", "answer"), [("none", " This one<|eos|>"), ("chatml", "This one<|im_end|>"), ("mini", " This one<|eos|>")]
 )
 def test_an_answer_is_what_the_template_writes(name, answer):
     tokenizer = tokenizer_with(TEMPLATES[name])

@@ -6,33 +6,33 @@ from dataclasses import replace
 
 import pytest
 import torch
-from run_options import run_options
+from run_options import (
+    CHAT_LINE,
+    INSTRUCTION_LINE,
+    PASSAGES,
+    QA_LINES,
+    engine_logits,
+    log_of,
+    resumed,
+    run_options,
+    timeless,
+    training_row,
+)
 from safetensors.torch import load_file
 
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache.prompt import encode_text, prompt_format
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.masked_pass import NAME, answer_logits
-from ragcache_train.row_encoder import passage_text
-from ragcache_train.train_batches import Ask, EncodedRow, collate, lay_out
+from ragcache_train.train_batches import collate, lay_out
 from ragcache_train.trainer import train
 
-PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
 LINES = [
-    {
-        "type": "qa",
-        "passages": PASSAGES,
-        "questions": [{"question": "Where is Ann?", "answer": "Oslo"}, {"question": "What has Bob?", "answer": "boat"}],
-    },
-    {"type": "qa", "passages": PASSAGES[:2], "question": "Who has a boat?", "answer": "Bob"},
-    {
-        "type": "chat",
-        "messages": [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)],
-    },
+    *QA_LINES,
+    CHAT_LINE,
     {"type": "summary", "text": "A long text. " * 12, "summary": "Long."},
-    {"type": "instruction", "instruction": "Say yes.", "output": "yes"},
+    INSTRUCTION_LINE,
     {"type": "text", "text": "Just some words."},
 ]
 
@@ -56,28 +56,11 @@ def weights(out):
     return load_file(out / "model.safetensors")
 
 
-def log_of(out) -> list[dict]:
-    return [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
-
-
-def fused(out, **method) -> torch.Tensor:
-    lm = rc.load_lm(out)
-    tokenizer = lm.tokenizer
-    form = prompt_format(tokenizer)
-    chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
-    prompt = rc.Prompt(form.prefix_ids, chunks, form.suffix_ids(tokenizer, "Where is Ann?"))
-    return rc.fuse(lm, prompt, **method).next_logits
-
-
 def as_trained(out, apart: bool = True) -> torch.Tensor:
     """Logits of the first answer token from the training forward of the same prompt."""
     lm = rc.load_lm(out)
-    model, tokenizer = lm.model, lm.tokenizer
-    form = prompt_format(tokenizer)
-    chunks = [encode_text(tokenizer, passage_text(text)) for text in PASSAGES]
-    ask = Ask(form.suffix_ids(tokenizer, "Where is Ann?"), [1])
-    row = EncodedRow("qa", "", form.prefix_ids, chunks, [ask], None, True)
-    batch = collate([lay_out(row, TrainedTokens.of(model.config), apart)])
+    model = lm.model
+    batch = collate([lay_out(training_row(lm.tokenizer), TrainedTokens.of(model.config), apart)])
     model.set_attn_implementation(NAME)
     with torch.no_grad():
         return answer_logits(model, model, batch)[0]
@@ -93,8 +76,8 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
     lm = rc.load_lm(report.out)
     assert lm.reuse == TrainedTokens("link", "isolated", 2, 4, 258, 266, 267)
     assert lm.model.get_input_embeddings().weight.shape[0] == lm.vocab_size >= 268
-    torch.testing.assert_close(fused(report.out, method="link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(fused(report.out, method="full"), as_trained(report.out, False), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(engine_logits(report.out, "link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(engine_logits(report.out, "full"), as_trained(report.out, False), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +110,7 @@ def test_the_other_ways_of_reuse(options, changes, spec, method):
     report = train(replace(options, steps=2, **changes))
     assert rc.load_lm(report.out).reuse == spec
     ours = as_trained(report.out, apart=spec is not None)
-    torch.testing.assert_close(fused(report.out, method=method), ours, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(engine_logits(report.out, method), ours, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.slow
@@ -149,7 +132,7 @@ def test_anchors_learn_in_two_stages(options, tmp_path):
     losses = [line["loss"] for line in log_of(second.out)]
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     assert rc.load_lm(second.out).reuse == spec
-    torch.testing.assert_close(fused(second.out, method="link"), as_trained(second.out), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(engine_logits(second.out, "link"), as_trained(second.out), atol=2e-4, rtol=2e-4)
     with rc.RagCache.open(tmp_path / "kb", model=second.out, embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document(str(n), text) for n, text in enumerate(PASSAGES))
         answer = kb.ask("Where is Ann?", k=2, sampling=rc.Sampling(max_tokens=4))
@@ -159,33 +142,28 @@ def test_anchors_learn_in_two_stages(options, tmp_path):
         assert set(block.tokens_by_layer) == {-(-len(chunk) * 3 // 8)}
 
 
-class StopError(Exception):
-    pass
+WAYS = {
+    "full": {},
+    "merged lora": {"lora_rank": 2, "merge": True},
+    "lora": {"lora_rank": 3},
+    "accumulate": {"accumulate": 2},
+    "frozen link": {"freeze": True},
+    "packet": {"reuse": "packet", "accumulate": 2},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{}, {"lora_rank": 2, "merge": True}, {"accumulate": 2}], ids=["full", "lora", "accumulate"]
-)
-def test_a_run_that_was_stopped_ends_with_the_same_weights(options, tmp_path, changes):
+@pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
+def test_a_resumed_run_equals_an_uninterrupted_one(options, tmp_path, changes):
     options = replace(options, steps=7, save_every=3, **changes)
-    whole = train(options)
-
-    def stop(line):
-        if line["step"] == 5:
-            raise StopError
-
-    stopped = replace(options, out=tmp_path / "stopped")
-    with pytest.raises(StopError):
-        train(stopped, show=stop)
-    report = train(replace(stopped, resume=True))
-    before, after = weights(whole.out), weights(report.out)
-    assert set(before) == set(after)
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    drop = ("seconds", "tokens_per_s")
-    logs = [[{k: v for k, v in line.items() if k not in drop} for line in log_of(r.out)] for r in (whole, report)]
-    assert logs[0] == logs[1]
+    whole, (report, after) = train(options), resumed(options, tmp_path / "stopped", 5)
+    assert after == [4, 5, 6, 7]
+    files = [{path.name: load_file(path) for path in one.out.glob("*.safetensors")} for one in (whole, report)]
+    assert files[0].keys() == files[1].keys() != set()
+    for name, tensors in files[0].items():
+        assert tensors.keys() == files[1][name].keys()
+        assert all(torch.equal(tensor, files[1][name][key]) for key, tensor in tensors.items()), name
+    assert timeless(log_of(whole.out)) == timeless(log_of(report.out))
 
 
 def test_every_weight_is_trained_and_the_seed_decides(options, trained, tmp_path):
@@ -207,7 +185,7 @@ def test_lora_is_merged_and_trains_the_new_rows(options, tmp_path):
     change = end[projection] - start[projection]
     assert int(torch.linalg.matrix_rank(change, atol=1e-6)) == 2
     assert not any("lora" in key for key in end)
-    torch.testing.assert_close(fused(report.out, method="link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(engine_logits(report.out, "link"), as_trained(report.out), atol=2e-4, rtol=2e-4)
     few = train(replace(options, steps=1, lora_rank=2, merge=True, out=tmp_path / "few")).out
     used = rc.load_lm(few).reuse.link_ids(0)
     assert not torch.equal(weights(few)[name][used], end[name][used])

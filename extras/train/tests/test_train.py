@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import typer
 from terminal import invoke
-from tiny_model import save_tiny_llama
 
 from ragcache.cli.commands import build_app
 from ragcache.models.trained_tokens import TrainedTokens
@@ -17,11 +16,6 @@ from ragcache_train.train_options import TrainOptions
 
 COMMANDS = typer.main.get_command(build_app()).commands
 LINE = {"type": "qa", "passages": ["Ann lives in Oslo.", "Bob has a boat."], "question": "Where?", "answer": "Oslo"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
@@ -44,25 +38,6 @@ def test_a_run(base, data, tmp_path):
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["ragcache"] == TrainedTokens("link", "isolated", 1, 3, 258, 261, 262).section()
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_run_with_anchors(base, data, tmp_path):
-    out, anchors = tmp_path / "out", ("--anchor-segment", "9")
-    result = run(base, data, out, "--steps", "1", "--link-tokens", "0", "--anchors", "2", *anchors)
-    assert result.exit_code == 0, result.output
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    spec = TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=9)
-    assert config["ragcache"] == spec.section()
-
-
-def test_a_run_on_frozen_weights_makes_an_adapter(base, data, tmp_path):
-    out = tmp_path / "out"
-    result = run(base, data, out, "--steps", "1", "--reuse", "packet", "--trailer-tokens", "2")
-    assert result.exit_code == 0, result.output
-    written = json.loads((out / "adapter.json").read_text(encoding="utf-8"))
-    assert written["base"]["name"] == str(base)
-    spec = TrainedTokens("packet", first_packet_id=258, header_tokens=8, trailer_tokens=2)
-    assert written["ragcache"] == spec.section()
 
 
 def test_a_run_of_lora_makes_an_adapter_that_other_commands_take(base, data, tmp_path):
@@ -93,7 +68,25 @@ def test_json(base, data, tmp_path):
     assert [line["where"] for line in report["bad"]] == [f"{data}:2"]
 
 
-def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
+OPTIONS = {
+    "--mix qa=0.4 --mix text=1 --keep-order --max-length 90": {
+        "mixture": {"qa": 0.4, "text": 1.0},
+        "shuffle_passages": False,
+        "max_tokens": 90,
+    },
+    "--reuse markers --lora-rank 4 --seed 7 --epochs 2.5": {
+        "reuse": "markers",
+        "lora_rank": 4,
+        "seed": 7,
+        "epochs": 2.5,
+    },
+    "--link-tokens 0 --anchors 2 --anchor-segment 9": {"link_tokens": 0, "anchor_tokens": 2, "anchor_segment": 9},
+    "--reuse packet --trailer-tokens 2": {"reuse": "packet", "trailer_tokens": 2},
+}
+
+
+@pytest.mark.parametrize(("words", "fields"), OPTIONS.items())
+def test_options_reach_the_run(base, data, tmp_path, monkeypatch, words, fields):
     seen = []
 
     def caught(options, show=None):
@@ -101,35 +94,8 @@ def test_options_reach_the_run(base, data, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ragcache_train.trainer.train", caught)
-    more = [
-        "--mix",
-        "qa=0.4",
-        "--mix",
-        "text=1",
-        "--keep-order",
-        "--max-length",
-        "90",
-        "--lora-rank",
-        "4",
-        "--seed",
-        "7",
-    ]
-    assert run(base, data, tmp_path / "out", *more, "--reuse", "markers", "--epochs", "2.5").exit_code == 130
-    assert seen == [
-        TrainOptions(
-            model=str(base),
-            data=(data,),
-            out=tmp_path / "out",
-            device="cpu",
-            mixture={"qa": 0.4, "text": 1.0},
-            shuffle_passages=False,
-            max_tokens=90,
-            lora_rank=4,
-            seed=7,
-            reuse="markers",
-            epochs=2.5,
-        )
-    ]
+    assert run(base, data, tmp_path / "out", *words.split()).exit_code == 130
+    assert seen == [TrainOptions(model=str(base), data=(data,), out=tmp_path / "out", device="cpu", **fields)]
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,19 @@
 """What makes training slow on a GPU, shown on a CPU: steps read nothing back, layers are compiled once, and frozen
 weights are 16 bits."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from host_reads import HostReads
+from run_options import PASSAGES, run_options
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
 from ragcache_train import trainer as trainer_module
-from ragcache_train.train_options import TrainOptions
 from ragcache_train.trainer import ReuseTrainer, compile_layers, train
 
-PASSAGES = ["Ann lives in Oslo.", "Bob has a red boat.", "The club meets on Monday."]
 LINES = [
     {"type": "qa", "passages": PASSAGES[: 1 + n % 3], "question": f"Where is Ann{'?' * n}", "answer": "Oslo"}
     for n in range(12)
@@ -30,10 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @pytest.fixture
 def options(base, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    form = {"link_tokens": 2, "link_slots": 4, "batch_tokens": 640, "log_every": 100, "save_every": 100}
-    return TrainOptions(model=base, data=(data,), out=tmp_path / "out", steps=8, device="cpu", **form)
+    options = run_options(base, tmp_path, LINES)
+    return replace(options, batch_tokens=640, log_every=100, save_every=100, steps=8)
 
 
 @pytest.fixture

@@ -31,12 +31,7 @@ class LangChainEmbedder:
     """
 
     def __init__(
-        self,
-        embeddings: Embeddings,
-        *,
-        name: str | None = None,
-        dimension: int | None = None,
-        normalize: bool = True,
+        self, embeddings: Embeddings, *, name: str | None = None, dimension: int | None = None, normalize: bool = True
     ) -> None:
         if not isinstance(embeddings, Embeddings):
             raise EmbedderError(f"{embeddings!r}: LangChain Embeddings are expected here")

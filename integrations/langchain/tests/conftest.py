@@ -2,17 +2,14 @@
 
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from langchain_registry import QUESTION, REGISTRY, registry_documents
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from langchain_ragcache import RagCacheVectorStore
-from ragcache_demo.bag_of_words import BagOfWords
 
 STANDARD = {
     "test_langchain_standard_chat_model.py": {
@@ -70,72 +67,32 @@ def minilm() -> rc.Embedder:
 
 
 @pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def tiny(tiny_directory) -> rc.LanguageModel:
-    return rc.load_lm(tiny_directory)
-
-
-@pytest.fixture
-def open_store(tmp_path, mini) -> Iterator[Callable[..., rc.RagCache]]:
-    """Opens stores over the bundled model and closes them; the same path is the same store."""
-    opened = []
-
-    def open_one(name: str = "kb", **options: object) -> rc.RagCache:
-        kb = rc.RagCache.open(tmp_path / name, **{"model": mini, "embedder": BagOfWords(), **options})
-        opened.append(kb)
-        return kb
-
-    yield open_one
-    for kb in opened:
-        kb.close()
-
-
-@pytest.fixture(scope="session")
 def made_registry(tmp_path_factory, mini, minilm) -> Path:
-    """One document a line of the registry. Not to be changed: take `own_registry`."""
+    """One document a line of the registry. Copied by `shared_registry`."""
     path = tmp_path_factory.mktemp("registry") / "kb"
     with rc.RagCache.open(path, model=mini, embedder=minilm) as kb:
         RagCacheVectorStore(kb).add_documents(registry_documents())
     return path
 
 
-@contextmanager
-def opened_registry(made: Path, folder: Path, mini: rc.LanguageModel, minilm: rc.Embedder) -> Iterator[rc.RagCache]:
-    """It keeps the prefix and no placed context: a question that is asked again is read as it was at first."""
-    shutil.copytree(made, folder / "registry")
-    config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
-    with rc.RagCache.open(folder / "registry", model=mini, embedder=minilm, store=config) as kb:
-        yield kb
-
-
-def load_all(kb: rc.RagCache) -> rc.RagCache:
-    """The prefix's own block is computed, the others loaded."""
-    kb.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))
-    return kb
-
-
 @pytest.fixture(scope="session")
 def shared_registry(tmp_path_factory, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
-    with opened_registry(made_registry, tmp_path_factory.mktemp("read"), mini, minilm) as kb:
+    """It keeps the prefix and no placed context: a question that is asked again is read as it was at first."""
+    folder = tmp_path_factory.mktemp("read") / "registry"
+    shutil.copytree(made_registry, folder)
+    config = rc.StoreConfig(prefix_bytes=16 * mini.kv_bytes_per_token)
+    with rc.RagCache.open(folder, model=mini, embedder=minilm, store=config) as kb:
         yield kb
 
 
 @pytest.fixture
 def registry(shared_registry) -> rc.RagCache:
-    """For tests that add and delete nothing, and read no new passage that another one reads."""
-    return load_all(shared_registry)
+    """For tests that add and delete nothing, and read no new passage that another one reads. The prefix's own block is
+    computed, the others loaded."""
+    shared_registry.ask(QUESTION, len(REGISTRY), sampling=rc.Sampling(1))
+    return shared_registry
 
 
 @pytest.fixture
-def own_registry(tmp_path, made_registry, mini, minilm) -> Iterator[rc.RagCache]:
-    with opened_registry(made_registry, tmp_path, mini, minilm) as kb:
-        yield load_all(kb)
-
-
-@pytest.fixture
-def store(open_store) -> RagCacheVectorStore:
-    return RagCacheVectorStore(open_store())
+def store(open_kb, mini) -> RagCacheVectorStore:
+    return RagCacheVectorStore(open_kb(model=mini))

@@ -1,10 +1,12 @@
-"""Embedders that show who waits for them."""
+"""Embedders that show who waits for them, and the store of LangChain's own test suites."""
 
 import asyncio
 import threading
 
 import numpy as np
+import pytest
 
+import ragcache as rc
 from ragcache_demo.bag_of_words import BagOfWords
 
 ANSWER_S = 20.0
@@ -48,14 +50,17 @@ class WatchedEmbedder(BagOfWords):
         return super().embed_query(text)
 
 
-class BlockedEmbedder(BagOfWords):
-    """Holds a writer in the middle of its work."""
+class OverAStore:
+    """What is the same for all components under LangChain's own suites: they are made of an open store."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.release = threading.Event(), threading.Event()
+    kb: rc.RagCache
 
-    def embed(self, texts, *, batch_size=32):
-        self.entered.set()
-        assert self.release.wait(60)
-        return super().embed(texts)
+    @pytest.fixture(autouse=True)
+    def _kb(self, registry) -> None:
+        self.kb = registry
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {"kb": self.kb}
+
+    chat_model_params = embedding_model_params = retriever_constructor_params = parameters

@@ -3,19 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+from kit.makers import tiny_lm
 from langchain_classic_double import stuff_chain
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from tiny_model import save_tiny_llama
 from waiting import in_own_loop
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheDocumentTransformer
 from ragcache.errors import ConfigError
-from ragcache_demo.bag_of_words import BagOfWords
 
 TEXTS = {
     "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",
@@ -26,19 +25,12 @@ PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer from this:\n\n{context}\n\nBe brief."), ("human", "{input}")]
 )
 
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("wide"), positions=4096))
+wide = tiny_lm(positions=4096)
 
 
 @pytest.fixture
-def kb(tmp_path, wide):
-    store = rc.StoreConfig(load="always")
-    with rc.RagCache.open(
-        tmp_path / "kb", model=wide, method="reposition", embedder=BagOfWords(), store=store
-    ) as opened:
-        yield opened
+def kb(open_kb, wide):
+    return open_kb(model=wide, method="reposition", store=rc.StoreConfig(load="always"))
 
 
 @pytest.fixture
@@ -220,11 +212,11 @@ def test_a_retriever_of_their_own_is_learnt_from(kb):
     assert [one.metadata for one in theirs.found] == [{}] * 3
 
 
-def test_nothing_is_learnt_where_the_method_reads_no_blocks(tmp_path, wide, theirs):
-    with rc.RagCache.open(tmp_path / "exact", model=wide, method="full", embedder=BagOfWords()) as kb:
-        [found] = rc.attach(theirs, kb).similarity_search("ferry", k=1)
-        assert "ragcache_handle" not in found.metadata
-        assert kept(kb) == set()
+def test_nothing_is_learnt_where_the_method_reads_no_blocks(open_kb, wide, theirs):
+    kb = open_kb(model=wide, method="full")
+    [found] = rc.attach(theirs, kb).similarity_search("ferry", k=1)
+    assert "ragcache_handle" not in found.metadata
+    assert kept(kb) == set()
 
 
 def test_a_transformer_stands_in_pipelines_and_chains(kb, theirs):

@@ -1,33 +1,35 @@
 """Histories that other services wrote."""
 
 import pytest
+from kit.makers import tiny_lm
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage
-from tiny_model import save_tiny_llama
 
-import ragcache as rc
 from langchain_ragcache import ChatRagCache
-from ragcache_demo.bag_of_words import BagOfWords
+
+lm = tiny_lm(positions=2048)
 
 
-@pytest.fixture(scope="module")
-def kb(tmp_path_factory):
-    lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("model"), positions=2048))
-    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, embedder=BagOfWords()) as kb:
-        yield kb
+@pytest.fixture
+def chat(open_kb):
+    return ChatRagCache(kb=open_kb(), max_tokens=4)
 
 
-def test_a_developer_is_the_system(kb):
-    chat = ChatRagCache(kb=kb, max_tokens=4)
+def prompt_tokens(chat, answer):
+    """Tokens of a conversation in which the model gave this answer."""
+    messages = [HumanMessage("Where is the ferry?"), answer, HumanMessage("And now?")]
+    return chat.invoke(messages).usage_metadata["input_tokens"]
+
+
+def test_a_developer_is_the_system(chat):
     told, asked = "Answer in verse.", HumanMessage("Where is the ferry?")
-    as_developer = chat.invoke([ChatMessage(role="developer", content=told), asked])
-    assert as_developer.text == chat.invoke([SystemMessage(told), asked]).text
-    assert (
-        as_developer.usage_metadata["input_tokens"]
-        == chat.invoke([SystemMessage(told), asked]).usage_metadata["input_tokens"]
+    developer, system = (
+        chat.invoke([one, asked]) for one in (ChatMessage(role="developer", content=told), SystemMessage(told))
     )
+    assert developer.text == system.text
+    assert developer.usage_metadata["input_tokens"] == system.usage_metadata["input_tokens"]
 
 
-def test_thoughts_of_other_services_are_read_over(kb):
+def test_thoughts_of_other_services_are_read_over(chat):
     thought = [
         {"type": "thinking", "thinking": "Hm.", "signature": "x"},
         {"type": "redacted_thinking", "data": "x"},
@@ -36,32 +38,26 @@ def test_thoughts_of_other_services_are_read_over(kb):
         {"type": "reasoning", "summary": [], "id": "rs_1"},
         {"type": "text", "text": "At the pier."},
     ]
-    chat = ChatRagCache(kb=kb, max_tokens=4)
-    first, last = HumanMessage("Where is the ferry?"), HumanMessage("And now?")
-    counts = [
-        chat.invoke([first, AIMessage(content), last]).usage_metadata["input_tokens"]
-        for content in (thought, "At the pier.")
-    ]
-    assert counts[0] == counts[1]
+    assert prompt_tokens(chat, AIMessage(thought)) == prompt_tokens(chat, AIMessage("At the pier."))
 
 
-@pytest.mark.parametrize("provider", ["anthropic", "openai"])
-def test_so_are_langchains_own_readings_of_them(kb, provider):
+PROVIDERS = {
+    "anthropic": [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "At the pier."},
+    ],
+    "openai": [
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "text", "text": "At the pier.", "annotations": []},
+    ],
+}
+
+
+@pytest.mark.parametrize(("provider", "blocks"), PROVIDERS.items())
+def test_so_are_langchains_own_readings_of_them(chat, provider, blocks):
     """`content_blocks` of an answer, as LangChain translates them: what an application that changes models keeps."""
-    blocks = {
-        "anthropic": [
-            {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-            {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "At the pier."},
-        ],
-        "openai": [
-            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
-            {"type": "text", "text": "At the pier.", "annotations": []},
-        ],
-    }[provider]
     answer = AIMessage(blocks, response_metadata={"model_provider": provider})
     standard = AIMessage(content_blocks=answer.content_blocks)
     assert any(block["type"] == "reasoning" for block in standard.content)
-    chat, first, last = ChatRagCache(kb=kb, max_tokens=4), HumanMessage("Where is the ferry?"), HumanMessage("And now?")
-    read = [chat.invoke([first, one, last]) for one in (standard, answer, AIMessage("At the pier."))]
-    assert len({message.usage_metadata["input_tokens"] for message in read}) == 1
+    assert len({prompt_tokens(chat, one) for one in (standard, answer, AIMessage("At the pier."))}) == 1

@@ -56,14 +56,6 @@ def test_indexing_does_what_it_does_with_langchains_own_store(store, cleanup):
         assert by_id(store) == documents
 
 
-def test_an_update_is_forced(store):
-    records, options = new_records(), {"cleanup": None, "key_encoder": "blake2b"}
-    index(RUNS[0], records, store, **options)
-    result = index(RUNS[0], records, store, force_update=True, **options)
-    assert dict(result) == {"num_added": 0, "num_updated": 4, "num_skipped": 0, "num_deleted": 0}
-    assert len(by_id(store)) == 4
-
-
 def test_what_was_retrieved_has_the_hash_of_what_was_indexed(store):
     records, options = new_records(), {"cleanup": "full", "key_encoder": "blake2b"}
     index(RUNS[0], records, store, **options)

@@ -1,17 +1,16 @@
 """An agent whose tools find documents elsewhere: their KV is kept, and read at the next call of the model."""
 
 import pytest
+from kit.makers import tiny_lm
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import create_retriever_tool, tool
 from scripted import script
 from templates import TOOL_TEMPLATES
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheMiddleware
-from ragcache_demo.bag_of_words import BagOfWords
 
 agents = pytest.importorskip("langchain.agents")
 
@@ -43,25 +42,13 @@ def broken(query: str) -> str:
     raise RuntimeError("the notes are away")
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=8192, chat_template=TOOL_TEMPLATES["hermes"])
-    return rc.load_lm(made)
+lm = tiny_lm(positions=8192, chat_template=TOOL_TEMPLATES["hermes"])
 
 
 @pytest.fixture
-def open_chat(lm, tmp_path):
-    opened = []
-
-    def open_one(method: str = "reposition") -> ChatRagCache:
-        store = rc.StoreConfig(load="always", prefix_bytes=0)
-        kb = rc.RagCache.open(tmp_path / "kb", model=lm, method=method, embedder=BagOfWords(), store=store)
-        opened.append(kb)
-        return ChatRagCache(kb=kb, max_tokens=300)
-
-    yield open_one
-    for kb in opened:
-        kb.close()
+def open_chat(open_kb):
+    store = rc.StoreConfig(load="always", prefix_bytes=0)
+    return lambda method="reposition": ChatRagCache(kb=open_kb(method=method, store=store), max_tokens=300)
 
 
 def run(chat, monkeypatch, tool, **options) -> tuple[list, list[AIMessage]]:

@@ -7,7 +7,6 @@ from engine_texts import READ
 
 import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever
-from ragcache_demo.bag_of_words import BagOfWords
 
 # Options that other names stand for: the sampling's fields, `timeout`, and a task or stream that is cancelled.
 ELSEWHERE = {"sampling", "timeout_s", "cancelled"}
@@ -48,9 +47,8 @@ class Engine:
 
 
 @pytest.fixture
-def kb(tmp_path, tiny) -> rc.RagCache:
-    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords()) as kb:
-        yield kb
+def kb(open_kb) -> rc.RagCache:
+    return open_kb()
 
 
 def test_no_option_of_the_engine_is_absent():

@@ -16,14 +16,7 @@ from langchain_ragcache import (
     RagCacheVectorStore,
     open_kb,
 )
-from ragcache.errors import (
-    ConfigError,
-    EmbedderError,
-    FilterError,
-    ModelMismatchError,
-    PromptError,
-    UnknownHandleError,
-)
+from ragcache.errors import ConfigError, EmbedderError, FilterError, ModelMismatchError, PromptError, UnknownHandleError
 from ragcache_demo.bag_of_words import BagOfWords
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
@@ -36,8 +29,8 @@ class Place(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def kb(tmp_path_factory, tiny):
-    with rc.RagCache.open(tmp_path_factory.mktemp("refusing") / "kb", model=tiny, embedder=BagOfWords()) as kb:
+def kb(tmp_path_factory, lm):
+    with rc.RagCache.open(tmp_path_factory.mktemp("refusing") / "kb", model=lm, embedder=BagOfWords()) as kb:
         kb.ingest(rc.Document("a", "The cat sat.", {"year": 1}))
         yield kb
 

@@ -8,38 +8,23 @@ import pytest
 import torch
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.messages.content import create_text_block
+from langchain_doubles import OverAStore
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from scripted import script
 from templates import TOOL_TEMPLATES
 
-import ragcache as rc
 from langchain_ragcache import ChatRagCache
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 UNKNOWN = (f"Ada Wersen works as a potter in room {number}." for number in count(1))
 
 
-class _OverAStore:
+class _OverAStore(OverAStore):
     """What is true of the model, for both suites. There is one model in a store, so none can be named instead."""
 
-    kb: rc.RagCache
-
-    @pytest.fixture(autouse=True)
-    def _kb(self, registry) -> None:
-        self.kb = registry
-
-    @property
-    def chat_model_class(self) -> type[ChatRagCache]:
-        return ChatRagCache
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"kb": self.kb}
-
-    @property
-    def supports_model_override(self) -> bool:
-        return False
+    chat_model_class = ChatRagCache
+    supports_model_override = False
 
 
 class TestStandardChatModelUnit(_OverAStore, ChatModelUnitTests):

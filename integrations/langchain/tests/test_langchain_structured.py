@@ -6,9 +6,7 @@ import pytest
 from langchain_core.exceptions import OutputParserException
 from pydantic import BaseModel, Field
 
-import ragcache as rc
 from langchain_ragcache import ChatRagCache
-from ragcache_demo.bag_of_words import BagOfWords
 
 
 class Place(BaseModel):
@@ -21,17 +19,13 @@ class PlaceDict(TypedDict):
 
 
 @pytest.fixture
-def model(tiny, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=tiny, embedder=BagOfWords()) as kb:
-        yield ChatRagCache(kb=kb)
+def model(open_kb):
+    return ChatRagCache(kb=open_kb())
 
 
-def test_a_pydantic_class(model):
+async def test_a_pydantic_class(model):
     for method in ("json_schema", "function_calling"):
         assert isinstance(model.with_structured_output(Place, method=method).invoke("Where?"), Place)
-
-
-async def test_a_pydantic_class_async(model):
     assert isinstance(await model.with_structured_output(Place).ainvoke("Where?"), Place)
 
 

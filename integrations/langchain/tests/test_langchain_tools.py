@@ -3,16 +3,14 @@
 import json
 
 import pytest
+from kit.makers import tiny_lm
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel
 from scripted import script
 from templates import TOOL_TEMPLATES
-from tiny_model import save_tiny_llama
 
-import ragcache as rc
 from langchain_ragcache import ChatRagCache, RagCacheRetriever, RagCacheVectorStore, document_block
-from ragcache_demo.bag_of_words import BagOfWords
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 ASKED = "Which club does Jonas Lansen belong to?"
@@ -27,18 +25,14 @@ def clock() -> str:
     return "noon"
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    """A model whose template shows tools."""
-    made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=4096, chat_template=TOOL_TEMPLATES["hermes"])
-    return rc.load_lm(made)
+lm = tiny_lm(positions=4096, chat_template=TOOL_TEMPLATES["hermes"])
 
 
 @pytest.fixture
-def chat(lm, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        RagCacheVectorStore(kb).add_texts([STORED, "Rosa makes clocks."])
-        yield ChatRagCache(kb=kb, max_tokens=300)
+def chat(open_kb):
+    kb = open_kb()
+    RagCacheVectorStore(kb).add_texts([STORED, "Rosa makes clocks."])
+    return ChatRagCache(kb=kb, max_tokens=300)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """KV for the nodes of a user's own index: found by stock synthesizers at the first question, and gone with them."""
 
 import pytest
+from kit.makers import tiny_lm
 from li_texts import SHORT
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
@@ -11,13 +12,11 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import Document, MetadataMode, NodeWithScore, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
-from tiny_model import save_tiny_llama
 from waiting import in_own_loop
 
 import ragcache as rc
 from llama_index.ingestion.ragcache import RagCachePrecompute
 from llama_index.llms.ragcache import RagCacheLLM
-from ragcache_demo.bag_of_words import BagOfWords
 
 PAGES = {
     "light": "The lighthouse of Brenholm was built of oak, and burnt down in a night of May, as the town records tell.",
@@ -26,17 +25,12 @@ PAGES = {
 }
 QUESTION = "When does the ferry go?"
 
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("wide"), positions=8192))
+wide = tiny_lm(positions=8192)
 
 
 @pytest.fixture
-def kb(tmp_path, wide):
-    store = rc.StoreConfig(load="always")
-    with rc.RagCache.open(tmp_path / "kb", model=wide, method="reposition", embedder=BagOfWords(), store=store) as kb:
-        yield kb
+def kb(open_kb, wide):
+    return open_kb(model=wide, method="reposition", store=rc.StoreConfig(load="always"))
 
 
 @pytest.fixture

@@ -1,5 +1,3 @@
-import pickle
-
 import numpy as np
 import pytest
 from li_loop import ticking
@@ -11,12 +9,11 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 
 import ragcache as rc
-from llama_index.embeddings.ragcache import RagCacheEmbedding
 from llama_index.ingestion.ragcache import RagCacheTransform
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
 from llama_index.vector_stores.ragcache import HANDLE_KEY, RagCacheVectorStore
-from ragcache.errors import ConfigError, EmbedderMismatchError
+from ragcache.errors import EmbedderMismatchError
 from ragcache_demo.bag_of_words import BagOfWords
 
 
@@ -102,14 +99,6 @@ def test_lazy_nodes_carry_no_handle_yet(empty, nodes, tokens_run):
     assert all(HANDLE_KEY not in node.metadata for node in done)
 
 
-def test_a_pipeline_of_splitter_and_embedding_works_too(empty):
-    store = RagCacheVectorStore(empty)
-    pipeline = IngestionPipeline(transformations=[splitter(), RagCacheEmbedding(empty)], vector_store=store)
-    nodes = pipeline.run(documents=documents())
-    np.testing.assert_allclose([n.embedding for n in nodes], empty.vectors([n.node_id for n in nodes]), atol=1e-6)
-    assert all(chunk.handle for chunk in empty.chunks([node.node_id for node in nodes]))
-
-
 def test_handles_travel_through_another_vector_store(empty, recorder):
     nodes = IngestionPipeline(
         transformations=[splitter(), RagCacheTransform(empty)], vector_store=SimpleVectorStore()
@@ -155,14 +144,6 @@ def test_upserts_replace_what_changed_and_leave_the_rest(empty, pipeline):
     assert texts(empty) == sorted({**{id: t.strip() for id, t in TEXTS.items()}, "dogs": changed.text}.values())
 
 
-def test_documents_that_are_gone_are_deleted_where_asked(empty, pipeline):
-    both = pipeline(docstore=SimpleDocumentStore(), docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE)
-    both.run(documents=documents())
-    both.run(documents=documents(dogs="", cats=""))
-    assert texts(empty) == sorted(TEXTS[id].strip() for id in ("rivers", "clubs"))
-    assert empty.info().blocks == 2
-
-
 def test_whole_documents_can_be_upserted_without_a_splitter(empty):
     store = RagCacheVectorStore(empty)
     whole = IngestionPipeline(
@@ -175,16 +156,3 @@ def test_whole_documents_can_be_upserted_without_a_splitter(empty):
 
 
 # Bad input
-
-
-def test_several_workers_are_refused_with_the_reason(pipeline, empty):
-    with pytest.raises(ConfigError, match="num_workers=None"):
-        pipeline().run(documents=documents(), num_workers=2)
-    with pytest.raises(ConfigError, match="num_workers=None"):
-        pickle.dumps(RagCacheEmbedding(empty))
-    assert texts(empty) == []
-
-
-async def test_several_async_workers_are_refused_too(pipeline):
-    with pytest.raises(ConfigError, match="num_workers=None"):
-        await pipeline().arun(documents=documents(), num_workers=2)

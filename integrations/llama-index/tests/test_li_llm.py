@@ -9,15 +9,10 @@ from li_loop import ticking
 from li_texts import QUESTION, SHORT
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
 
 import ragcache as rc
-from llama_index.llms.ragcache import (
-    FusedPrompt,
-    PassageBlock,
-    RagCacheLLM,
-)
+from llama_index.llms.ragcache import FusedPrompt, PassageBlock, RagCacheLLM
 from llama_index.vector_stores.ragcache import HANDLE_KEY
 
 SAMPLING = rc.Sampling(**SHORT)
@@ -168,12 +163,6 @@ def test_metadata_says_what_the_model_is(kb, lm, llm):
         assert llm.metadata.is_chat_model
     finally:
         lm.tokenizer.chat_template = None
-
-
-def test_prompts_of_the_framework_go_through(kb, llm):
-    template = PromptTemplate("Say {word}")
-    assert llm.predict(template, word="no") == kb.complete("Say no", sampling=SAMPLING).text
-    assert "".join(llm.stream(template, word="no")) == llm.predict(template, word="no")
 
 
 def test_tokens_are_counted_by_the_frameworks_handler(llm):

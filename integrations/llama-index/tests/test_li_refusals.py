@@ -18,6 +18,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryMode,
 )
+from waiting import in_own_loop
 
 import ragcache as rc
 from llama_index.chat_engine.ragcache import RagCacheChatEngine
@@ -44,6 +45,7 @@ from ragcache_demo.bag_of_words import BagOfWords
 CAT = NodeWithScore(node=TextNode(id_="cat", text="The cat sat on the mat."))
 IMAGE = ChatMessage(blocks=[ImageBlock(url="http://localhost/a.png")])
 BETWEEN = [PassageBlock(text="a"), TextBlock(text="and"), PassageBlock(text="b"), TextBlock(text="?")]
+GOOD = TextNode(id_="good", text="Good.")
 SOME = BagOfWords().embed_query("x").tolist()
 
 
@@ -80,7 +82,7 @@ def query(mode="default", *, kwargs=None, **fields):
 def add(*nodes, **fields):
     """Return a call that adds these nodes, or one of these fields, behind a good one."""
     made = nodes or [TextNode(**{"id_": "n", "text": "Text.", **fields})]
-    return lambda kb: RagCacheVectorStore(kb).add([TextNode(id_="good", text="Good."), *made])
+    return lambda kb: RagCacheVectorStore(kb).add([GOOD, *made])
 
 
 def embedded(dimension: int) -> list[TextNode]:
@@ -169,6 +171,8 @@ REFUSALS = [
     (add(id_=""), IngestError, "no id"),
     (add(metadata={"a": 1}, text_template="{content} ({metadata_str})"), ConfigError, "text_template"),
     (lambda kb: RagCacheTransform(kb)([TextNode(text="x", metadata={"a": {1}})]), MetadataError, "set"),
+    (busy(lambda kb: RagCacheVectorStore(kb, timeout_s=0.1).add([GOOD])), StoreBusyError, "writ"),
+    (busy(lambda kb: in_own_loop(RagCacheVectorStore(kb, timeout_s=0.1).async_add([GOOD]))), StoreBusyError, "writ"),
     (busy(lambda kb: RagCacheTransform(kb, timeout_s=0.1)([TextNode(text="x")])), StoreBusyError, "writ"),
     (template(PromptTemplate("Asked: {query_str}")), ConfigError, "0 places for the passages"),
     (template(PromptTemplate("{context_str} {context_str} {query_str}")), ConfigError, "2 places for the passages"),

@@ -1,23 +1,22 @@
 """LlamaIndex's own engines join nodes to one text: passages of the store in it are read from their KV all the same."""
 
 import pytest
+from kit.makers import tiny_lm
 from li_texts import QUESTION, SHORT, TEXTS
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from llama_index.retrievers.ragcache import RagCacheRetriever
-from ragcache_demo.bag_of_words import BagOfWords
+
+lm = tiny_lm(positions=8192)  # with room for LlamaIndex's prompts
 
 
-@pytest.fixture(scope="module")
-def kb(tmp_path_factory):
-    """Over a model with room for LlamaIndex's prompts."""
-    lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("wide"), positions=8192))
-    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
-        yield kb
+@pytest.fixture
+def kb(open_kb):
+    kb = open_kb()
+    kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
+    return kb
 
 
 def test_a_query_engine(kb, recorder):

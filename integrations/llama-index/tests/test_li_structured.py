@@ -3,17 +3,14 @@
 import json
 
 import pytest
+from kit.makers import tiny_lm
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel, Field
-from tiny_model import save_tiny_llama
 
-import ragcache as rc
 from llama_index.llms.ragcache import RagCacheLLM
 from ragcache.errors import ConfigError
-from ragcache_demo.bag_of_words import BagOfWords
 
-STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 ASKED = PromptTemplate("Is {person} a member?")
 PERSON = {"person": "Jonas Lansen"}
 
@@ -25,17 +22,12 @@ class Kind(BaseModel, extra="forbid"):
     letter: str = Field(max_length=2)
 
 
-@pytest.fixture(scope="module")
-def kb(tmp_path_factory):
-    lm = rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("plain"), positions=2048))
-    with rc.RagCache.open(tmp_path_factory.mktemp("kb"), model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        kb.ingest([rc.Document("lansen", STORED)])
-        yield kb
+lm = tiny_lm(positions=2048)
 
 
 @pytest.fixture
-def llm(kb):
-    return RagCacheLLM(kb, max_tokens=64)
+def llm(open_kb):
+    return RagCacheLLM(open_kb(), max_tokens=64)
 
 
 def test_a_form_without_a_class(llm):

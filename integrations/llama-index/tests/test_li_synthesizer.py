@@ -10,7 +10,7 @@ from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import MetadataMode, QueryBundle
+from llama_index.core.schema import MetadataMode
 
 import ragcache as rc
 from llama_index.response_synthesizers.ragcache import FusedSynthesizer
@@ -62,17 +62,6 @@ def test_answers_are_the_engines(kb, engine):
     assert [node.node_id for node in response.source_nodes] == [hit.chunk.id for hit in hits]
     assert [node.score for node in response.source_nodes] == [hit.score for hit in hits]
     assert set(response.metadata) == {hit.chunk.id for hit in hits}
-
-
-def test_only_the_question_runs(lm, llm, engine, tokens_run, recorder):
-    llm.max_tokens = 1
-    engine().query(QUESTION)  # the prefix, once for all
-    tokens_run()
-    recorder.events.clear()
-    engine().query(QUESTION)
-    suffix = len(lm.tokenizer(f"Question: {QUESTION}\nAnswer:")["input_ids"])
-    [answer] = recorder.answers()
-    assert tokens_run() == suffix == answer["usage"]["computed_tokens"]
 
 
 @pytest.mark.parametrize("mode", ["compact", "simple_summarize", "tree_summarize"])
@@ -262,7 +251,3 @@ def test_prompts_can_be_read_and_replaced(kb, engine):
 def test_the_frameworks_settings_give_the_model(llm, engine, monkeypatch):
     monkeypatch.setattr(Settings, "_llm", llm)
     assert FusedSynthesizer()._llm is llm
-
-
-def test_a_query_bundle_asks_its_text(engine):
-    assert engine().query(QueryBundle(QUESTION)).response == engine().query(QUESTION).response

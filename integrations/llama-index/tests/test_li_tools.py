@@ -1,6 +1,7 @@
 """Function calling: what a model calls, as LlamaIndex's blocks; what its tools found, read by fused prefill."""
 
 import pytest
+from kit.makers import tiny_lm
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, ThinkingBlock, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
@@ -8,12 +9,10 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 from scripted import script
 from templates import TOOL_TEMPLATES
-from tiny_model import save_tiny_llama
 
 import ragcache as rc
 from llama_index.llms.ragcache import PassageBlock, RagCacheLLM
 from ragcache.errors import ConfigError
-from ragcache_demo.bag_of_words import BagOfWords
 
 STORED = "Jonas Lansen belongs to the Rowing Club Heron."
 ASKED = "Which club does Jonas Lansen belong to?"
@@ -34,18 +33,14 @@ def clock() -> str:
     return "noon"
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    """A model whose template shows tools."""
-    made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=4096, chat_template=TOOL_TEMPLATES["hermes"])
-    return rc.load_lm(made)
+lm = tiny_lm(positions=4096, chat_template=TOOL_TEMPLATES["hermes"])
 
 
 @pytest.fixture
-def kb(lm, tmp_path):
-    with rc.RagCache.open(tmp_path / "kb", model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        kb.ingest([rc.Document("lansen", STORED), rc.Document("rosa", "Rosa makes clocks.")])
-        yield kb
+def kb(open_kb):
+    kb = open_kb()
+    kb.ingest([rc.Document("lansen", STORED), rc.Document("rosa", "Rosa makes clocks.")])
+    return kb
 
 
 @pytest.fixture

@@ -42,12 +42,7 @@ class RagCacheTransform(TransformComponent):
     _kb: rc.RagCache = PrivateAttr()
 
     def __init__(
-        self,
-        kb: rc.RagCache | str | Path,
-        *,
-        collection: str | None = None,
-        kv: str = "eager",
-        timeout_s: float = 30.0,
+        self, kb: rc.RagCache | str | Path, *, collection: str | None = None, kv: str = "eager", timeout_s: float = 30.0
     ) -> None:
         opened = rc.open_shared(kb, collection=collection)
         named = {"fingerprint": opened.lm.fingerprint, "embedder": opened.embedder.name}

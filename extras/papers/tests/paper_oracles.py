@@ -1,0 +1,24 @@
+"""What the oracles of several methods share: models with formulas, masks, prompts, and how near is the same."""
+
+import torch
+from families import saved_tiny
+from formula_oracle import formula_model
+
+import ragcache as rc
+
+CHOSEN_ON = ["llama", "llama-yarn", "qwen3", "phi3-partial", "mixtral", "mistral-window", "gemma2", "gemma3", "smollm3"]
+"""Families on which methods that run tokens again choose them."""
+CHUNKS = (17, 3, 20, 12)
+LAYERS = 3
+
+
+def with_formula(name):
+    """A family's tiny model, and the same in plain transformers with formulas in place of its attention."""
+    directory = saved_tiny(name)
+    return rc.load_lm(directory), formula_model(directory)
+
+
+def assert_like(ours, theirs):
+    """Relative to the largest number."""
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=3e-5, rtol=0)
