@@ -559,6 +559,8 @@ class RagCache(Store):
     def _let_go(self) -> None:
         self._threads.close()
         self._parts.ingestor.close()
+        if self._questions.learner is not None:
+            self._questions.learner.close()
         self._engine.clear()
         self._parts.generation.close()
         if (loader := self._parts.loader) is not None:

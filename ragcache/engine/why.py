@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from ragcache.engine.assemble import Components
@@ -18,9 +17,9 @@ from ragcache.engine.loader import Prefetch
 from ragcache.engine.questions import Questions
 from ragcache.engine.request import Clock, Request
 from ragcache.retrieval.retriever import Hit
+from ragcache.store.foreign import WINDOW, window_hashes
 from ragcache.store.records import NOT_STORED
 
-WINDOW = 8
 SHOWN_TOKENS = 6
 MOST_COMPARED = 200_000
 """Stored passages that a prompt's text is compared with, the oldest first."""
@@ -47,7 +46,9 @@ class Reason:
 class _Planned(Questions):
     """Questions whose prompts are made, but not read."""
 
-    def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Any]:
+    def _answers(
+        self, prepare: Callable[[Clock], Request], ahead: Prefetch | None, *, learns: bool = True
+    ) -> Iterator[Any]:
         try:
             yield prepare(Clock(time.perf_counter()))
         finally:
@@ -101,13 +102,12 @@ def _differing(parts: Components, row: Ids, read: set[int]) -> list[Reason]:
     """
     if len(row) < WINDOW:
         return []
-    powers = np.random.default_rng(0).integers(1, 2**63, WINDOW, np.uint64)
-    hashes = _hashes(row, powers)
+    hashes = window_hashes(row)
     found: list[Reason] = []
     for vector_id, own in _stored(parts):
         if len(own) < WINDOW or vector_id in read:
             continue
-        theirs = _hashes(own, powers)
+        theirs = window_hashes(own)
         known = np.isin(theirs, hashes)
         if 2 * known.sum() < len(known):
             continue
@@ -149,8 +149,3 @@ def _stored(parts: Components) -> Iterator[tuple[int | None, Ids]]:
     passages = parts.store.kv.passages
     for _, ids in [] if passages is None else passages.passages(parts.block_keys.owner)[:left]:
         yield None, np.asarray(ids, np.int64)
-
-
-def _hashes(ids: Ids, powers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    windows = sliding_window_view(ids.astype(np.uint64) + np.uint64(1), WINDOW)
-    return np.asarray((windows * powers).sum(1, dtype=np.uint64))

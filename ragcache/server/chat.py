@@ -221,7 +221,7 @@ class Writer:
         more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: only the last chunk has a value
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
-        shown = {"event": source_event(first.hits)} if first.hits else {}
+        shown = {"event": shown} if (shown := source_event(first.hits)) else {}
         yield _event(self.event([self.piece(rank, first)], ragcache=found, **shown, **more))
         answers: dict[int, Answer] = {}
         async for index, one in work:
