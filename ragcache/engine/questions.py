@@ -9,12 +9,12 @@ from contextlib import closing, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.engine.answer import Event, Sources
+from ragcache.engine.answer import Done, Event, Source, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.learner import Learner
 from ragcache.engine.caches.passage_finder import PassageFinder
@@ -35,7 +35,7 @@ from ragcache.engine.verdict import (
     choose_method,
     warn_if_unchecked,
 )
-from ragcache.errors import ConfigError, blaming, check_choice, check_text, check_type
+from ragcache.errors import ConfigError, StoreError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
@@ -43,9 +43,13 @@ from ragcache.ingest.encoder import ModelEncoder
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
-from ragcache.prompt import PromptEnds, Shown, encode_text
+from ragcache.prompt import Prompt, PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
+from ragcache.store.records import NOT_STORED
+
+if TYPE_CHECKING:
+    from ragcache.engine.why import Reason
 
 log = logging.getLogger(__name__)
 
@@ -420,6 +424,7 @@ class Questions:
             if self._warns_of_mini and is_other_text(request.hits):
                 self._warns_of_mini = False
                 log.warning(MINI_NOTICE, model)
+            last = self._last_listed(request.hits)  # before any is computed, and listed
             with (
                 nullcontext() if learner is None else learner.answering(),
                 closing(self._parts.engine.stream(request)) as events,
@@ -429,13 +434,34 @@ class Questions:
                         self._warns_of_unchecked = not warn_if_unchecked(
                             model, root, request.options.choice, event.method
                         )
-                    yield event
+                    yield self._explained(event, request, last) if isinstance(event, Done) else event
             if learner is not None and learns:
                 learner.see(request.prompt)
         finally:
             if ahead is not None:
                 ahead.close()
             end_team()
+
+    def _last_listed(self, hits: Sequence[Hit]) -> int:
+        """Return the number of the foreign passage that was listed last; 0 if all hits are of documents."""
+        listed, given = self._parts.store.kv.passages, [hit.chunk.vector_id for hit in hits]
+        try:
+            return listed.last() if listed is not None and NOT_STORED in given else 0
+        except StoreError as error:
+            log.warning("passages from elsewhere are not looked for: %s", error)
+            return 0
+
+    def _explained(self, done: Done, request: Request, last: int) -> Done:
+        """Return the answer with what `Answer.explain` calls."""
+        choice, hits = request.options.choice, done.answer.hits
+        reasons = partial(_explain, self._parts, request.prompt, choice, hits, last)
+        return Done(replace(done.answer, reasons=reasons))
+
+
+def _explain(parts: Components, prompt: Prompt, choice: Choice, hits: Sequence[Source], last: int) -> Sequence[Reason]:
+    from ragcache.engine.why import explain_read
+
+    return explain_read(parts, prompt, choice, [(hit.chunk, hit.tier) for hit in hits], last)
 
 
 def _learner(parts: Components) -> Learner | None:

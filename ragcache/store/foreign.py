@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -222,10 +223,19 @@ class PassageList:
 
         return self._run(look) or {}
 
-    def owners(self, token_ids: Sequence[int]) -> set[str]:
-        """Return the owners under which a passage is listed, whether its KV is there or not. Raises StoreError."""
-        query, ids = "SELECT owner FROM passages WHERE token_ids = ?", np.asarray(token_ids, _TOKEN).tobytes()
-        return {owner for (owner,) in self._run(lambda database: database.execute(query, (ids,)).fetchall()) or []}
+    def last(self) -> int:
+        """Return the number of the passage that was listed last, or 0 for none. Raises StoreError."""
+        query = "SELECT max(number) FROM passages"
+        return self._run(lambda database: database.execute(query).fetchone()[0]) or 0
+
+    def owners(self, token_ids: Sequence[int], last: int | None = None) -> set[str]:
+        """Return the owners under which a passage is listed, whether its KV is there or not. Raises StoreError.
+
+        last: do not look at passages with a higher number
+        """
+        query = "SELECT owner FROM passages WHERE token_ids = ? AND number <= ?"
+        values = (np.asarray(token_ids, _TOKEN).tobytes(), sys.maxsize if last is None else last)
+        return {owner for (owner,) in self._run(lambda database: database.execute(query, values).fetchall()) or []}
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every listed passage's KV by handle, whether it is there or not. Prompts' prefixes are no

@@ -89,7 +89,7 @@ class Learner:
         self._texts: dict[int, str] = {}
         self._sights = np.zeros((_SLOTS, 2), np.uint64)
         self._answers, self._idle = set[object](), threading.Condition()
-        self._worker, self._closing = Background("ragcache-learn", _MOST_WAITING), threading.Event()
+        self._worker, self._closing = Background(name="ragcache-learn", most=_MOST_WAITING), threading.Event()
         self._complaints = WarnOnce(log)
 
     def of(self, encoder: ModelEncoder, view: View) -> Self:

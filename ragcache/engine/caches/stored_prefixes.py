@@ -89,7 +89,7 @@ class StoredPrefixes:
     _list: PassageList
 
     def __post_init__(self) -> None:
-        self._writer = Background("ragcache-prefix", _MOST_WAITING)
+        self._writer = Background(name="ragcache-prefix", most=_MOST_WAITING)
         self._complaints = WarnOnce(log)
         self._writing = False
 
