@@ -33,8 +33,8 @@ from benchmarks.report import MOST_LOAD, RESULTS, Goal, Result, page, write
 from ragcache.errors import ConfigError, RagCacheError
 
 NAMES = (
-    *("answers", "askers", "decode", "gpu", "hostile", "ingest", "llamacpp", "methods", "peers", "quality", "reuse"),
-    *("soak", "ttft", "vllm_placing", "week"),
+    *("answers", "askers", "context", "decode", "gpu", "hostile", "ingest", "llamacpp", "methods", "peers", "quality"),
+    *("reuse", "soak", "ttft", "vllm_placing", "week"),
 )
 
 

@@ -17,8 +17,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeVar
@@ -145,3 +146,32 @@ def during(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+class Background:
+    """A thread of its own for work that may be left undone. Close it before what the work needs.
+
+    most: calls that may wait; beyond them, `submit` does nothing
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=work_alone)
+        self._room = threading.BoundedSemaphore(most)
+
+    def submit(self, work: Callable[..., object], *arguments: object) -> None:
+        """Call `work` later, in the thread, unless too many calls wait or the thread is being closed."""
+        if not self._room.acquire(blocking=False):
+            return
+        try:
+            self._pool.submit(work, *arguments).add_done_callback(lambda _: self._room.release())
+        except RuntimeError:  # it is being closed
+            self._room.release()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all calls so far have ended, or for this time."""
+        with suppress(RuntimeError, TimeoutError):
+            self._pool.submit(int).result(timeout_s)
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Finish the calls that wait; with `cancel`, only the call in progress. May be called twice."""
+        self._pool.shutdown(cancel_futures=cancel)

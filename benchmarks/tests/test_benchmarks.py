@@ -245,12 +245,24 @@ def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_reuse(tmp_path: Path) -> None:
-    """Passages that are known are found by every client; a stock chain over unknown ones finds its own prompt again."""
+    """Passages that are known are found by every client; those that a stock chain sends are learnt."""
     result = main("reuse", ["--passages=2", "--characters=300", "--indexed=200", "--out", str(tmp_path)])
     shares = {(name, method): own for name, method, *own in written(tmp_path, result.name)["figures"]["shares"]}
     assert all(0 <= share <= 1 for own in shares.values() for share in own)
     assert min(shares["ragcache's own passages", "reposition"]) > 0.9
     assert min(shares["its stuff chain, documents precomputed", "reposition"]) > 0.8
-    first, again, *_ = shares["LangChain's stuff chain, documents nowhere", "reposition"]
+    first, again, other, third, last = shares["LangChain's stuff chain, documents nowhere", "reposition"]
     assert (first, again) == (0, 1)
+    assert other > 0.3
+    assert min(third, last) > 0.8
     assert "| ragcache's own passages | reposition | 100% |" in (tmp_path / "reuse.md").read_text()
+
+
+@pytest.mark.slow
+def test_context(tmp_path: Path) -> None:
+    """A day's prompts share less than a third with each other's beginnings, and most of their text."""
+    result = main("context", ["--documents=4", "--chats=12", "--steps=8", "--out", str(tmp_path)])
+    *_, (name, tokens, learnt, prefixes) = written(tmp_path, result.name)["figures"]["shares"]
+    assert (name, tokens > 10_000) == ("the day", True)
+    assert prefixes < 0.3
+    assert learnt > 0.5

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ragcache.models.tool_calls import ToolCall
 from ragcache.store.records import Chunk
+
+if TYPE_CHECKING:
+    from ragcache.engine.why import Reason
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Source:
     score: float
     handle: str | None
     kv: str
+
+    @property
+    def tier(self) -> str | None:
+        """Return where the KV was read from, or None if it was computed, or not needed."""
+        return None if self.kv in ("computed", "unused") else self.kv
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ class Answer:
     reasoning: the model's thoughts before the answer, which are not part of the text either
     dropped_turns: oldest messages of the conversation that did not fit and were left out (drop_turns)
     stop: the stop string that ended the answer; "": none
+    reasons: what `explain` calls
     """
 
     text: str
@@ -121,6 +131,12 @@ class Answer:
     reasoning: str = ""
     dropped_turns: int = 0
     stop: str = ""
+    reasons: Callable[[], Sequence[Reason]] = field(default=tuple, repr=False, compare=False)
+
+    def explain(self) -> list[Reason]:
+        """Say for each passage of the prompt why it was, or was not, read from stored KV; see `RagCache.why`. The store
+        must be open. Raises StoreError."""
+        return list(self.reasons())
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values, the hits as `source_to_json` writes them."""

@@ -479,10 +479,11 @@ class RagCache(Store):
         self._check(options, ChatOptions)
         return self._questions.chat(messages, options)
 
-    def why(self, asked: str | Sequence[Mapping[str, Any]], k: int = DEFAULT_K, **options: Any) -> list[Reason]:
+    def why(self, asked: str | Sequence[Mapping[str, Any]], k: int | None = None, **options: Any) -> list[Reason]:
         """Say for each passage of a question why it is, or is not, read from stored KV. Nothing is read or computed.
 
-        asked: a question, which is answered from its k best passages, or the messages of a conversation
+        asked: a question, or the messages of a conversation
+        k: how many passages are retrieved; None: DEFAULT_K for a question, none for a conversation
         options: those of `ask`, or of `chat`
 
         Then come the stored passages that the prompt's text holds but for some tokens. Raises the errors of both.
@@ -490,7 +491,7 @@ class RagCache(Store):
         from ragcache.engine.why import explain
 
         self._check(options, AskOptions if isinstance(asked, str) else ChatOptions)
-        return explain(self._parts, self._questions.finder, asked, k, options)
+        return explain(self._parts, self._questions.finder, asked, options if k is None else {**options, "k": k})
 
     def count_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> int:
         """Count the tokens of a conversation's prompt, passages in its messages included, without any that would be
@@ -559,6 +560,8 @@ class RagCache(Store):
     def _let_go(self) -> None:
         self._threads.close()
         self._parts.ingestor.close()
+        if self._questions.learner is not None:
+            self._questions.learner.close()
         self._engine.clear()
         self._parts.generation.close()
         if (loader := self._parts.loader) is not None:

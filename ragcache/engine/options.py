@@ -30,6 +30,7 @@ Overflow = Literal["error", "trim"]
 Order = Literal["relevance", "shared"]
 ContextMode = Literal["last", "keep"]
 Load = Literal["auto", "always", "never"]
+Learn = Literal["second", "first", "off"]
 NeighboursFrom = Literal["similarity", "document"]
 
 
@@ -71,6 +72,8 @@ class StoreConfig(Config):
     neighbours_from: "similarity": the nearest chunks; "document": the preceding chunks of its document; None: as the
                      store was created, similarity for a new store
     kv:           default for the `kv` of `ingest`, see `Ingestor.ingest`
+    learn:        "second": text of a prompt that an earlier prompt had elsewhere is kept in the foreign cache; "first":
+                  at once; "off": never
     measure_s:    seconds to measure at the first opening with a model; later openings measure the disk alone, in a
                   third of that time; 0 measures nothing
     """
@@ -152,6 +155,9 @@ class StoreConfig(Config):
             "Encrypt a new store's KV and index (AES-256-GCM); as it was made if not given.",
         ),
     ] = None
+    learn: Annotated[
+        Learn, Option("--learn", "Keep text of prompts as passages: at its second sight, at the first, or never (off).")
+    ] = "second"
     neighbours: Annotated[
         int | None,
         Option(
@@ -169,6 +175,7 @@ class StoreConfig(Config):
         for name in ("foreign_cache", "speculative_bytes", "measure_s", "graph_bytes"):
             check_least(name, getattr(self, name) or 0, 0)
         check_choice("load", self.load, get_args(Load))
+        check_choice("learn", self.learn, get_args(Learn))
         if self.neighbours is not None:
             from ragcache.kv.block_key import Recipe
 

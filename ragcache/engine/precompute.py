@@ -24,7 +24,7 @@ from ragcache.ingest.report import Failure, Progress, ProgressEvent, bytes_text
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT, Limit, limited
 from ragcache.retrieval.retriever import Hit
-from ragcache.store.foreign import NOBODY, Listed, Name, PassageList
+from ragcache.store.foreign import NOBODY, OWNER, Listed, Name, PassageList
 from ragcache.store.kv_store import KVStore
 from ragcache.store.records import NOT_STORED, Chunk
 
@@ -82,6 +82,7 @@ class Precompute:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._encoder: ModelEncoder = parts.block_keys.encoder
+        self._learnt = (OWNER + self._encoder.owner,)
         self._kv = parts.store.kv
         self._blocks, self._list = _foreign(self._kv)
         self._is_read_only = self._kv.read_only
@@ -123,7 +124,9 @@ class Precompute:
         report = PrecomputeReport()
         gone = self._list.unname(collection, ids, sources)
         if given is not None:
-            keys = self._encoder.keys([self._chunk(one.text) for one in _texts(given) if one.text.strip()])
+            chunks = [self._chunk(one.text) for one in _texts(given) if one.text.strip()]
+            keys = self._encoder.keys(chunks)
+            gone += self._list.unlearn((self._learnt, chunk.token_ids) for chunk in chunks)
             gone += self._list.unname(collection, keys)
             gone += self._list.unname(NOBODY, keys)
             gone += self._list.unnamed(keys)
@@ -203,8 +206,10 @@ class Precompute:
                 report.tokens += chunk.num_tokens
 
     def _remove(self, handles: Iterable[str], report: PrecomputeReport) -> None:
-        """Remove KV from every tier; a document of the store keeps its own."""
+        """Remove KV from every tier, and what was learnt from prompts that quote it; a document keeps its own."""
         gone = list(dict.fromkeys(handles))
+        gone += self._list.unlearn((self._learnt, ids) for ids in self._list.token_ids(gone)) if gone else []
+        gone = list(dict.fromkeys(gone))
         own = self._parts.store.documents.referenced(gone) if gone else set()
         for handle in gone:
             if handle not in own:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.engine.answer import Event, Sources
+from ragcache.engine.answer import Done, Event, Source, Sources
 from ragcache.engine.assemble import Components
+from ragcache.engine.caches.learner import Learner
 from ragcache.engine.caches.passage_finder import PassageFinder
 from ragcache.engine.caches.whole_store import check_whole, whole_hits
 from ragcache.engine.conversation import Conversation, Given, completion_ends
@@ -34,16 +35,21 @@ from ragcache.engine.verdict import (
     choose_method,
     warn_if_unchecked,
 )
-from ragcache.errors import ConfigError, blaming, check_choice, check_text, check_type
+from ragcache.errors import ConfigError, StoreError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
 from ragcache.fusion.snapkv import SnapKV
+from ragcache.ingest.encoder import ModelEncoder
 from ragcache.models.hub import BUNDLED
 from ragcache.models.sampler import Sampling
 from ragcache.models.thoughts import TEMPLATE_OPTIONS, template_variables, thinking_of
-from ragcache.prompt import PromptEnds, Shown, encode_text
+from ragcache.prompt import Prompt, PromptEnds, Shown, encode_text
 from ragcache.retrieval.retriever import Hit
 from ragcache.runtime import end_team
+from ragcache.store.records import NOT_STORED
+
+if TYPE_CHECKING:
+    from ragcache.engine.why import Reason
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +76,7 @@ class Questions:
         self.finder = PassageFinder(
             documents, parts.generation, parts.card.tokenizer, layout.passages, kv.passages, parts.block_keys.owner
         )
+        self.learner = _learner(parts)
         self._warns_of_mini, self._warns_of_unchecked = parts.card.name in BUNDLED, True  # each warning is given once
 
     def of(self, parts: Components) -> Self:
@@ -77,6 +84,10 @@ class Questions:
         questions = copy(self)
         questions._parts = parts
         questions.finder = self.finder.of(parts.store.documents, parts.block_keys.owner)
+        keys = parts.block_keys
+        if self.learner is not None:
+            view = parts.store.documents.view
+            questions.learner = self.learner.of(keys, view) if isinstance(keys, ModelEncoder) else None
         return questions
 
     def retrieve(
@@ -356,7 +367,7 @@ class Questions:
             request_options = replace(request_options, dropped_turns=written.dropped)
             return parts.engine.prompts.request(ends, read, request_options, clock)
 
-        return self._answers(prepare, options.ahead)
+        return self._answers(prepare, options.ahead, learns=self._reuses_text(options))
 
     def _continue(
         self,
@@ -398,28 +409,68 @@ class Questions:
 
         return self._answers(prepare, options.ahead)
 
-    def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Event]:
+    def _answers(
+        self, prepare: Callable[[Clock], Request], ahead: Prefetch | None, *, learns: bool = False
+    ) -> Iterator[Event]:
         """Yield the engine's events, and log warnings that are shown once.
 
         prepare: makes the prompt, once the clock runs
+        learns:  whether passages may be learnt from the prompt after its answer
         """
+        learner = self.learner
         model, root = self._parts.card.name, self._parts.store.layout.root
         try:
             request = prepare(Clock(time.perf_counter()))
             if self._warns_of_mini and is_other_text(request.hits):
                 self._warns_of_mini = False
                 log.warning(MINI_NOTICE, model)
-            with closing(self._parts.engine.stream(request)) as events:
+            last = self._last_listed(request.hits)  # before any is computed, and listed
+            with (
+                nullcontext() if learner is None else learner.answering(),
+                closing(self._parts.engine.stream(request)) as events,
+            ):
                 for event in events:
                     if self._warns_of_unchecked and isinstance(event, Sources) and event.hits:
                         self._warns_of_unchecked = not warn_if_unchecked(
                             model, root, request.options.choice, event.method
                         )
-                    yield event
+                    yield self._explained(event, request, last) if isinstance(event, Done) else event
+            if learner is not None and learns:
+                learner.see(request.prompt)
         finally:
             if ahead is not None:
                 ahead.close()
             end_team()
+
+    def _last_listed(self, hits: Sequence[Hit]) -> int:
+        """Return the number of the foreign passage that was listed last; 0 if all hits are of documents."""
+        listed, given = self._parts.store.kv.passages, [hit.chunk.vector_id for hit in hits]
+        try:
+            return listed.last() if listed is not None and NOT_STORED in given else 0
+        except StoreError as error:
+            log.warning("passages from elsewhere are not looked for: %s", error)
+            return 0
+
+    def _explained(self, done: Done, request: Request, last: int) -> Done:
+        """Return the answer with what `Answer.explain` calls."""
+        choice, hits = request.options.choice, done.answer.hits
+        reasons = partial(_explain, self._parts, request.prompt, choice, hits, last)
+        return Done(replace(done.answer, reasons=reasons))
+
+
+def _explain(parts: Components, prompt: Prompt, choice: Choice, hits: Sequence[Source], last: int) -> Sequence[Reason]:
+    from ragcache.engine.why import explain_read
+
+    return explain_read(parts, prompt, choice, [(hit.chunk, hit.tier) for hit in hits], last)
+
+
+def _learner(parts: Components) -> Learner | None:
+    """Return what learns passages from prompts; None if learning is off, or learnt KV could not be kept."""
+    kv, keys = parts.store.kv, parts.block_keys
+    if parts.config.learn == "off" or kv.foreign is None or kv.read_only or not isinstance(keys, ModelEncoder):
+        return None
+    view = parts.store.documents.view
+    return Learner(kv, keys, view, keys.first_ids, always=parts.config.learn == "first")
 
 
 def _ends_tokens(ends: PromptEnds) -> int:

@@ -91,6 +91,7 @@ class Store:
         """Delete a collection with its documents; return their ids. Raises NoSuchCollectionError, StoreBusyError."""
         seen = self.collection(name, create=False)
         deleted = seen.delete([document.id for document in seen.documents()], timeout_s=timeout_s)
+        self.store.kv.unlearn(dropped=[name])
         self._collections.drop(name)
         return deleted
 

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.passage_finder import PassageFinder
 from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.loader import Prefetch
+from ragcache.engine.options import DEFAULT_K
 from ragcache.engine.questions import Questions
 from ragcache.engine.request import Clock, Request
-from ragcache.retrieval.retriever import Hit
-from ragcache.store.records import NOT_STORED
+from ragcache.engine.verdict import Choice
+from ragcache.prompt import Prompt
+from ragcache.store.foreign import WINDOW, window_hashes
+from ragcache.store.records import NOT_STORED, Chunk
 
-WINDOW = 8
 SHOWN_TOKENS = 6
 MOST_COMPARED = 200_000
 """Stored passages that a prompt's text is compared with, the oldest first."""
@@ -47,7 +48,9 @@ class Reason:
 class _Planned(Questions):
     """Questions whose prompts are made, but not read."""
 
-    def _answers(self, prepare: Callable[[Clock], Request], ahead: Prefetch | None) -> Iterator[Any]:
+    def _answers(
+        self, prepare: Callable[[Clock], Request], ahead: Prefetch | None, *, learns: bool = True
+    ) -> Iterator[Any]:
         try:
             yield prepare(Clock(time.perf_counter()))
         finally:
@@ -56,7 +59,7 @@ class _Planned(Questions):
 
 
 def explain(
-    parts: Components, finder: PassageFinder, asked: str | Sequence[Mapping[str, Any]], k: int, keywords: Any
+    parts: Components, finder: PassageFinder, asked: str | Sequence[Mapping[str, Any]], keywords: Any
 ) -> list[Reason]:
     """Return a reason for each passage of the prompt, then for each stored passage that its text nearly holds.
 
@@ -67,31 +70,57 @@ def explain(
     questions = _Planned(parts)
     questions.finder = finder
     events: Iterator[Any] = (
-        questions.ask(asked, k, keywords) if isinstance(asked, str) else questions.chat(asked, keywords)
+        questions.chat(asked, keywords)
+        if not isinstance(asked, str)
+        else questions.ask(asked, keywords.get("k", DEFAULT_K), keywords)
     )
     request = next(events)
-    row = np.asarray(request.prompt.ids, np.int64)
-    near = _differing(parts, row, {hit.chunk.vector_id for hit in request.hits} - {NOT_STORED})
-    reasons = [_reason(parts, request, hit) for hit in request.hits]
-    return reasons + near
+    keys = parts.block_keys.keys([hit.chunk for hit in request.hits])
+    there = parts.store.kv.lookup(keys)
+    tiers = [there[key].tier if key in there else None for key in keys]
+    read = [(hit.chunk, tier) for hit, tier in zip(request.hits, tiers, strict=True)]
+    return explain_read(parts, request.prompt, request.options.choice, read)
 
 
-def _reason(parts: Components, request: Request, hit: Hit) -> Reason:
-    chunk, kv, choice = hit.chunk, parts.store.kv, request.options.choice
-    name = chunk.id or chunk.text[:40]
+def explain_read(
+    parts: Components,
+    prompt: Prompt,
+    choice: Choice,
+    read: Sequence[tuple[Chunk, str | None]],
+    last: int | None = None,
+) -> list[Reason]:
+    """Return the reasons of a prompt; see `explain`.
+
+    Args:
+        parts: The store's parts.
+        prompt: The prompt.
+        choice: The method that reads it.
+        read: Its passages, each with the tier of its KV; None: it was in no tier.
+        last: Number of the last passage that the list of foreign passages had before the prompt was read; None: the
+            prompt was not read.
+    """
+    row = np.asarray(prompt.ids, np.int64)
+    near = _differing(parts, row, {chunk.vector_id for chunk, _ in read} - {NOT_STORED})
+    return [*(_reason(parts, choice, chunk, tier, last) for chunk, tier in read), *near]
+
+
+def _reason(parts: Components, choice: Choice, chunk: Chunk, tier: str | None, last: int | None) -> Reason:
+    kv, name = parts.store.kv, chunk.id or chunk.text[:40]
     if not choice.method.reuses_blocks:
         return Reason(name, "method cannot", f"{choice.label} reads every token: {choice.why}")
+    if tier is not None:
+        return Reason(name, "found", tier)
     (key,) = parts.block_keys.keys([chunk])
-    if there := kv.lookup([key]):
-        return Reason(name, "found", there[key].tier)
     if chunk.vector_id != NOT_STORED:
         if chunk.handle is None:
             return Reason(name, "never stored", "its document was added without KV, which is computed at the first use")
         return Reason(name, "evicted" if chunk.handle == key else "another model")
-    owners = set() if kv.passages is None else kv.passages.owners(chunk.token_ids)
+    owners = set() if kv.passages is None else kv.passages.owners(chunk.whole.token_ids, last)
     if parts.block_keys.owner in owners:
         return Reason(name, "evicted")
-    return Reason(name, "another model" if owners else "never stored")
+    # Other owners are told to a view of the whole store alone, because they may be other collections.
+    is_whole = parts.store.documents.view.reads is None
+    return Reason(name, "another model" if owners and is_whole else "never stored")
 
 
 def _differing(parts: Components, row: Ids, read: set[int]) -> list[Reason]:
@@ -101,13 +130,12 @@ def _differing(parts: Components, row: Ids, read: set[int]) -> list[Reason]:
     """
     if len(row) < WINDOW:
         return []
-    powers = np.random.default_rng(0).integers(1, 2**63, WINDOW, np.uint64)
-    hashes = _hashes(row, powers)
+    hashes = window_hashes(row)
     found: list[Reason] = []
     for vector_id, own in _stored(parts):
         if len(own) < WINDOW or vector_id in read:
             continue
-        theirs = _hashes(own, powers)
+        theirs = window_hashes(own)
         known = np.isin(theirs, hashes)
         if 2 * known.sum() < len(known):
             continue
@@ -149,8 +177,3 @@ def _stored(parts: Components) -> Iterator[tuple[int | None, Ids]]:
     passages = parts.store.kv.passages
     for _, ids in [] if passages is None else passages.passages(parts.block_keys.owner)[:left]:
         yield None, np.asarray(ids, np.int64)
-
-
-def _hashes(ids: Ids, powers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    windows = sliding_window_view(ids.astype(np.uint64) + np.uint64(1), WINDOW)
-    return np.asarray((windows * powers).sum(1, dtype=np.uint64))

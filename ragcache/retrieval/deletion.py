@@ -7,9 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from ragcache.retrieval.retriever import Retriever
+from ragcache.store.collections import OTHERS, may
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage
+from ragcache.store.rows import parts_of
 
 
 def delete_documents(
@@ -32,6 +34,10 @@ def delete_documents(
         if retriever is not None:
             retriever.refresh()
         gone = documents.vector_ids_of(wanted)
+        for part in parts_of(wanted):  # first, so that a kill in between leaves no piece that quotes deleted text
+            own = (chunk for id in part for chunk in documents.chunks_of(id))
+            own = (chunk for chunk in own if may(documents.view.writes, chunk.collection))
+            kv.unlearn(((chunk.collection, OTHERS), chunk.token_ids) for chunk in own)
         deleted = documents.delete_documents(wanted)
         if retriever is not None:
             retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)

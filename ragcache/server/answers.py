@@ -229,11 +229,15 @@ def _cited(chunk: Chunk) -> tuple[str, str]:
     return (chunk.source, titled) if _is_page(chunk) else (chunk.document_id, file or titled)
 
 
-def source_event(hits: Sequence[Source]) -> dict[str, Any]:
+def source_event(hits: Sequence[Source]) -> dict[str, Any] | None:
     """Return the passages as an Open WebUI event, which it takes from any chunk and shows by document, text included.
+    Return None if no passage has a name: the caller knows the text that was found in its prompt.
 
     Scores are left out, because it shows them as percentages, which scores of a keyword search or a reranker are not.
     """
+    hits = [hit for hit in hits if any(_cited(hit.chunk))]
+    if not hits:
+        return None
     cited = [_cited(hit.chunk) for hit in hits]
     pages = ({"page": hit.chunk.metadata["page"]} if "page" in hit.chunk.metadata else {} for hit in hits)
     metadata = [{"source": id or name, "name": name, **page} for (id, name), page in zip(cited, pages, strict=True)]

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,6 +44,7 @@ from ragcache.server.chat_types import (
     DeltaCall,
     MessageCall,
     NamedTool,
+    ReasonItem,
     SampledRequest,
     SchemaFormat,
 )
@@ -58,8 +59,22 @@ router = APIRouter(route_class=JsonRoute, tags=["answers"])
 DONE = b"data: [DONE]\n\n"
 
 
+async def _explains(
+    request: Request,
+    explain: Annotated[
+        bool, Query(description="Say in `ragcache.reasons` why passages were read from KV or not")
+    ] = False,
+) -> None:
+    request.state.explains = explain
+
+
+EXPLAINS = Depends(_explains)
+"""Dependency of the routes whose answers can be explained: those that `respond`."""
+
+
 @router.post(
     "/v1/chat/completions",
+    dependencies=[EXPLAINS],
     summary="Answer the last user message, from the store or from given documents",
     responses={
         200: streamed(ChatCompletion, "The answer; with stream: true, events", ChatCompletionChunk),
@@ -131,6 +146,9 @@ async def _counted(
         async for one in open_events:
             if isinstance(one, Done):
                 answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
+                if getattr(request.state, "explains", False):
+                    reasons = await service.in_thread(answer.explain)  # it compares the prompt with all passages
+                    answer = replace(answer, reasons=partial(tuple, reasons))
                 service.count_answer(answer)
                 trace(answer, request.headers, service.chat_model)
                 if service.log is not None and isinstance(asked, ChatRequest):
@@ -221,7 +239,7 @@ class Writer:
         more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: only the last chunk has a value
         first = first if isinstance(first, Sources) else Sources([])
         found = ChatExtension(sources=sources_of(first.hits))
-        shown = {"event": source_event(first.hits)} if first.hits else {}
+        shown = {"event": shown} if (shown := source_event(first.hits)) else {}
         yield _event(self.event([self.piece(rank, first)], ragcache=found, **shown, **more))
         answers: dict[int, Answer] = {}
         async for index, one in work:
@@ -264,7 +282,9 @@ class Writer:
             timings={name: round(seconds, 6) for name, seconds in asdict(answer.timings).items()},
             finish_reason=answer.finish_reason,
         )
-        return costs_of(answer, self.service.kb)
+        explains = getattr(self.request.state, "explains", False)
+        reasons = [ReasonItem(**asdict(one)) for one in answer.explain()] if explains else []
+        return {**costs_of(answer, self.service.kb), **({"reasons": reasons} if explains else {})}
 
 
 def _event(body: AnswerModel) -> bytes:

@@ -363,6 +363,15 @@ class PhaseSeconds(AnswerModel):
     total_s: float
 
 
+class ReasonItem(AnswerModel):
+    """Why a passage was, or was not, read from stored KV; see `ragcache why`."""
+
+    passage: str = Field(description="Its id; for text without an id, how it begins")
+    why: Literal["found", "never stored", "evicted", "another model", "differs", "method cannot"]
+    detail: str
+    place: int = Field(description="Number of the passage's first token that differs; -1: none")
+
+
 class ChatExtension(AnswerModel):
     """The passages and what the answer cost: first what is counted, then what was timed, then what is estimated."""
 
@@ -390,6 +399,7 @@ class ChatExtension(AnswerModel):
         "full; null where it has read nothing yet. Rather too low for prompts longer than that",
     )
     full_prefill_samples: int = Field(default=0, description="Reads that the estimate was learnt from")
+    reasons: list[ReasonItem] = Field(default_factory=list, description="For each passage; with explain=1 alone")
 
 
 class PromptTokensDetails(AnswerModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,15 @@ log = logging.getLogger(__name__)
 _TOKEN = np.dtype("<i4")
 PREFIX = "prefix:"
 """The owners of prompts' prefixes begin with it, followed by the generation of the documents they may quote and ":"."""
+OWNER = "owner:"
+"""Stands before an owner where passages learnt from prompts are named; no collection's name has a colon."""
 NOBODY = "\1"
 """The collection of passages supplied without an id or a collection. Their names are their handles. A name in this
 collection does not keep KV: it is deleted together with the KV."""
 # After so many new passages, passages whose block was evicted are removed from the list.
 _PURGE_EVERY = 1024
+# Texts that share so many tokens in a row have a hash of a window in common: WINDOW + _NEXT_TO - 1 tokens.
+WINDOW, _NEXT_TO = 8, 16
 _TABLES = """
 PRAGMA secure_delete = ON;
 CREATE TABLE IF NOT EXISTS passages (
@@ -41,6 +46,14 @@ CREATE TABLE IF NOT EXISTS names (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS named ON names (handle);
 CREATE INDEX IF NOT EXISTS owned ON passages (owner);
+CREATE TABLE IF NOT EXISTS learnt (
+    handle TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (handle, name)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS quotes (
+    hash INTEGER NOT NULL, handle TEXT NOT NULL, PRIMARY KEY (hash, handle)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS quoting ON quotes (handle);
+CREATE TABLE IF NOT EXISTS deletions (name TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -115,19 +128,74 @@ class PassageList:
 
     def add(self, *listed: Listed) -> None:
         """List passages. Raises StoreFullError, StoreBusyError."""
-        rows = [(one.handle, one.owner, np.asarray(one.token_ids, _TOKEN).tobytes(), one.num_bytes) for one in listed]
+        self._run(lambda database: self._insert(database, listed), create=True)
 
-        def add(database: sqlite3.Connection) -> None:
-            query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids, num_bytes) VALUES (?, ?, ?, ?)"
-            added = [database.execute(query, row) for row in rows]
-            if any(one.rowcount == 1 and (one.lastrowid or 0) % _PURGE_EVERY == 0 for one in added):
-                query = (
-                    "SELECT handle FROM passages WHERE handle NOT IN (SELECT handle FROM names WHERE collection != ?)"
-                )
-                there = [handle for (handle,) in database.execute(query, (NOBODY,)).fetchall()]
-                _take_off(database, [handle for handle in there if handle not in self._blocks])
+    def learn(self, one: Listed, names: Sequence[str], deletions: int) -> bool:
+        """List a passage that was learnt from a prompt. Return False, and do nothing, if text was deleted meanwhile.
 
-        self._run(add, create=True)
+        Args:
+            one:       The passage.
+            names:     What its deletion goes by: see `unlearn`.
+            deletions: What `deletions` returned when the prompt had been answered.
+
+        Raises StoreFullError, StoreBusyError.
+        """
+
+        def work(database: sqlite3.Connection) -> bool:
+            database.execute("BEGIN IMMEDIATE")  # no text may be deleted between the check and the entry
+            if _deletions(database, names) != deletions:
+                return False
+            self._insert(database, [one])
+            query = "INSERT OR IGNORE INTO learnt (handle, name) VALUES (?, ?)"
+            database.executemany(query, [(one.handle, name) for name in names])
+            query = "INSERT OR IGNORE INTO quotes (hash, handle) VALUES (?, ?)"
+            database.executemany(query, [(number, one.handle) for number in _anchors(one.token_ids)])
+            return True
+
+        return bool(self._run(work, create=True))
+
+    def deletions(self, names: Sequence[str]) -> int:
+        """Return a number that rises whenever `unlearn` is called with one of these names. Raises StoreFullError,
+        StoreBusyError."""
+        return self._run(lambda database: _deletions(database, names), create=True) or 0
+
+    def unlearn(self, texts: Iterable[tuple[Sequence[str], Sequence[int]]], dropped: Iterable[str] = ()) -> list[str]:
+        """Return the handles of passages that were learnt from prompts, and are to be deleted now.
+
+        These are the passages that quote a deleted text: at least WINDOW + _NEXT_TO - 1 of its tokens in a row.
+
+        Args:
+            texts:   Deleted texts: the names of whose passages may quote it, and its token ids. A name is that of a
+                     collection that the prompt's view reads (OTHERS: all), or OWNER and the passage's owner.
+            dropped: Names all of whose passages are to be deleted.
+
+        Raises StoreFullError, StoreBusyError.
+        """
+
+        def work(database: sqlite3.Connection) -> list[str]:
+            database.execute("BEGIN IMMEDIATE")  # nothing may be learnt between the search and the count
+            found, changed = set[str](), set(dropped)
+            for name in changed:
+                rows = database.execute("SELECT handle FROM learnt WHERE name = ?", (name,))
+                found.update(handle for (handle,) in rows.fetchall())
+            for names, ids in texts:
+                changed.update(names)
+                query = "SELECT handle FROM quotes JOIN learnt USING (handle) WHERE hash = ?"
+                query = f"{query} AND name IN ({_marks(names)})"
+                for number in _anchors(ids):
+                    found.update(handle for (handle,) in database.execute(query, (number, *names)).fetchall())
+            query = "INSERT INTO deletions VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET number = number + 1"
+            database.executemany(query, [(name,) for name in changed])
+            return _unnamed(database, found)
+
+        return self._run(work) or []
+
+    def token_ids(self, handles: Iterable[str]) -> list[list[int]]:
+        """Return the token ids of those of these passages that are listed. Raises StoreBusyError."""
+        wanted = [(handle,) for handle in handles]
+        query = "SELECT token_ids FROM passages WHERE handle = ?"
+        rows = self._run(lambda db: [row for one in wanted for row in db.execute(query, one).fetchall()]) or []
+        return [np.frombuffer(ids, _TOKEN).tolist() for (ids,) in rows]
 
     def passages(self, owner: str, *, after: int = 0) -> list[tuple[int, NDArray[np.int32]]]:
         """Return number and token ids of the owner's passages with a number above `after`, by rising number.
@@ -155,10 +223,19 @@ class PassageList:
 
         return self._run(look) or {}
 
-    def owners(self, token_ids: Sequence[int]) -> set[str]:
-        """Return the owners under which a passage is listed, whether its KV is there or not. Raises StoreError."""
-        query, ids = "SELECT owner FROM passages WHERE token_ids = ?", np.asarray(token_ids, _TOKEN).tobytes()
-        return {owner for (owner,) in self._run(lambda database: database.execute(query, (ids,)).fetchall()) or []}
+    def last(self) -> int:
+        """Return the number of the passage that was listed last, or 0 for none. Raises StoreError."""
+        query = "SELECT max(number) FROM passages"
+        return self._run(lambda database: database.execute(query).fetchone()[0]) or 0
+
+    def owners(self, token_ids: Sequence[int], last: int | None = None) -> set[str]:
+        """Return the owners under which a passage is listed, whether its KV is there or not. Raises StoreError.
+
+        last: do not look at passages with a higher number
+        """
+        query = "SELECT owner FROM passages WHERE token_ids = ? AND number <= ?"
+        values = (np.asarray(token_ids, _TOKEN).tobytes(), sys.maxsize if last is None else last)
+        return {owner for (owner,) in self._run(lambda database: database.execute(query, values).fetchall()) or []}
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every listed passage's KV by handle, whether it is there or not. Prompts' prefixes are no
@@ -225,6 +302,16 @@ class PassageList:
         with self._lock:
             self._let_go()
 
+    def _insert(self, database: sqlite3.Connection, listed: Iterable[Listed]) -> None:
+        """List passages. Now and then, remove those whose block was evicted."""
+        query = "INSERT OR IGNORE INTO passages (handle, owner, token_ids, num_bytes) VALUES (?, ?, ?, ?)"
+        rows = [(one.handle, one.owner, np.asarray(one.token_ids, _TOKEN).tobytes(), one.num_bytes) for one in listed]
+        added = [database.execute(query, row) for row in rows]
+        if any(one.rowcount == 1 and (one.lastrowid or 0) % _PURGE_EVERY == 0 for one in added):
+            query = "SELECT handle FROM passages WHERE handle NOT IN (SELECT handle FROM names WHERE collection != ?)"
+            there = [handle for (handle,) in database.execute(query, (NOBODY,)).fetchall()]
+            _take_off(database, [handle for handle in there if handle not in self._blocks])
+
     def _run(self, work: Callable[[sqlite3.Connection], _T], *, create: bool = False) -> _T | None:
         """Return the result of `work`, run in one transaction; None if there is no list. Remove a damaged list."""
         with self._lock:
@@ -264,6 +351,36 @@ class PassageList:
             self._opened = None
 
 
+def window_hashes(ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
+    """Return a hash of each window of WINDOW tokens, from left to right; the same in every process."""
+    values = np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(1)
+    if len(values) < WINDOW:
+        return np.zeros(0, np.uint64)
+    hashes = np.zeros(len(values) - WINDOW + 1, np.uint64)
+    for at in range(WINDOW):
+        hashes = (hashes ^ values[at : at + len(hashes)]) * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+    return hashes
+
+
+def _anchors(ids: Sequence[int]) -> list[int]:
+    """Return the least hash of every _NEXT_TO windows in a row, as SQLite's signed integers."""
+    hashes = window_hashes(ids)
+    if not len(hashes):
+        return []
+    rows = np.lib.stride_tricks.sliding_window_view(hashes, min(_NEXT_TO, len(hashes)))
+    return [int(number) for number in np.unique(rows.min(axis=1)).view(np.int64)]
+
+
+def _deletions(database: sqlite3.Connection, names: Sequence[str]) -> int:
+    query = f"SELECT sum(number) FROM deletions WHERE name IN ({_marks(names)})"
+    return database.execute(query, names).fetchone()[0] or 0
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))
+
+
 def _unname(database: sqlite3.Connection, collection: str, where: str, rows: Iterable[tuple[str, ...]]) -> set[str]:
     """Delete names and return their handles."""
     query = f"DELETE FROM names WHERE collection = ? AND {where} RETURNING handle"
@@ -279,6 +396,8 @@ def _take_off(database: sqlite3.Connection, handles: Iterable[str]) -> None:
     """Remove passages from the list, with their names that belong to no collection."""
     for handle in handles:
         database.execute("DELETE FROM passages WHERE handle = ?", (handle,))
+        database.execute("DELETE FROM learnt WHERE handle = ?", (handle,))
+        database.execute("DELETE FROM quotes WHERE handle = ?", (handle,))
         database.execute("DELETE FROM names WHERE collection = ? AND id = ?", (NOBODY, handle))
 
 

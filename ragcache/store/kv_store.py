@@ -194,6 +194,18 @@ class KVStore:
             evicted_bytes=sum(listed[key] for key in gone),
         )
 
+    def unlearn(
+        self, texts: Iterable[tuple[Sequence[str], Sequence[int]]] = (), *, dropped: Iterable[str] = ()
+    ) -> list[str]:
+        """Delete passages that were learnt from prompts; return their handles. See `PassageList.unlearn`.
+
+        Raises StoreReadOnlyError, StoreFullError, StoreBusyError.
+        """
+        gone = [] if self.passages is None else self.passages.unlearn(texts, dropped)
+        for key in gone:
+            self.delete(key)
+        return gone
+
     def keep_prefixes(
         self, rows: Sequence[Listed], blocks: Iterable[KVBlock], generation: int, now: Callable[[], int]
     ) -> None:

@@ -1,5 +1,7 @@
 """Why passages are not read from KV, each made to happen."""
 
+from dataclasses import replace
+
 from engine_texts import TEXTS
 
 import ragcache as rc
@@ -53,3 +55,49 @@ def test_a_method_that_reads_no_blocks_says_so(open_kb):
         found = kb.why(QUESTION, method="full")
         assert {one.why for one in found} == {"method cannot"}
         assert "full" in found[0].detail
+
+
+SHORT = rc.Sampling(max_tokens=2)
+
+
+def test_an_answer_explains_what_was_true_before_it(opened):
+    """`why`, asked before each question, is what its answer says after it, but for the tier."""
+
+    def told(one):
+        return replace(one, detail="") if one.why == "found" else one
+
+    with opened() as kb:
+        kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
+        kb.ingest(rc.Document("lazy", TEXT), kv="lazy")
+        kb.precompute(TEXTS["dogs"])
+        first, altered = kb.chunks_of("rivers")[0], TEXTS["dogs"].replace(" the ", " these ", 1)
+        asked = [
+            {"k": 2},
+            {"hits": [rc.Passage(id=next(chunk.id for chunk in kb.chunks() if chunk.document_id == "lazy"))]},
+            {"hits": [rc.Passage(TEXTS["clubs"])]},
+            {"hits": [rc.Passage(TEXTS["dogs"])]},
+            {"hits": [rc.Passage(altered)]},
+            {"k": 2, "method": "full"},
+        ]
+        found = []
+        for options in [*asked, "evict", asked[2]]:
+            if options == "evict":
+                kb.store.kv.delete(first.handle)
+                options = {"hits": [rc.Passage(id=first.id)]}
+            before = kb.why(QUESTION, **options)
+            answer = kb.ask(QUESTION, sampling=SHORT, **options)
+            assert [told(one) for one in answer.explain()] == [told(one) for one in before]
+            found += [one.why for one in before]
+        assert set(found) == {"found", "never stored", "differs", "method cannot", "evicted"}
+        assert "reasons" not in answer.to_json()
+    assert rc.Answer("", [], answer.timings, answer.usage, "full").explain() == []
+
+
+def test_a_collection_is_not_told_of_anothers_text(opened):
+    with opened() as kb:
+        a, b = kb.collection("a"), kb.collection("b")
+        a.precompute(TEXT)
+        asked = {"hits": [rc.Passage(TEXT)]}
+        assert [one.why for one in b.why(QUESTION, **asked)] == ["never stored"]
+        assert [one.why for one in b.ask(QUESTION, sampling=SHORT, **asked).explain()] == ["never stored"]
+        assert [one.why for one in a.why(QUESTION, **asked)] == ["found"]

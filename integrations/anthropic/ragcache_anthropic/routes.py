@@ -19,7 +19,7 @@ from ragcache.engine.options import CachePoint
 from ragcache.models.thoughts import thinking_of
 from ragcache.server.answers import Call, sources_of, turns
 from ragcache.server.body import JsonRoute
-from ragcache.server.chat import Writer, call_of, respond
+from ragcache.server.chat import EXPLAINS, Writer, call_of, respond
 from ragcache.server.chat_types import ChatExtension
 from ragcache.server.error_object import event
 from ragcache.server.http_errors import ApiError, errors, streamed
@@ -71,6 +71,7 @@ failures = partial(errors, model=AnthropicError)
 
 @router.post(
     "",
+    dependencies=[EXPLAINS],
     summary="Answer the last user message, in the format of Anthropic's API",
     responses={
         200: streamed(AnthropicMessage, "The answer; with stream: true, events", MessageEvent),

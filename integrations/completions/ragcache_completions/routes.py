@@ -27,7 +27,7 @@ from ragcache.models.sampler import TokenScores, token_scores
 from ragcache.runtime import team_ends
 from ragcache.server.answers import dearest, each_of, number_of, read_options, usage_of
 from ragcache.server.body import JsonRoute
-from ragcache.server.chat import Writer, reason_of, respond
+from ragcache.server.chat import EXPLAINS, Writer, reason_of, respond
 from ragcache.server.chat_types import ChatExtension
 from ragcache.server.http_errors import errors, streamed
 from ragcache.server.service import Service, ServiceParam
@@ -48,6 +48,7 @@ PIECE = 64
 
 @router.post(
     "/v1/completions",
+    dependencies=[EXPLAINS],
     summary="Continue a raw prompt, as it stands",
     responses={
         200: streamed(TextCompletion, "The text; with stream: true, events", TextCompletion),

@@ -276,3 +276,9 @@ def test_a_schema_that_cannot_be_compiled_is_the_requests_fault(mini):
     response = mini.chat("Where?", response_format=wanted)
     assert response.status_code == 400
     assert "json_schema cannot be compiled" in response.json()["error"]["message"]
+
+
+def test_completions_are_explained_if_asked(shared):
+    body = {"model": shared.service.chat_model, "prompt": "A text of a few words.", "max_tokens": 2}
+    told = shared.http.post("/v1/completions?explain=1", json=body).json()
+    assert told["ragcache"]["reasons"] == []

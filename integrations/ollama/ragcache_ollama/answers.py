@@ -15,7 +15,7 @@ from ragcache import Answer, Done, Reasoning, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.models.thoughts import thinking_of
 from ragcache.server.answers import chat_logprobs, read_options, sources_of
-from ragcache.server.chat import Writer, call_of, respond
+from ragcache.server.chat import EXPLAINS, Writer, call_of, respond
 from ragcache.server.chat_types import ChatExtension, Message
 from ragcache.server.error_object import EventStream
 from ragcache.server.http_errors import ApiError, Responses
@@ -40,14 +40,14 @@ ANSWERED: Responses = {
 }
 
 
-@router.post("/chat", summary="Answer the last user message", responses=ANSWERED)
+@router.post("/chat", summary="Answer the last user message", dependencies=[EXPLAINS], responses=ANSWERED)
 async def chat(request: Request, asked: OllamaChatRequest) -> Response:
     if not asked.messages:
         return loaded(request, asked, message=AnswerTurn(role="assistant", content=""))
     return await answer(request, asked, messages_of(asked.messages), ChatWriter)
 
 
-@router.post("/generate", summary="Answer a prompt", responses=ANSWERED)
+@router.post("/generate", summary="Answer a prompt", dependencies=[EXPLAINS], responses=ANSWERED)
 async def generate(request: Request, asked: GenerateRequest) -> Response:
     if not asked.prompt:
         return loaded(request, asked, response="")

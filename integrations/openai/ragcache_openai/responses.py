@@ -21,7 +21,7 @@ from ragcache.models.thoughts import Effort
 from ragcache.server import observe as logs
 from ragcache.server.answers import citations, sources_of
 from ragcache.server.body import JsonRoute
-from ragcache.server.chat import Writer, call_of, respond
+from ragcache.server.chat import EXPLAINS, Writer, call_of, respond
 from ragcache.server.chat_types import (
     ChatExtension,
     ChatRequest,
@@ -297,6 +297,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 @router.post(
     "/v1/responses",
+    dependencies=[EXPLAINS],
     summary="Answer the last user message, in the shapes of OpenAI's newer API",
     responses={
         200: streamed(ResponseObject, "The answer; with stream: true, events", ResponseEvent),

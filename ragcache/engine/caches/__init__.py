@@ -13,6 +13,7 @@
                                                                                       PrefixCache; in use: answer_bytes
     PassageFinder   hashes of the passages' tokens,  the prompt's tokens              32 bytes a passage
                     in a ContentIndex
+    Learner         hashes of text seen once         the text, salt                   2 MiB; kept pieces: foreign_cache
 
 The salt is of the view that a question is asked through (`CollectionTable.salt`): KV of other views is never found.
 A view has a PassageFinder and counts of its own, and shares the other caches' memory.
@@ -24,6 +25,7 @@ All of them follow one `Generation`. After a change of documents, or when passag
     WholeStore      reads other tokens; its blocks are deleted like StoredPrefixes'
     SharedPrefixes  loses everything: `SharedPrefixes.clear`
     PassageFinder   indexes new passages; reads each passage that it finds from SQL, where deleted ones are missing
+    Learner         `KVStore.unlearn` deletes pieces that quote deleted text; what was seen counts as unseen
     KVStore         (`ragcache.store`) drops blocks that other processes deleted: `KVStore.refresh`
     AnchorPool      (`ragcache_papers`) finds nothing that methods kept under an earlier `Generation.seen`,
                     another salt or another filter

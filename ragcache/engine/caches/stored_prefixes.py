@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +24,7 @@ from ragcache.engine.caches.prefix_nodes import common_length
 from ragcache.engine.loader import BlockLoader
 from ragcache.errors import StoreError
 from ragcache.kv.block import KVBlock
-from ragcache.runtime import work_alone
+from ragcache.runtime import Background
 from ragcache.store.foreign import PREFIX, Listed, PassageList
 from ragcache.store.kv_store import KVStore
 from ragcache.store.warn_once import WarnOnce
@@ -91,8 +89,7 @@ class StoredPrefixes:
     _list: PassageList
 
     def __post_init__(self) -> None:
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-prefix", initializer=work_alone)
-        self._room = threading.BoundedSemaphore(_MOST_WAITING)
+        self._writer = Background(name="ragcache-prefix", most=_MOST_WAITING)
         self._complaints = WarnOnce(log)
         self._writing = False
 
@@ -117,18 +114,12 @@ class StoredPrefixes:
 
     def keep(self, namespace: str, ids: Sequence[int], generation: int) -> None:
         """Write the tree's KV of these tokens that is not stored yet, later and in another thread."""
-        if self._blocks.read_only or not self._room.acquire(blocking=False):
-            return
-        try:
-            self._writer.submit(self._write, namespace, list(ids), generation).add_done_callback(
-                lambda _: self._room.release()
-            )
-        except RuntimeError:  # the store is being closed
-            self._room.release()
+        if not self._blocks.read_only:
+            self._writer.submit(self._write, namespace, list(ids), generation)
 
     def close(self) -> None:
         """Write everything that waits. May be called twice."""
-        self._writer.shutdown()
+        self._writer.close()
 
     def _walk(self, namespace: str, ids: Sequence[int], generation: int) -> list[_Piece]:
         """Return the stored blocks that the prompt begins with; the last may serve only in part."""

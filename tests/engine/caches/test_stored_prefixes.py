@@ -1,6 +1,7 @@
 """Prompts that go on from what was read before the store was closed, against plain transformers."""
 
 import logging
+import threading
 from dataclasses import replace
 
 import forked
@@ -296,7 +297,7 @@ def no_room(*_):
 def test_an_answer_does_not_wait_for_the_disk(open_kb, monkeypatch):
     """The next question is answered while the KV of the one before is being written."""
     with open_kb() as kb:
-        release = stored_prefixes.threading.Event()
+        release = threading.Event()
         put = kb.store.kv.foreign.put
         monkeypatch.setattr(kb.store.kv.foreign, "put", lambda *given: (release.wait(60), put(*given))[1])
         first = kb.chat(TALK, sampling=SHORT)
