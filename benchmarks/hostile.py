@@ -10,6 +10,7 @@ are those of commit ba45c45c. All attacks together take about two minutes, and o
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import socket
@@ -87,8 +88,8 @@ class Server:
     def ask(self, key: str, question: str, **fields: Any) -> tuple[int, float]:
         """Return the status and the seconds of a question."""
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], "max_tokens": 16, **fields}
-        started = time.perf_counter()
-        with httpx.Client(timeout=300, trust_env=False) as http:
+        with httpx.Client(timeout=300, trust_env=False, verify=False) as http:
+            started = time.perf_counter()
             status = http.post(f"{self.url}/v1/chat/completions", json=body, headers=bearer(key)).status_code
         return status, time.perf_counter() - started
 
@@ -104,17 +105,23 @@ def bearer(key: str) -> dict[str, str]:
 
 @contextmanager
 def probing(server: Server, times: list[float]) -> Iterator[None]:
-    """Ask /healthz every 20 ms, and append the milliseconds of each answer; 10,000 for none."""
+    """Ask /healthz every 20 ms on a new connection, and append the milliseconds of each answer; 10,000 for none.
+
+    It asks by a bare socket: an HTTP client takes longer to make than the server takes to answer.
+    """
     over = threading.Event()
+    request = f"GET /healthz HTTP/1.1\r\nHost: {server.address[0]}\r\nConnection: close\r\n\r\n".encode()
 
     def probe() -> None:
         while not over.wait(0.02):
             started = time.perf_counter()
             try:
-                httpx.get(f"{server.url}/healthz", timeout=10, trust_env=False).raise_for_status()
-                times.append(1000 * (time.perf_counter() - started))
-            except httpx.HTTPError:
-                times.append(10_000.0)
+                with socket.create_connection(server.address, timeout=10) as client:
+                    client.sendall(request)
+                    is_well = client.recv(64).startswith(b"HTTP/1.1 200")
+            except OSError:
+                is_well = False
+            times.append(1000 * (time.perf_counter() - started) if is_well else 10_000.0)
 
     thread = threading.Thread(target=probe)
     thread.start()
@@ -125,8 +132,25 @@ def probing(server: Server, times: list[float]) -> Iterator[None]:
         thread.join()
 
 
+def processor_s(server: Server) -> float:
+    """Return the processor time that the server has used, which other work on the machine does not change."""
+    stat = Path(f"/proc/{server.process.pid}/stat")
+    if not stat.exists():  # not on Linux
+        return math.nan
+    user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def p99(times: list[float]) -> float:
     return statistics.quantiles(times, n=100)[98] if len(times) > 1 else times[0]
+
+
+def quiet(server: Server) -> float:
+    """Return the p99 of /healthz without an attack."""
+    times: list[float] = []
+    with probing(server, times):
+        time.sleep(5)
+    return p99(times)
 
 
 def half(server: Server, stack: ExitStack) -> socket.socket:
@@ -231,19 +255,26 @@ def schema(server: Server) -> float:
 
 def measure(settings: Settings, run: Run) -> Result:
     found: list[float] = []
+    figures: dict[str, Any] = {f"before: {attack}": said for attack, said in BEFORE.items()}
     with rc.RagCache.open(run.workdir / "kb") as kb:
         kb.ingest(rc.Document("clubs", "The heron club meets in the old mill. " * 20))
     server = Server(run.workdir)
     try:
+        alone = quiet(server)
+        figures["/healthz p99 without an attack, ms"] = alone
+        before = processor_s(server)
         found += half_headers(server, settings)
+        figures["half headers: processor seconds of the server"] = processor_s(server) - before
         found.append(left_open(server, settings))
-        status, seconds = server.ask(ALICE, "Who was it? " * 325_000)
-        found.append(seconds if status == 400 else float("inf"))
+        before = processor_s(server)
+        long = [server.ask(ALICE, "Who was it? " * 325_000) for _ in range(5)]
+        figures["question of 3.9 MB: processor seconds of the server"] = (processor_s(server) - before) / len(long)
+        found.append(statistics.median(seconds if status == 400 else math.inf for status, seconds in long))
         found.append(crowded(server, settings))
         report, _ = server.add(ALICE, files={"files": ("sheet.xlsx", sheet())})
         found.append(report["tokens"])
         report, seconds = server.add(ALICE, json={"documents": [{"id": "a", "text": "a" * 4_000_000}]})
-        found.append(seconds if report["failed"] else float("inf"))
+        found.append(seconds if report["failed"] else math.inf)
         found.append(while_reading(server))
         found.append(schema(server))
     finally:
@@ -259,8 +290,10 @@ def measure(settings: Settings, run: Run) -> Result:
     print("| attack | before | after |\n|---|---|---|")
     for attack, measured in rows.items():
         print(f"| {attack} | {BEFORE[attack]} | {measured:.4g} |")
-    goals = [Goal(attack, "at most", most, rows[attack], True) for attack, most in zip(BEFORE, LIMITS, strict=True)]
-    return run.result(figures={f"before: {attack}": said for attack, said in BEFORE.items()}, goals=goals)
+    # Where other work takes the processors, a quiet server takes longer too.
+    bounds = [max(most, 2 * alone) if "p99" in attack else most for attack, most in zip(BEFORE, LIMITS, strict=True)]
+    goals = [Goal(attack, "at most", most, rows[attack], True) for attack, most in zip(BEFORE, bounds, strict=True)]
+    return run.result(figures=figures, goals=goals)
 
 
 def failed(result: Result) -> bool:

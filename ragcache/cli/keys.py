@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ragcache.cli.flags import WAIT_S, Json, StoreOptions, Wait, open_for_care, option
 from ragcache.cli.terminal import command, print_json, print_table, say
 from ragcache.engine.keys import (
+    LIMITS,
     SCOPES,
     Key,
+    check_limit,
     digest_of,
     new_secret,
     read_key_file,
@@ -62,6 +65,10 @@ def keys(
     expires: Annotated[
         datetime | None, option("--expires", "The day on which it stops to open anything, in UTC.")
     ] = None,
+    limits: Annotated[
+        list[str] | None,
+        option("--limit", f"A limit of its own, NAME=NUMBER, of {', '.join(LIMITS)}; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Add, list or revoke the API keys of a key file, which a server reads again when it changes.
@@ -87,12 +94,23 @@ def keys(
     for one in read - {"*"}:
         check_name(one)
     ends, secret = None if expires is None else expires.replace(tzinfo=UTC), new_secret()
-    made = Key(name, digest_of(secret.encode()), wanted, read, frozenset(writes or ()), expires=ends)
+    own = dict(_limit(one) for one in limits or ())
+    made = Key(name, digest_of(secret.encode()), wanted, read, frozenset(writes or ()), own, ends)
     write_key_file(file, with_key(known, made))
     if as_json:
         print_json({"name": name, "secret": secret})
     else:
         say(f"{name}: {secret}\nThis is shown once. Clients send it as Authorization: Bearer SECRET.")
+
+
+def _limit(given: str) -> tuple[str, float]:
+    """Return the name and number of a limit. Raises ConfigError for a limit that no key can have."""
+    name, _, number = given.partition("=")
+    value: Any = number
+    with suppress(ValueError):
+        value = float(number)
+    check_limit("--limit", name, value)
+    return name, value
 
 
 def _list(known: list[Key], as_json: bool) -> None:
@@ -103,10 +121,11 @@ def _list(known: list[Key], as_json: bool) -> None:
             " ".join(sorted(key.reads)),
             " ".join(sorted(key.writes)),
             "never" if key.expires is None else key.expires.isoformat(),
+            " ".join(f"{name}={value:g}" for name, value in sorted(key.limits.items())),
         )
         for key in known
     ]
-    names = ["key", "scopes", "reads", "writes", "expires"]
+    names = ["key", "scopes", "reads", "writes", "expires", "limits"]
     if as_json:
         print_json({"keys": [dict(zip(names, row, strict=True)) for row in rows]})
     else:

@@ -101,10 +101,8 @@ def run_server(
     raise_file_limit()
     log_as_json()
     hide_bars_in_pipes()
-    several = len(settings.api_keys) > 1
-    encodes_alone = (models.model or "mini") == "mini"  # trained for reuse: its stores have no neighbours
-    if several and store.is_new and store.neighbours_from is None and not encodes_alone:
-        store = replace(store, neighbours_from="document")  # keeps a key's documents out of others' KV
+    is_shared = len(settings.api_keys) > 1 or settings.key_file is not None
+    store = replace(store, is_shared=is_shared)
     with (
         listen(address.host, address.port) as bound,
         open_with_models(store, models, reading=reading, create=True) as kb,
@@ -112,7 +110,7 @@ def run_server(
         from ragcache.server.app import create_app
         from ragcache.server.run import Server
 
-        if several and (found := kb.info()).neighbours and found.neighbours_from == "similarity":
+        if is_shared and (found := kb.info()).neighbours and found.neighbours_from == "similarity":
             log.warning(
                 "%s: passages are encoded behind similar ones of any document, so that one key's documents can change "
                 "the answers to another key's questions; make the store with --neighbours-from document",

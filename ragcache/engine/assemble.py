@@ -61,7 +61,7 @@ from ragcache.retrieval.retriever import Retriever
 from ragcache.runtime import team_ends
 from ragcache.store.collections import EVERYTHING
 from ragcache.store.documents import DocumentStore
-from ragcache.store.neighbours import NEIGHBOURS, NeighbourChoice
+from ragcache.store.neighbours import DOCUMENT, NEIGHBOURS, NeighbourChoice
 from ragcache.store.schema import DEFAULT
 
 log = logging.getLogger(__name__)
@@ -357,7 +357,7 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
     count, chosen_from = config.neighbours, config.neighbours_from
     if count is None and isinstance(recipe, Recipe) and recipe.neighbours:
         count = recipe.neighbours
-    made = NeighbourChoice.of(bound)
+    made = NeighbourChoice(0, DOCUMENT) if bound is None and config.is_shared else NeighbourChoice.of(bound)
     asked = NeighbourChoice(made.number if count is None else count, chosen_from or made.chosen_from)
     if bound is not None and asked != made:
         where = documents.database.where

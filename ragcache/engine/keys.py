@@ -7,6 +7,7 @@ A key file is TOML. It holds digests of secrets, and no secret:
     expires = 2030-01-01
     reads = ["hr", "shared"]
     writes = ["hr"]
+    limits = { requests = 60, tokens = 20000 }
     scopes = ["ask", "write"]
 
 "*" stands for every collection that is not an OpenAI vector store.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import stat
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 ASK, WRITE, ADMIN = "ask", "write", "admin"
 SCOPES = (ASK, WRITE, ADMIN)
 _DIGEST = 64  # hexadecimal digits of SHA-256
+LIMITS = ("requests", "tokens", "upload_tokens")
 _FIELDS = ("digest", "expires", "limits", "reads", "writes", "scopes")
 
 
@@ -46,7 +49,7 @@ class Key:
     digest: SHA-256 of its secret, hexadecimal
     scopes: "ask" (questions, searches, lists), "write" (changes of documents), "admin" (metrics, usage of the store)
     reads, writes: names of collections; "*": every collection that is not a vector store
-    limits: numbers by name, for whatever enforces them
+    limits: rates of the key by name, of LIMITS; the server's apply to the others
     expires: when it stops to open anything; None: never
     """
 
@@ -55,7 +58,7 @@ class Key:
     scopes: frozenset[str] = frozenset(SCOPES)
     reads: frozenset[str] = frozenset([OTHERS])
     writes: frozenset[str] = frozenset([OTHERS])
-    limits: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    limits: Mapping[str, float] = field(default_factory=dict, hash=False)
     expires: datetime | None = None
 
     @property
@@ -127,11 +130,21 @@ def _key(path: Path, id: str, fields: Any) -> Key:
         expires = datetime.combine(expires, time(), UTC)
     if expires is not None and not isinstance(expires, datetime):
         raise ConfigError(f"{where}: expires is a date, such as 2030-01-01")
-    if not isinstance(limits, dict) or any(not isinstance(one, int | float) for one in limits.values()):
-        raise ConfigError(f"{where}: limits are numbers by name")
+    if not isinstance(limits, dict):
+        raise ConfigError(f"{where}: limits are numbers by name, such as limits = {{ requests = 60 }}")
+    for name, value in limits.items():
+        check_limit(where, name, value)
     if expires is not None and expires.tzinfo is None:
         expires = expires.replace(tzinfo=UTC)
     return Key(id, digest, scopes, frozenset(names["reads"]), frozenset(names["writes"]), limits, expires)
+
+
+def check_limit(where: str, name: str, value: Any) -> None:
+    """Raise ConfigError if a key cannot have this limit."""
+    if name not in LIMITS:
+        raise ConfigError(f"{where} has no such limit: {name!r}; its limits are {', '.join(LIMITS)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        raise ConfigError(f"{where}: its limit {name} is {value!r}; it is a number, 1 or more")
 
 
 def write_key_file(path: Path, keys: Iterable[Key]) -> None:

@@ -168,6 +168,7 @@ class StoreConfig(Config):
         NeighboursFrom | None,
         Option("--neighbours-from", "Which ones: nearest by similarity, or those before it in its document."),
     ] = None
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.answer_bytes is not None and self.answer_bytes < 1:

@@ -146,6 +146,7 @@ class Guard:
         key = self.keys.find(secret.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
         if key is not None:
             CALLER.set(key.id)
+            self.quotas.enter(key)
             scope.setdefault("state", {})["key"] = key
             needed = scope_of(scope["method"], scope["path"])
             if needed in key.scopes or (needed == ASK and ADMIN in key.scopes):

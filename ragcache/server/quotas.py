@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from ragcache.engine.keys import LIMITS, Key
 from ragcache.models.deadline import CALLER
 from ragcache.server.http_errors import ApiError
 from ragcache.server.settings import ServerSettings
 
-REQUESTS, TOKENS, UPLOAD_TOKENS = "requests", "tokens", "upload tokens"
+REQUESTS, TOKENS, UPLOAD_TOKENS = LIMITS
 WINDOWS_S = {REQUESTS: 60.0, TOKENS: 60.0, UPLOAD_TOKENS: 3600.0}
 NAMES_S = {60.0: "minute", 3600.0: "hour"}
 
@@ -22,12 +23,14 @@ class Quotas:
     refilled. Used on the event loop alone.
 
     rates: amounts in a window, by kind; a kind that is absent has no limit. A caller without a key is one key.
+    clock: seconds
     """
 
     def __init__(self, rates: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         self._rates = rates
-        self._clock = clock
-        self._levels: dict[tuple[str, str], tuple[float, float]] = {}  # level, and when it was so
+        self.clock = clock
+        self._own: dict[str, Mapping[str, float]] = {}  # rates of keys that have their own, by id
+        self._used: dict[tuple[str, str], tuple[float, float]] = {}  # the amount, and when it was so
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Quotas:
@@ -38,28 +41,36 @@ class Quotas:
         }
         return cls({kind: rate for kind, rate in rates.items() if rate is not None})
 
+    def enter(self, key: Key) -> None:
+        """Note the limits of a key, as its file has them now."""
+        self._own[key.id] = key.limits
+
     def left(self, kind: str) -> float:
         """Return the amount that is left for the caller; infinity without a limit."""
-        if kind not in self._rates:
+        if (rate := self._rate(kind)) is None:
             return math.inf
-        rate, now = self._rates[kind], self._clock()
-        level, since = self._levels.get((CALLER.get(), kind), (rate, now))
-        return min(rate, level + (now - since) * rate / WINDOWS_S[kind])
+        now = self.clock()
+        used, since = self._used.get((CALLER.get(), kind), (0.0, now))
+        return rate - max(0.0, used - (now - since) * rate / WINDOWS_S[kind])
 
     def charge(self, kind: str, amount: float) -> None:
         """Take an amount from the caller's bucket, even if less is left."""
-        if kind in self._rates:
-            self._levels[CALLER.get(), kind] = self.left(kind) - amount, self._clock()
+        if (rate := self._rate(kind)) is not None:
+            self._used[CALLER.get(), kind] = rate - self.left(kind) + amount, self.clock()
 
     def check(self, kind: str) -> None:
         """Raise ApiError (429) if less than one is left for the caller."""
-        if (left := self.left(kind)) < 1:
-            rate, window_s = self._rates[kind], WINDOWS_S[kind]
+        rate = self._rate(kind)
+        if rate is not None and (left := self.left(kind)) < 1:
+            window_s, caller = WINDOWS_S[kind], CALLER.get()
             wait_s = math.ceil((1 - left) * window_s / rate)
             raise ApiError(
                 429,
-                f"this key may use {rate:g} {kind} in a{'n' * (window_s > 60)} {NAMES_S[window_s]}, and they are used "
-                f"up; go on in {wait_s} s",
+                f"{f'the key {caller!r}' if caller else 'a client without a key'} may use {rate:g} {kind} in "
+                f"a{'n' * (window_s > 60)} {NAMES_S[window_s]}, and they are used up; go on in {wait_s} s",
                 "rate_limit_exceeded",
                 headers={"Retry-After": str(wait_s)},
             )
+
+    def _rate(self, kind: str) -> float | None:
+        return self._own.get(CALLER.get(), {}).get(kind, self._rates.get(kind))

@@ -497,18 +497,21 @@ def test_a_key_is_shown_once_and_revoked(tmp_path):
     file = ("--keys", tmp_path / "keys.toml")
     secret = json_of(invoke("keys", "add", "alice", *file, "--read", "a", "--write", "b", "--json"))["secret"]
     assert secret not in (tmp_path / "keys.toml").read_text()
-    told = invoke("keys", "add", "bob", *file, "--read", "*", "--scope", "admin", "--expires", "2030-01-02")
+    limits = ("--limit", "requests=60", "--limit", "tokens=1e4")
+    told = invoke("keys", "add", "bob", *file, "--read", "*", "--scope", "admin", "--expires", "2030-01-02", *limits)
     assert "bob: rk-" in told.stdout
     rows = json_of(invoke("keys", "list", *file, "--json"))["keys"]
     assert [list(row.values()) for row in rows] == [
-        ["alice", "ask write", "a b", "b", "never"],
-        ["bob", "admin", "*", "", "2030-01-02T00:00:00+00:00"],
+        ["alice", "ask write", "a b", "b", "never", ""],
+        ["bob", "admin", "*", "", "2030-01-02T00:00:00+00:00", "requests=60 tokens=10000"],
     ]
     for arguments, said in (
         (("add", "alice", "--read", "a"), "a key 'alice' already"),
         (("add", "carol"), "which collections"),
         (("add", "carol", "--read", "../x"), "cannot name a collection"),
         (("add", "carol", "--read", "a", "--scope", "root"), "none of ask, write, admin"),
+        (("add", "carol", "--read", "a", "--limit", "speed=3"), "no such limit: 'speed'"),
+        (("add", "carol", "--read", "a", "--limit", "tokens=many"), "tokens is 'many'"),
         (("revoke", "carol"), "no key 'carol'"),
         (("add",), "say which key to add"),
     ):

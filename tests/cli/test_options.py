@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from ragcache.cli.flags import StoreOptions
 from ragcache.cli.terminal import bytes_text, command, printable, seconds_text, size
 from ragcache.engine.options import AnswerOptions, StoreConfig
 from ragcache.errors import ConfigError, StoreBusyError
+from ragcache.models.hub import resolve
 from ragcache.server.auth import LOOPBACK
 from ragcache.server.run import listen
 from ragcache.server.settings import ServerSettings
@@ -437,9 +439,12 @@ def test_a_server_from_its_start_to_its_end(tmp_path, model):
     assert "from-" not in "".join(errors)
 
 
-def test_two_keys_serve_a_new_store_of_the_bundled_model(tmp_path):
+def test_two_keys_serve_a_new_store_of_a_trained_directory(tmp_path):
+    """Such a model needs no neighbours, so that there is nothing to take from the document."""
+    trained = shutil.copytree(resolve("mini"), tmp_path / "trained")
+    options = ("--store", tmp_path / "new", "--port", 0, "--model", trained)
     with (
-        process("serve", "--store", tmp_path / "new", "--port", 0, RAGCACHE_API_KEYS="one,two") as (_, url, errors),
+        process("serve", *options, RAGCACHE_API_KEYS="one,two") as (_, url, errors),
         httpx.Client(base_url=url, trust_env=False, timeout=120) as http,
     ):
         assert http.get("/readyz").status_code == 200, errors

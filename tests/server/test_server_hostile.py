@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from serving import Served
 from waiting import until as wait_for
 
 import ragcache as rc
+from ragcache.engine.keys import Key, digest_of, write_key_file
 from ragcache.errors import ConfigError
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.models import sampler
@@ -268,6 +270,45 @@ def test_a_key_that_used_up_its_tokens_is_refused(serve):
     assert report["added"]
     assert all("left to this key" in one["error"] for one in report["failed"])
     assert report["failed"]
+
+
+@pytest.mark.parametrize("limit", ["requests", "tokens"])
+def test_a_keys_own_limit_holds_for_it_alone(serve, tmp_path, limit):
+    """The limit replaces the server's, and is read again with the key file."""
+    alice, bob = (Key(name, digest_of(secret.encode())) for name, secret in (("alice", ALICE), ("bob", BOB)))
+    file, most = tmp_path / "keys.toml", {"requests": 100}
+    write_key_file(file, [replace(alice, limits={**most, limit: 2}), replace(bob, limits=most)])
+    served, now = serve(key_file=file, key_requests=1), 0.0
+    served.service.quotas.clock = lambda: now
+    refused = [ask(served, ALICE) for _ in range(3)][-1]
+    assert refused.status_code == 429
+    assert f"the key 'alice' may use 2 {limit} in a minute" in refused.json()["error"]["message"]
+    assert [ask(served, BOB).status_code for _ in range(3)] == [200] * 3
+    now = float(refused.headers["retry-after"]) - 1
+    assert ask(served, ALICE).status_code == 429
+    now += 1
+    assert [ask(served, ALICE).status_code for _ in range(2)] == [200, 429]
+    write_key_file(file, [replace(alice, limits=most), bob])
+    assert ask(served, ALICE).status_code == 200
+    assert [ask(served, BOB).status_code for _ in range(2)][-1] == 429  # the server's limit is one
+
+
+def test_a_key_has_its_own_limit_of_added_tokens(serve, tmp_path):
+    alice, bob = (Key(name, digest_of(secret.encode())) for name, secret in (("alice", ALICE), ("bob", BOB)))
+    write_key_file(tmp_path / "keys.toml", [replace(alice, limits={"upload_tokens": 70}), bob])
+    served, now = serve(key_file=tmp_path / "keys.toml"), 0.0
+    served.service.quotas.clock = lambda: now
+
+    def failed(secret: str) -> list[str]:
+        texts = [{"id": f"{secret}{now}{rank}", "text": f"The {rank} dogs bark at birds."} for rank in range(4)]
+        headers = {"Authorization": f"Bearer {secret}"}
+        report = served.http.post("/v1/documents", json={"documents": texts}, headers=headers).json()
+        return [one["error"] for one in report["failed"]]
+
+    assert any("left to this key in this hour" in error for error in failed(ALICE))
+    assert failed(BOB) == []
+    now = 3600.0
+    assert len(failed(ALICE)) < 4
 
 
 def test_a_bucket_refills_evenly():

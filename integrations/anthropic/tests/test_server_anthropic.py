@@ -11,6 +11,8 @@ from scripted import script
 from serving import Served, events, serving
 
 import ragcache as rc
+from ragcache.engine.keys import Key, digest_of, write_key_file
+from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 
 QUESTION = "Where does the cat sit?"
@@ -259,14 +261,21 @@ def tight(lm, tmp_path) -> Iterator[Served]:
         tree = kb._engine.prefixes._tree
         tree.budget_bytes = room * tree.token_bytes  # the tokens above, whatever the model's shape
         kb.ingest(rc.Document("cat", TEXTS["rivers"]))
-        with serving(kb) as served:
+        for name in "ab":
+            kb.collection(name)
+        keys = [
+            Key(id, digest_of(id.encode()), reads=frozenset(reads), writes=frozenset(reads))
+            for id, reads in (("root", "*"), ("alice", "a"), ("bob", "b"), ("carol", "a"))
+        ]
+        write_key_file(tmp_path / "keys.toml", keys)
+        with serving(kb, ServerSettings(key_file=tmp_path / "keys.toml")) as served:
             yield served
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_cache_point_keeps_its_prefix(tight, connect, pinned, monkeypatch):
     """Other prompts that fill the tree push out what is not pinned."""
-    client, system = connect(tight), [text(LONG, **({"cache_control": POINT} if pinned else {}))]
+    client, system = connect(tight, "root"), [text(LONG, **({"cache_control": POINT} if pinned else {}))]
 
     def ask(question: str, system: list) -> anthropic.types.Usage:
         messages = [{"role": "user", "content": question}]
@@ -281,6 +290,34 @@ def test_a_cache_point_keeps_its_prefix(tight, connect, pinned, monkeypatch):
     for number in range(4):
         ask("Else?", [text(f"{number} {LONG}")])
     assert (ask("Three?", system).cache_read_input_tokens >= size) == pinned
+
+
+def test_a_cache_point_is_of_its_keys_collections(tight, connect):
+    """Who reads the same collection goes on from it; another key neither reads it, nor pins it, nor pushes it out."""
+    size = tight.service.kb.count_tokens(LONG)
+    tight.service.unfiltered._engine.prefixes._tree.budget_bytes *= 3  # half of it holds three points
+
+    def ask(key: str, said: str, more: object) -> tuple[int, int]:
+        asked = {"model": "tiny:plain", "max_tokens": 2, "messages": ASKED, "system": [text(said, **more)]}
+        usage = connect(tight, key).messages.create(**asked).usage
+        return usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+
+    def fill() -> None:
+        for number in range(7):
+            ask("alice", f"{number} {LONG}", {})
+
+    pinned, hour = {"cache_control": POINT}, {"cache_control": {**POINT, "ttl": "1h"}}
+    assert ask("alice", LONG, {})[1] == 0
+    read, made = ask("bob", LONG, pinned)
+    assert read <= 1, "but for BOS"
+    assert made >= size
+    fill()
+    assert ask("alice", LONG, pinned)[0] < size, "bob's point is not alice's"
+    for number in range(3):
+        ask("bob", f"{number} {LONG}", hour)
+    fill()
+    assert ask("carol", LONG, {})[0] >= size
+    assert ask("bob", LONG, {})[0] < size
 
 
 def test_points_in_turns_and_tools_pin_what_comes_before(agent, converse, monkeypatch):

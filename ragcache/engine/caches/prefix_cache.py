@@ -223,7 +223,8 @@ class PrefixCache:
         """Keep the longest held prefix of the sequence from eviction for `ttl_s` seconds; return its number of tokens.
 
         A pin replaces those of its own beginning that end before it. All pins together take at most half of the budget:
-        beyond that, those that end first are released. `drop` and `clear` remove pinned tokens, too.
+        beyond that, those of the namespace that pins most are released, the first to end first, so that no namespace
+        takes another's place. `drop` and `clear` remove pinned tokens, too.
         """
         wanted = np.asarray(elements, dtype=np.int64)[: self.budget_bytes // 2 // self.token_bytes]
         until = time.monotonic() + ttl_s
@@ -243,8 +244,12 @@ class PrefixCache:
             )
             self._pins.append(_Pin(namespace, held, lease, until))
             while sum(len(one.elements) for one in self._pins) * self.token_bytes > self.budget_bytes // 2:
-                first = min(one.until for one in self._pins)
-                self._unpin(one.until == first for one in self._pins)
+                pinned = Counter[str]()
+                for one in self._pins:
+                    pinned[one.namespace] += len(one.elements)
+                most = max(pinned, key=lambda name: (pinned[name], name == namespace))
+                first = min(one.until for one in self._pins if one.namespace == most)
+                self._unpin(one.namespace == most and one.until == first for one in self._pins)
             return len(held) if any(one.lease is lease for one in self._pins) else 0
 
     def drop(self, owners: Collection[int]) -> int:

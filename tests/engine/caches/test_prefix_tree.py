@@ -310,6 +310,17 @@ def test_pins_take_half_of_the_budget(monkeypatch):
     assert tree.pin("a", [4] * 14, 200) == 10, "no pin takes more"
 
 
+def test_pins_of_a_namespace_leave_those_of_another():
+    tree = PrefixCache(SHAPE, 20 * TOKEN_BYTES)
+    insert(tree, "a", [1] * 5)
+    assert tree.pin("a", [1] * 5, 60) == 5
+    for first in range(2, 6):
+        insert(tree, "b", [first] * 5)
+        assert tree.pin("b", [first] * 5, 3600 + first) == 5
+    insert(tree, "c", [9] * 10)
+    assert served(tree, "a", [1] * 5) == 5
+
+
 def test_a_pin_replaces_those_of_its_beginning():
     tree = PrefixCache(SHAPE, 20 * TOKEN_BYTES)
     for count in range(1, 11):
