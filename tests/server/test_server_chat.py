@@ -508,14 +508,14 @@ def test_answers_are_explained_if_asked(shared, shared_kb):
     question, options = "Where does the river rise?", {"ragcache": {"k": 2}, "max_tokens": 2}
     body = {"model": shared.service.chat_model, "messages": [{"role": "user", "content": question}], **options}
     right = [asdict(one) for one in shared_kb.why([{"role": "user", "content": question}], k=2)]
-    assert {one["why"] for one in right} == {"found"}
+    assert [one["why"] for one in right][:2] == ["found", "found"]
     told = shared.http.post("/v1/chat/completions?explain=1", json=body).json()
     assert [{**one, "detail": ""} for one in told["ragcache"]["reasons"]] == [{**one, "detail": ""} for one in right]
     streamed = shared.http.post("/v1/chat/completions?explain=true", json={**body, "stream": True}).text
     reasons = [line for line in streamed.splitlines() if '"reasons":' in line]
     assert len(reasons) == 1
     last = json.loads(reasons[0].removeprefix("data: "))["ragcache"]["reasons"]
-    assert [one["why"] for one in last] == ["found"] * len(right)
+    assert [one["why"] for one in last] == [one["why"] for one in right]
     assert "reasons" not in shared.http.post("/v1/chat/completions?explain=0", json=body).json()["ragcache"]
     assert "reasons" not in shared.http.post("/v1/chat/completions", json=body).json()["ragcache"]
     refused = shared.http.post("/v1/chat/completions?explain=perhaps", json=body)
