@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from benchmarks.prose import documents, train_tokenizer
 from benchmarks.questions import load_named
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import SHAPES, build
+from benchmarks.shapes import SHAPES, ModelSettings, build
 from benchmarks.timing import Ratio, Timing
 from ragcache.engine.answer import Answer
 from ragcache.engine.kb import RagCache
@@ -43,13 +43,12 @@ STAGGER = 0.5  # share of an answer's time, between the starts of two askers
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """passages: that a question reads, each of `tokens`. documents: that they come from. answer: tokens of one.
     embedder: see `load_named`"""
 
-    shape: str = "SmolLM2-135M"
-    dtype: str = "float32"
-    device: str = "cpu"
+    benchmark: ClassVar[str] = "askers"
+
     method: str = "reposition"
     embedder: str = "minilm"
     askers: int = 8
@@ -58,14 +57,10 @@ class Settings:
     tokens: int = 200
     documents: int = 30
     answer: int = 32
-    rounds: int = 10
-    threads: int = 0
-    seed: int = 0
 
     @property
-    def name(self) -> str:
-        sizes = f"{self.askers}x{self.passages}x{self.tokens}"
-        return f"askers-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}-{sizes}"
+    def sizes(self) -> str:
+        return f"{self.askers}x{self.passages}x{self.tokens}"
 
     @property
     def on_goal(self) -> bool:

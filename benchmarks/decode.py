@@ -11,6 +11,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from benchmarks import plain
 from benchmarks.reading import random_prompt, truncate
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import Built, build
+from benchmarks.shapes import Built, ModelSettings, build
 from benchmarks.timing import Timing, Variant, alternate, ratio
 from ragcache.fusion.fuse import fuse
 from ragcache.models.generate import decode
@@ -31,21 +32,13 @@ THEIRS = "transformers: generate"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """context: tokens that are there when decoding starts. tokens: that are decoded."""
 
-    shape: str = "SmolLM2-135M"
-    dtype: str = "float32"
-    device: str = "cpu"
+    benchmark: ClassVar[str] = "decode"
+
     context: int = 5000
     tokens: int = 32
-    rounds: int = 10
-    threads: int = 0
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"decode-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}"
 
 
 class Decoding:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +21,7 @@ from benchmarks.prose import documents, train_tokenizer
 from benchmarks.questions import load_named
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import SHAPES, Built, build
+from benchmarks.shapes import SHAPES, Built, ModelSettings, build
 from benchmarks.timing import Variant, alternate, ratio, summarise
 from ragcache.engine.kb import RagCache
 from ragcache.errors import IngestError
@@ -37,24 +38,16 @@ CALL = "transformers: model call with head and padding mask"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """tokens: of all documents. chunk_tokens: most in a chunk. batch_tokens: that run together, padding included.
     embedder: see `load_named`"""
 
-    shape: str = "SmolLM2-135M"
-    dtype: str = "float32"
-    device: str = "cpu"
+    benchmark: ClassVar[str] = "ingest"
+
     tokens: int = 10000
     chunk_tokens: int = 512
     batch_tokens: int = 512
     embedder: str = "minilm"
-    rounds: int = 10
-    threads: int = 0
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"ingest-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}"
 
 
 class Ingestion:

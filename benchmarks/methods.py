@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from benchmarks import plain
 from benchmarks.reading import checked, distance, first_token, in_hand, random_prompt, truncate
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import Built, build
+from benchmarks.shapes import Built, ModelSettings, build
 from benchmarks.timing import Ratio, Variant, alternate, ratio, summarise
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.fuse import FuseOutput, block_recipe, encode, fuse
@@ -33,24 +33,21 @@ LONG_SHARE = 0.1  # a method that runs more of the tokens takes long: it runs in
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """passages x tokens of context, then suffix tokens. rounds: of short variants; long_rounds: of full prefill and of
     methods that run many tokens."""
 
-    shape: str = "SmolLM2-135M"
-    dtype: str = "float32"
-    device: str = "cpu"
+    benchmark: ClassVar[str] = "methods"
+
     passages: int = 10
     tokens: int = 500
     suffix: int = 30
     rounds: int = 15
     long_rounds: int = 10
-    threads: int = 0
-    seed: int = 0
 
     @property
-    def name(self) -> str:
-        return f"methods-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}-{self.passages}x{self.tokens}"
+    def sizes(self) -> str:
+        return f"{self.passages}x{self.tokens}"
 
 
 def link_ids(settings: Settings, vocab_size: int) -> list[list[int]]:

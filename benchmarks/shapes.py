@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.prose import train_tokenizer
 from ragcache.kv.block_key import digest
@@ -34,6 +30,30 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Settings that benchmarks over a model of random weights share: its shape, where it runs, and how often."""
+
+    benchmark: ClassVar[str]
+
+    shape: str = "SmolLM2-135M"
+    dtype: str = "float32"
+    device: str = "cpu"
+    rounds: int = 10
+    threads: int = 0
+    seed: int = 0
+
+    @property
+    def sizes(self) -> str:
+        """Return the sizes that are part of the result's name."""
+        return ""
+
+    @property
+    def name(self) -> str:
+        parts = (self.benchmark, self.shape, self.dtype, self.device.partition(":")[0], self.sizes)
+        return "-".join(part for part in parts if part)
 
 
 VOCABULARY = 16384

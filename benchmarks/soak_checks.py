@@ -235,12 +235,7 @@ def growth(samples: Sequence[Sample], figure: str, warmup_s: float) -> Growth | 
 
 
 def goals(
-    counts: Counts,
-    changes: Sequence[str],
-    samples: Sequence[Sample],
-    ending: Ending,
-    limits: Limits,
-    budget_bytes: int,
+    counts: Counts, changes: Sequence[str], samples: Sequence[Sample], ending: Ending, limits: Limits, budget_bytes: int
 ) -> list[Goal]:
     """Return the goals.
 

@@ -78,11 +78,7 @@ class Ratio:
 
 
 def alternate(
-    variants: Sequence[Variant],
-    rounds: int,
-    long_rounds: int,
-    device: torch.device,
-    journal: Journal | None = None,
+    variants: Sequence[Variant], rounds: int, long_rounds: int, device: torch.device, journal: Journal | None = None
 ) -> Samples:
     """Return seconds by variant and round. An untimed round warms everything up.
 

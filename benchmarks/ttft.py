@@ -7,8 +7,9 @@ python -m benchmarks ttft --codecs int8 kvtc           # stored blocks of these 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,21 +18,20 @@ from benchmarks.questions import RetrievalPhase, load_named
 from benchmarks.reading import Bench, agreement
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
-from benchmarks.shapes import build
+from benchmarks.shapes import ModelSettings, build
 from benchmarks.timing import Ratio, Samples, Variant, alternate, ratio, summarise
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """passages x tokens of context, then suffix tokens. rounds: of short variants; long_rounds: of full prefill.
 
     vectors: chunks that retrieval searches; embedder: see `load_named`
     codecs:  further codecs, of which blocks are read from the memory tier and from a cold disk
     """
 
-    shape: str = "SmolLM2-135M"
-    dtype: str = "float32"
-    device: str = "cpu"
+    benchmark: ClassVar[str] = "ttft"
+
     passages: int = 10
     tokens: int = 500
     suffix: int = 30
@@ -40,12 +40,10 @@ class Settings:
     vectors: int = 4000
     codecs: tuple[str, ...] = ()
     embedder: str = "minilm"
-    threads: int = 0
-    seed: int = 0
 
     @property
-    def name(self) -> str:
-        return f"ttft-{self.shape}-{self.dtype}-{self.device.partition(':')[0]}-{self.passages}x{self.tokens}"
+    def sizes(self) -> str:
+        return f"{self.passages}x{self.tokens}"
 
 
 def measure(settings: Settings, run: Run) -> Result:
@@ -59,7 +57,8 @@ def measure(settings: Settings, run: Run) -> Result:
             for name in settings.codecs
         }
         chunks, embedder = run.workdir / "documents", load_named(settings.embedder, settings.device)
-        retrieval = stack.enter_context(RetrievalPhase(embedder, settings.vectors, settings.passages, chunks))
+        phase = RetrievalPhase(embedder, settings.vectors, settings.passages, chunks)
+        retrieval = stack.enter_context(closing(phase))
         checks = agreement(bench)
         variants = [*retrieval.variants(), *_variants(bench, device), *_coded(coded)]
         samples = alternate(variants, settings.rounds, settings.long_rounds, device, run.journal)

@@ -42,11 +42,7 @@ class RagCacheVLLMWorker(VLLMWorker):
 
         root, fingerprint = str(self._layout.root), self._encoder.lm.fingerprint
         transfer = KVTransferConfig(**transfer_config({"store": root, "fingerprint": fingerprint, "load": "step"}))
-        return {
-            "kv_transfer_config": transfer,
-            "disable_hybrid_kv_cache_manager": True,
-            "worker_cls": WORKERS["cpu"],
-        }
+        return {"kv_transfer_config": transfer, "disable_hybrid_kv_cache_manager": True, "worker_cls": WORKERS["cpu"]}
 
     def extra(self, prompt: Prompt) -> dict[str, Any]:
         ends = accumulate((len(passage) for passage in prompt.passages), initial=0)

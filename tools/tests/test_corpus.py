@@ -67,7 +67,3 @@ def test_the_answers_stand_in_the_gold_files(questions):
 def last_words(answer):
     """The last word of each clause of an answer, which belongs to a value."""
     return [clause.split(" ")[-1] for clause in answer.removesuffix(".").split(", which ")]
-
-
-def test_the_corpus_is_small():
-    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < 2_000_000

@@ -18,16 +18,7 @@ from tools.mini.base import train
 from tools.mini.batches import IGNORED
 from tools.mini.evaluate import MINI, MINI_BASE
 from tools.mini.packed import packed_hidden, packed_scores
-from tools.mini.reuse import (
-    ANSWERING,
-    HIDDEN,
-    SEPARATE,
-    SETTLING,
-    STANDARD,
-    TAKING_UP,
-    ReuseOptions,
-    ReuseTrainer,
-)
+from tools.mini.reuse import ANSWERING, HIDDEN, SEPARATE, SETTLING, STANDARD, TAKING_UP, ReuseOptions, ReuseTrainer
 from tools.mini.reuse_data import draw_row, draw_rows, draw_texts
 
 

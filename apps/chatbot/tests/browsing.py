@@ -25,15 +25,11 @@ from ragcache.server.settings import ServerSettings
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
+OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
 DESKTOP = {"width": 1280, "height": 860}
 PHONE = {"width": 360, "height": 780}
 PATIENCE_MS = 20_000  # a machine that is busy with other tests is slow, not wrong
@@ -159,6 +155,12 @@ class Tab:
         expect(self.page.locator("#method option")).not_to_have_count(1)
         expect(self.page.locator("#documents-list li")).not_to_have_count(0)
         return self
+
+    def bodies(self) -> list[Any]:
+        """JSON bodies of the requests that the page sends from now on."""
+        sent: list[Any] = []
+        self.page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+        return sent
 
     def show(self, tab: str) -> None:
         """One of the tabs Documents, Settings, Store."""

@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from browsing import DESKTOP, PHONE, Tab, open_corpus, running_browser, serving
+from browsing import DESKTOP, PHONE, QUESTION, Tab, open_corpus, running_browser, serving
 from playwright.sync_api import expect
 
 import ragcache as rc
@@ -15,7 +15,7 @@ import ragcache as rc
 ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "docs" / "images"
 CORPUS = Path("examples/corpus")  # sources are shown by this path
-QUESTION, SECOND = "What is Victor Branovic's profession?", "What does the home town of Julia Haleau make?"
+SECOND = "What does the home town of Julia Haleau make?"
 
 
 def main() -> None:
@@ -29,11 +29,7 @@ def main() -> None:
         running_browser() as browser,
     ):
         kb.ask(QUESTION)  # the first question pays for what every later one has
-        for name, view, scheme in (
-            ("light", DESKTOP, "light"),
-            ("dark", DESKTOP, "dark"),
-            ("phone", PHONE, "light"),
-        ):
+        for name, view, scheme in (("light", DESKTOP, "light"), ("dark", DESKTOP, "dark"), ("phone", PHONE, "light")):
             _picture(Tab(browser.new_page(viewport=view, color_scheme=scheme), site), name, chart=name == "dark")
 
 

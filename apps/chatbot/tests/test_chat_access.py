@@ -1,22 +1,13 @@
 """The chat page for every reader: keyboard, names of controls, contrast, narrow pages, themes, motion."""
 
 import pytest
-from browsing import PHONE, Tab
+from browsing import ANSWER, PHONE, QUESTION, Tab
 from playwright.sync_api import expect
 
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 CONTROLS = {
-    "button",
-    "link",
-    "textbox",
-    "combobox",
-    "tab",
-    "checkbox",
-    "spinbutton",
-    "progressbar",
-    "DisclosureTriangle",
-    "image",
-}
+    "button", "link", "textbox", "combobox", "tab", "checkbox", "spinbutton",
+    "progressbar", "DisclosureTriangle", "image",
+}  # fmt: skip
 CONTRASTS = """() => {
     const placeholder = document.querySelector('textarea');
     const parse = (text) => {

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from browsing import Tab
+from browsing import QUESTION, Tab
 from playwright.sync_api import Locator, expect
 
 pytestmark = pytest.mark.slow
-
-QUESTION = "What is Victor Branovic's profession?"
 
 
 def expect_aborted(tab: Tab, path: str, button: Locator) -> None:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from browsing import Tab
+from browsing import QUESTION, Tab
 from playwright.sync_api import Locator, Route, expect
 
 from ragcache.engine.verdict import TRAINED
 
 pytestmark = pytest.mark.slow
 
-QUESTION = "What is Victor Branovic's profession?"
 RATIO = re.compile(
     r"\btimes\b(?! to )|\bfaster\b|\bslower\b|\bas fast\b|\bspeed|\d\s*[x×]|no difference", re.IGNORECASE
 )

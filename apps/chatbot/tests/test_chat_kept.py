@@ -7,12 +7,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from browsing import Site, Tab
+from browsing import ANSWER, QUESTION, Site, Tab
 from playwright.sync_api import expect
 
 pytestmark = pytest.mark.slow
 
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 RIVER = "Where does the Alna rise?"
 
 

@@ -4,11 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from browsing import Tab
+from browsing import ANSWER, OTHER, QUESTION, Tab
 from playwright.sync_api import Locator, expect
 
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
-OTHER = "Which product is Mount Birchcombe known for?"
 SIZES = [*(pytest.param((1366, height), marks=pytest.mark.slow) for height in (768, 600)), (390, 844)]
 
 # The element at a point that is just inside another one's top left corner: nothing else may lie over it.

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from browsing import Tab
+from browsing import QUESTION, Tab
 from playwright.sync_api import expect
 
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 LINK = 'target="_blank" rel="noopener noreferrer"'
 FOCUSABLE = 'tabindex="0" role="group"'
 MARKDOWN = {

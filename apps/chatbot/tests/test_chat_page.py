@@ -6,11 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from browsing import CORPUS, PHONE, Tab, open_corpus, serving
+from browsing import ANSWER, CORPUS, OTHER, PHONE, QUESTION, Tab, open_corpus, serving
 from playwright.sync_api import expect
-
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
-OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
 
 
 def test_question_is_answered_with_its_passages(tab: Tab, kb):
@@ -77,8 +74,7 @@ def test_answer_is_streamed_and_can_be_stopped(open_tab, kb):
 
 @pytest.mark.slow
 def test_prefill_is_drawn_and_a_full_one_is_measured(tab: Tab):
-    asked = []
-    tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
+    asked = tab.bodies()
     turn = tab.ask(QUESTION)
     bars = turn.locator("svg[role=img]")
     expect(bars.nth(0)).to_have_attribute("aria-label", re.compile(r"^link: .* to the first token: retrieve .*prefill"))
@@ -146,8 +142,7 @@ def test_method_and_number_of_passages_are_chosen(tab: Tab):
 
 
 def test_settings_are_sent_and_kept(tab: Tab):
-    asked = []
-    tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
+    asked = tab.bodies()
     tab.ask(QUESTION)
     tab.ask(OTHER)
     tab.show("Settings")

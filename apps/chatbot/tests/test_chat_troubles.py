@@ -4,10 +4,8 @@ import json
 from collections.abc import Callable
 
 import pytest
-from browsing import Tab, serving
+from browsing import ANSWER, QUESTION, Tab, serving
 from playwright.sync_api import Route, expect
-
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 
 
 def test_server_that_stops_and_comes_back(open_tab, kb):
@@ -91,10 +89,7 @@ def test_key_is_asked_for_and_kept_for_the_tab(open_tab, kb):
         expect(dialog).to_be_hidden()
         assert tab.page.evaluate(
             "[localStorage, sessionStorage].map((kept) => JSON.stringify(kept).includes('right'))"
-        ) == [
-            False,
-            True,
-        ]
+        ) == [False, True]
         tab.page.get_by_role("button", name="Forget key").click()
         turn = tab.send(QUESTION)
         tab.page.get_by_role("button", name="Cancel").click()
@@ -111,8 +106,7 @@ def test_prompt_that_is_too_long(tab: Tab):
     expect(turn).to_have_attribute("data-state", "failed")
     expect(turn.get_by_role("alert")).to_contain_text("Read fewer passages, ask without earlier turns")
     expect(turn.get_by_role("button", name="Leave out what does not fit")).to_be_visible()
-    bodies = []
-    tab.page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    bodies = tab.bodies()
     turn.get_by_role("button", name="Without earlier turns").click()
     expect(tab.page.locator(".turn").last).to_have_attribute("data-state", "failed")
     assert len(bodies[0]["messages"]) == 1

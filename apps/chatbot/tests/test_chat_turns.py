@@ -4,13 +4,11 @@ import json
 import re
 
 import pytest
-from browsing import Tab
+from browsing import ANSWER, OTHER, OTHER_ANSWER, QUESTION, Tab
 from playwright.sync_api import expect
 
 PHASES = ("queue_s", "retrieve_s", "load_s", "encode_s", "place_s", "prefill_s", "ttft_s", "total_s")
 ENDING = {"method": "full", "timings": dict.fromkeys(PHASES, 0.1)}
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
-OTHER, OTHER_ANSWER = "Which product is Mount Birchcombe known for?", "Mount Birchcombe is known for saddles."
 
 
 def test_answer_is_copied_and_question_edited(open_tab, site):
@@ -37,8 +35,7 @@ def test_answer_is_copied_and_question_edited(open_tab, site):
 
 @pytest.mark.slow
 def test_two_methods_answer_side_by_side(tab: Tab):
-    asked = []
-    tab.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
+    asked = tab.bodies()
     turn = tab.ask(QUESTION)
     texts = turn.locator(".passage blockquote").all_text_contents()
     turn.get_by_label("Compare with").select_option("full")

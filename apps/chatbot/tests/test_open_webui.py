@@ -12,14 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from browsing import Site, serving
+from browsing import ANSWER, QUESTION, Site, serving
 from fastapi import FastAPI
 from playwright.sync_api import Browser, Page, expect
 from starlette.types import Message, Receive, Scope, Send
 from waiting import until
 
 INSTALLED = Path(__file__).parents[3] / ".peers" / "open-webui"
-QUESTION, ANSWER = "What is Victor Branovic's profession?", "Victor Branovic works as a miner."
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 

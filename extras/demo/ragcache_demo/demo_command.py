@@ -81,8 +81,7 @@ def demo(
         Path | None, typer.Argument(help="Folder or file to read in place of the example corpus.", metavar="[FOLDER]")
     ] = None,
     store: Annotated[
-        Path | None,
-        _own("--store", "The demo's own store; in .demo, one for each model and folder, if not given."),
+        Path | None, _own("--store", "The demo's own store; in .demo, one for each model and folder, if not given.")
     ] = None,
     corpus: Annotated[Path, _own("--corpus", "The same as FOLDER.")] = EXAMPLES / "corpus",
     questions: Annotated[

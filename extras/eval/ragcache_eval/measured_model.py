@@ -72,8 +72,7 @@ class EvalOptions:
     data: Annotated[
         list[str] | None,
         option(
-            "--data",
-            "File of JSON lines, set of --data-dir, registry, pages, needle or ruler; of a suite, a column.",
+            "--data", "File of JSON lines, set of --data-dir, registry, pages, needle or ruler; of a suite, a column."
         ),
     ] = None
     data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None

@@ -13,6 +13,9 @@ ROWS = [
     {"id": "2", "question": "Who barks?", "answers": ["Dogs"], "passages": ["Dogs bark.", "Cats do not bark."]},
 ]
 
+FEW = ("--methods", "reposition", "--questions", "2", "--max-tokens", "3", "--k", "2")
+LOOSE = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
+
 
 @pytest.fixture
 def questions(tmp_path) -> Path:
@@ -23,15 +26,7 @@ def questions(tmp_path) -> Path:
 
 def test_eval_writes_json_a_table_and_a_picture_and_goes_on(questions, model, tmp_path):
     out = tmp_path / "out"
-    command = (
-        "eval",
-        "--model",
-        model,
-        "--methods",
-        "reposition,few=epic:first_tokens=2",
-        "--data",
-        questions,
-    )
+    command = ("eval", "--model", model, "--methods", "reposition,few=epic:first_tokens=2", "--data", questions)
     command += ("--out", out, "--max-tokens", "4")
     result = invoke(*command, "--questions", "1", "--json")
     assert result.exit_code == 0, result.output
@@ -88,9 +83,8 @@ def test_check_works_over_a_store_of_kv_alone(model, folder, tmp_path):
     kb = tmp_path / "alone"
     made = invoke("precompute", folder, "--store", kb, "--model", model)
     assert made.exit_code == 0, made.output
-    loose = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
-    command = ("check", "--store", kb, "--methods", "reposition", "--questions", "2", "--max-tokens", "3", "--k", "2")
-    result = invoke(*command, *loose)
+    command = ("check", "--store", kb, *FEW)
+    result = invoke(*command, *LOOSE)
     assert result.exit_code == 0, result.output
     assert "auto takes: reposition" in result.stdout
     (kept,) = json.loads((kb / FILE).read_text())["verdicts"].values()
@@ -98,21 +92,8 @@ def test_check_works_over_a_store_of_kv_alone(model, folder, tmp_path):
 
 
 def test_check_keeps_its_verdict_in_the_store(store):
-    command = (
-        "check",
-        "--store",
-        store,
-        "--methods",
-        "reposition",
-        "--questions",
-        "2",
-        "--max-tokens",
-        "3",
-        "--k",
-        "2",
-    )
-    loose = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
-    result = invoke(*command, *loose)
+    command = ("check", "--store", store, *FEW)
+    result = invoke(*command, *LOOSE)
     assert result.exit_code == 0, result.output
     assert "auto takes: reposition" in result.stdout
     assert "sentences of the store to be completed" in result.stdout
@@ -127,9 +108,8 @@ def test_check_keeps_its_verdict_in_the_store(store):
 
 def test_check_finds_layers_for_prophet_and_keeps_them(store):
     """On half of the questions; the other half is judged."""
-    loose = ("--min-agreement", "0", "--max-kl", "1000", "--min-same-answer", "0", "--max-accuracy-drop", "1")
     asked = ("--store", store, "--questions", "3", "--max-tokens", "3", "--k", "2")
-    result = invoke("check", *asked, *loose, "--methods", "prophet:ratio=0.3", "--profile-layers", "1", "--json")
+    result = invoke("check", *asked, *LOOSE, "--methods", "prophet:ratio=0.3", "--profile-layers", "1", "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["questions"] == 1

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_eval.metrics import (
-    contains_answer,
-    exact_match,
-    normalise,
-    rouge_l,
-    share_contained,
-    token_f1,
-)
+from ragcache_eval.metrics import contains_answer, exact_match, normalise, rouge_l, share_contained, token_f1
 
 
 def test_normalise():

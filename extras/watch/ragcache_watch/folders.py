@@ -20,10 +20,7 @@ Sync = Callable[[Sequence[Path]], bool]
 
 
 def watch_folders(
-    folders: Iterable[str | os.PathLike[str]],
-    sync: Sync,
-    lost: Callable[[ReaderError], None],
-    stop: threading.Event,
+    folders: Iterable[str | os.PathLike[str]], sync: Sync, lost: Callable[[ReaderError], None], stop: threading.Event
 ) -> None:
     """Call `sync` with the folders, and then with every change in them, until `stop` is set.
 

@@ -28,10 +28,7 @@ SIZES = {
 }
 SLIDING = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": 64, "num_hidden_layers": 6}
 # transformers adds a token of this name to a vocabulary that lacks it.
-VOCABULARY = {
-    "tokenizer.ggml.tokens": [*TOKENS, "<|endoftext|>"],
-    "tokenizer.ggml.token_type": [1] * 257 + [3] * 4,
-}
+VOCABULARY = {"tokenizer.ggml.tokens": [*TOKENS, "<|endoftext|>"], "tokenizer.ggml.token_type": [1] * 257 + [3] * 4}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
 FAMILIES = {
     "llama": (LlamaConfig, {}),

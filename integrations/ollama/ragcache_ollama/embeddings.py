@@ -12,12 +12,7 @@ from starlette.requests import Request
 from ragcache.server.body import checked
 from ragcache.server.embeddings import EmbeddingRequest, embed
 from ragcache.server.service import service_of
-from ragcache_ollama.bodies import (
-    Embeddings,
-    EmbeddingsRequest,
-    EmbedRequest,
-    OneEmbedding,
-)
+from ragcache_ollama.bodies import Embeddings, EmbeddingsRequest, EmbedRequest, OneEmbedding
 from ragcache_ollama.form import NS, AnyTypeRoute, failures, served_name
 
 router = APIRouter(route_class=AnyTypeRoute)

@@ -12,9 +12,7 @@ from pydantic import BaseModel
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors, schema_of
 from ragcache.server.service import Service
-from ragcache_ollama.bodies import (
-    OllamaError,
-)
+from ragcache_ollama.bodies import OllamaError
 
 NDJSON = "application/x-ndjson"
 NS = 1_000_000_000

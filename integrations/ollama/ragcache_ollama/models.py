@@ -11,14 +11,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.thoughts import thinking_of
 from ragcache.server.http_errors import ApiError
 from ragcache.server.service import Service, ServiceParam
-from ragcache_ollama.bodies import (
-    Details,
-    ModelEntries,
-    ModelEntry,
-    Shown,
-    ShowRequest,
-    Version,
-)
+from ragcache_ollama.bodies import Details, ModelEntries, ModelEntry, Shown, ShowRequest, Version
 from ragcache_ollama.form import LATEST, AnyTypeRoute, failures, served_name
 
 API_VERSION = "0.12.11"

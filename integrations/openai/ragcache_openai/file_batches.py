@@ -10,20 +10,9 @@ from pydantic import Field, model_validator
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import errors
 from ragcache.server.wire import AnswerModel, RequestModel
-from ragcache_openai.api import (
-    Caller,
-    CallerParam,
-    Ends,
-    Id,
-    ListOf,
-    absent,
-)
+from ragcache_openai.api import Caller, CallerParam, Ends, Id, ListOf, absent
 from ragcache_openai.records import Record, new_id
-from ragcache_openai.search import (
-    ATTACHED,
-    BATCH,
-    check_stores,
-)
+from ragcache_openai.search import ATTACHED, BATCH, check_stores
 from ragcache_openai.vector_store_files import (
     CANCELLED,
     DONE,

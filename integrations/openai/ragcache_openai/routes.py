@@ -41,13 +41,5 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 
 router = APIRouter(lifespan=_running)
-for module in (
-    responses,
-    conversations,
-    conversation_items,
-    files,
-    vector_stores,
-    vector_store_files,
-    file_batches,
-):
+for module in (responses, conversations, conversation_items, files, vector_stores, vector_store_files, file_batches):
     router.include_router(module.router)

@@ -17,25 +17,9 @@ from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import ApiError, errors
 from ragcache.server.wire import AnswerModel, RequestModel
 from ragcache.store.filters import Filter
-from ragcache_openai.api import (
-    MOST_PAIRS,
-    Caller,
-    CallerParam,
-    Deleted,
-    Ends,
-    Id,
-    Key,
-    ListOf,
-    absent,
-)
+from ragcache_openai.api import MOST_PAIRS, Caller, CallerParam, Deleted, Ends, Id, Key, ListOf, absent
 from ragcache_openai.records import Record
-from ragcache_openai.search import (
-    ATTACHED,
-    FILE,
-    Number,
-    Value,
-    check_stores,
-)
+from ragcache_openai.search import ATTACHED, FILE, Number, Value, check_stores
 
 MOST_FILES = 2000
 State = Literal["in_progress", "completed", "failed", "cancelled"]

@@ -14,16 +14,7 @@ from ragcache import Hit
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import errors
 from ragcache.server.wire import AnswerModel, RequestModel, Text
-from ragcache_openai.api import (
-    Caller,
-    CallerParam,
-    Deleted,
-    Ends,
-    Id,
-    ListOf,
-    Metadata,
-    ShortText,
-)
+from ragcache_openai.api import Caller, CallerParam, Deleted, Ends, Id, ListOf, Metadata, ShortText
 from ragcache_openai.records import Record, new_id
 from ragcache_openai.search import (
     ATTACHED,

@@ -1,5 +1,8 @@
 """The server that its own tests run."""
 
+import pytest
+from openai_clients import client_of
+
 from tests.server.conftest import (  # noqa: F401
     _no_settings_from_outside,
     agent,
@@ -15,3 +18,9 @@ from tests.server.conftest import (  # noqa: F401
     shared_kb,
 )
 from tests.store.conftest import url  # noqa: F401
+
+
+@pytest.fixture
+def client(served):  # noqa: F811
+    with client_of(served) as client:
+        yield client

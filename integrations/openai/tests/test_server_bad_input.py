@@ -10,14 +10,13 @@ from contextlib import contextmanager
 import forked
 import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from openai_clients import TEXT, attach, send
 from serving import wait_for
 
 import ragcache as rc
 from ragcache.errors import NoSuchDocumentError
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.records import Record
-
-TEXT = b"Jonas wears a green hat in Kelbrook."
 
 
 @pytest.fixture
@@ -35,14 +34,8 @@ def store(client) -> str:
     return client.vector_stores.create().id
 
 
-def send(client, name="hat.md", content=TEXT) -> str:
-    return client.files.create(file=(name, content), purpose="assistants").id
-
-
-def attach(client, store, name="hat.md", content=TEXT, **more):
-    file = send(client, name, content)
-    client.vector_stores.files.create(store, file_id=file, **more)
-    return client.vector_stores.files.poll(file, vector_store_id=store, poll_interval_ms=20)
+def sent(client, store, name="hat.md", content=TEXT, **more):
+    return attach(client, store, send(client, name, content), **more)
 
 
 def answer(client, **more):
@@ -139,7 +132,7 @@ def test_attributes_that_are_none(client, store):
 
 def test_attributes_are_not_what_a_file_says_of_itself(client, store):
     own = b"---\n_attributes.year: 1\n_file_id: file-other\n_vector_store_id: vs_other\n---\nThe hat is green."
-    attach(client, store, content=own, attributes={"kind": "hat"})
+    sent(client, store, content=own, attributes={"kind": "hat"})
     assert client.vector_stores.search(store, query="hat", filters=EQUAL).data == []
     assert len(client.vector_stores.search(store, query="hat").data) == 1
 
@@ -159,7 +152,7 @@ def test_a_list_goes_on_behind_what_was_deleted(client):
 
 
 def test_a_list_goes_on_behind_a_detached_file(client, store):
-    ids = [attach(client, store).id for _ in range(3)]
+    ids = [sent(client, store).id for _ in range(3)]
     client.vector_stores.files.delete(ids[1], vector_store_id=store)
     rest = client.vector_stores.files.list(store, after=ids[1], order="asc")
     assert [one.id for one in rest.data] == ids[2:]
@@ -197,11 +190,11 @@ def test_names_of_files(client, store):
         "日本語.txt",
         "A.MD",
     ):
-        attached = attach(client, store, name)
+        attached = sent(client, store, name)
         assert (attached.status, client.files.retrieve(attached.id).filename) == ("completed", name)
     assert client.files.retrieve(send(client, "../../x.md")).filename == "x.md"
     for name in (".md", "README", "song.mp3"):
-        error = refused(lambda name=name: attach(client, store, name))
+        error = refused(lambda name=name: sent(client, store, name))
         assert (error.code, error.param) == ("unsupported_file", "file_id")
 
 
@@ -218,18 +211,18 @@ UNREAD = {
 @pytest.mark.parametrize("name", UNREAD)
 def test_files_that_cannot_be_read(client, store, name):
     content, said = UNREAD[name]
-    failed = attach(client, store, name, content)
+    failed = sent(client, store, name, content)
     assert (failed.status, failed.last_error.code) == ("failed", "invalid_file")
     assert failed.last_error.message.startswith(said)
 
 
 def test_a_part_that_cannot_be_read_is_said(client, store):
     lines = b'{"text": "A green hat."}\n{"no": 1}\nnonsense\n{"text": "A blue coat."}\n'
-    read = attach(client, store, "mixed.jsonl", lines)
+    read = sent(client, store, "mixed.jsonl", lines)
     assert (read.status, read.last_error.code) == ("completed", "invalid_file")
     assert read.last_error.message.startswith("2 parts of the file could not be read; the first: mixed.jsonl:2")
     assert len(client.vector_stores.search(store, query="hat coat").data) == 2
-    assert attach(client, store, "whole.jsonl", lines[:24]).last_error is None
+    assert sent(client, store, "whole.jsonl", lines[:24]).last_error is None
 
 
 def test_files_do_not_expire_and_unknown_fields_are_named(client, running):
@@ -299,7 +292,7 @@ def test_two_at_once(client, store):
 
 
 def test_clients_that_hang_up(client, running, store):
-    attach(client, store)
+    sent(client, store)
     head = f"POST {{}} HTTP/1.1\r\nHost: x\r\nContent-Type: {{}}\r\nContent-Length: 100000\r\n\r\n{'x' * 500}"
     for path, kind in (
         ("/v1/files", "multipart/form-data; boundary=b"),

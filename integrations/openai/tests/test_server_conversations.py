@@ -1,10 +1,10 @@
 """Answers and conversations that the server keeps, by the official client: previous_response_id, /v1/conversations."""
 
 import shutil
-from contextlib import contextmanager
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError
+from openai_clients import client_of
 from serving import serving
 
 import ragcache as rc
@@ -14,18 +14,6 @@ from ragcache_openai.items import MOST_LETTERS
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(6)
-
-
-@contextmanager
-def client_of(served, key="none"):
-    with OpenAI(base_url=served.base_url, api_key=key, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def client(served):
-    with client_of(served) as client:
-        yield client
 
 
 def ask(client, input=QUESTION, **more):

@@ -1,36 +1,23 @@
 """POST /v1/responses through the official client: the same answers as the engine's, in OpenAI's newer shapes."""
 
-import shutil
-
 import pytest
 from openai import BadRequestError, OpenAI
-from serving import Served, serving
 
 import ragcache as rc
-from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.responses import ResponsesRequest
 
 QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(8)
 
 
-@pytest.fixture(scope="module")
-def kb(lm, made, tmp_path_factory):
-    path = shutil.copytree(made, tmp_path_factory.mktemp("responding") / "kb")
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
-        yield kb
+@pytest.fixture
+def kb(shared_kb):
+    return shared_kb
 
 
-@pytest.fixture(scope="module")
-def running(kb):
-    with serving(kb) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(running: Served):
-    with OpenAI(base_url=running.base_url, api_key="none", max_retries=0) as client:
-        yield client
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 def ask(client: OpenAI, input=QUESTION, **more):

@@ -3,26 +3,17 @@
 import shutil
 
 import pytest
-from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from openai import APIStatusError, BadRequestError, NotFoundError
+from openai_clients import TEXT, attach, client_of
 from serving import serving, wait_for
 
 import ragcache as rc
 from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 
-HAT = ("hat.md", b"Jonas wears a green hat in Kelbrook.")
+HAT = ("hat.md", TEXT)
 COAT = ("coat.txt", b"Klara wears a blue coat in Kelbrook.")
 QUESTION = "Who wears a coat in Kelbrook?"
-
-
-def client_of(served, key="none") -> OpenAI:
-    return OpenAI(base_url=served.base_url, api_key=key, max_retries=0)
-
-
-@pytest.fixture
-def client(served):
-    with client_of(served) as client:
-        yield client
 
 
 @pytest.fixture
@@ -34,11 +25,6 @@ def library(client):
         attributes = {"year": year, "source": "wardrobe"}
         attach(client, store.id, sent.id, attributes=attributes)
     return store.id
-
-
-def attach(client, store, file, **more):
-    client.vector_stores.files.create(store, file_id=file, **more)
-    return client.vector_stores.files.poll(file, vector_store_id=store, poll_interval_ms=20)
 
 
 def files_of(page) -> list[str]:

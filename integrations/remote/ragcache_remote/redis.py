@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ragcache.errors import (
-    ConfigError,
-    StoreError,
-    StoreFullError,
-    StoreReadOnlyError,
-    StoreUnreachableError,
-)
+from ragcache.errors import ConfigError, StoreError, StoreFullError, StoreReadOnlyError, StoreUnreachableError
 from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, Blob, Blobs
 
 # Fields of the hash that each blob is stored in.

@@ -82,20 +82,12 @@ def test_a_long_beginning_is_a_block_of_its_own_and_stays(open_kb, front, vllm):
     assert layout_of(vllm.bodies[1]).blocks[0].start > 0
 
 
-def test_epic_says_which_tokens_run_again(front, vllm):
-    front(method="epic", first_tokens=3).ask(QUESTION, k=3)
+@pytest.mark.parametrize("last", [0, 2])
+def test_epic_says_which_edges_run_again(front, vllm, last):
+    front(method="epic", first_tokens=3, last_tokens=last).ask(QUESTION, k=3)
     layout = layout_of(vllm.bodies[0])
-    assert [(run.start, run.stop) for run in layout.runs] == [
-        (block.start, block.start + 3) for block in layout.blocks[-3:]
-    ]
-
-
-def test_epic_says_both_edges(front, vllm):
-    front(method="epic", first_tokens=3, last_tokens=2).ask(QUESTION, k=3)
-    layout = layout_of(vllm.bodies[0])
-    assert [(run.start, run.stop) for run in layout.runs] == [
-        edge for start, stop in layout.blocks[-3:] for edge in ((start, start + 3), (stop - 2, stop))
-    ]
+    edges = [edge for start, stop in layout.blocks[-3:] for edge in ((start, start + 3), (stop - last, stop))]
+    assert [(run.start, run.stop) for run in layout.runs] == [edge for edge in edges if edge[0] < edge[1]]
 
 
 def test_text_between_passages_is_no_part_of_a_block(kb, front, vllm):
@@ -288,16 +280,8 @@ def test_a_loaded_model_is_not_taken_beside_an_engine(open_kb, lm, vllm):
 def test_the_command_line_asks_it(kb, vllm, tmp_path, monkeypatch, as_json):
     monkeypatch.setattr("ragcache.engine.assemble.load_embedder", lambda *_: BagOfWords())
     monkeypatch.setenv("RAGCACHE_ENGINE_KEY", "s3cret")
-    arguments = [
-        "ask",
-        QUESTION,
-        "--store",
-        str(tmp_path / "kb"),
-        "--engine",
-        vllm.url,
-        *(["--json"] if as_json else []),
-    ]
-    result = CliRunner().invoke(build_app(), arguments)
+    arguments = ["ask", QUESTION, "--store", str(tmp_path / "kb"), "--engine", vllm.url]
+    result = CliRunner().invoke(build_app(), [*arguments, "--json"] if as_json else arguments)
     assert result.exit_code == 0, result.output
     assert SAID in result.output
     assert set(vllm.keys) == {"Bearer s3cret"}
@@ -359,39 +343,33 @@ def test_another_model_or_no_connector(front, vllm):
         front()
 
 
-def test_an_engine_that_was_restarted_with_another_model(front, vllm):
+MISSING = b'{"error": {"message": "The model does not exist."}}'
+REFUSALS = [
+    (404, MISSING, ModelMismatchError, "The model does not exist"),
+    *((status, b'{"error": {"message": "not now"}}', EngineError, f"answered {status}: not now")
+      for status in (400, 429, 500, 503)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "body", "error", "words"), REFUSALS)
+def test_refusals_are_told(front, vllm, status, body, error, words):
     kb = front()
-    vllm.answer = lambda request: request.whole(404, b'{"error": {"message": "The model does not exist."}}')
-    with pytest.raises(ModelMismatchError, match="The model does not exist"):
+    vllm.answer = lambda request: request.whole(status, body)
+    with pytest.raises(error, match=words):
         kb.ask(QUESTION)
 
 
-@pytest.mark.parametrize("status", [400, 429, 500, 503])
-def test_refusals_are_told(front, vllm, status):
-    vllm.answer = lambda request: request.whole(status, b'{"error": {"message": "not now"}}')
-    with pytest.raises(EngineError, match=f"answered {status}: not now"):
-        front().ask(QUESTION)
+ERRORS = [b"", b'data: {"error": {"message": "out of memory"}}\n\n', b"data: {\n\n", b"data: [1]\n\n"]
 
 
-def test_a_broken_stream(front, vllm):
+@pytest.mark.parametrize("end", ERRORS)
+def test_a_stream_that_breaks_off(front, vllm, end):
     def breaks(request):
         request.begin()
         request.event(next(vllm.events()))
+        request.wfile.write(end)
 
     vllm.answer = breaks
-    events = front().stream(QUESTION)
-    with pytest.raises(EngineError, match="broke off"):
-        list(events)
-
-
-@pytest.mark.parametrize("event", [b'{"error": {"message": "out of memory"}}', b"{", b"[1]"])
-def test_an_error_amid_the_stream(front, vllm, event):
-    def fails(request):
-        request.begin()
-        request.event(next(vllm.events()))
-        request.wfile.write(b"data: " + event + b"\n\n")
-
-    vllm.answer = fails
     with pytest.raises(EngineError, match="broke off"):
         front().ask(QUESTION)
 

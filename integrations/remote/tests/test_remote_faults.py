@@ -16,13 +16,7 @@ from blocks import make_block, make_key
 
 from integrations.remote.tests.remotes import SECRET, free_port, redis_server, remote_url, s3_environment
 from ragcache.codecs import RawCodec
-from ragcache.errors import (
-    RagCacheError,
-    StoreError,
-    StoreFullError,
-    StoreReadOnlyError,
-    StoreUnreachableError,
-)
+from ragcache.errors import RagCacheError, StoreError, StoreFullError, StoreReadOnlyError, StoreUnreachableError
 from ragcache.store.kv_store import KVStore
 from ragcache.store.remote import Blobs, open_blobs
 from ragcache.store.remote.connection import RETRY_AFTER_S, WRITE_AFTER_S, Connection

@@ -155,11 +155,7 @@ def test_a_remote_that_fails_costs_no_answer(
 def test_reads_of_a_remote_are_measured_apart_from_the_disks(open_kb: OpenKB, url: str, tmp_path: Path) -> None:
     def open_machine(name: str) -> rc.RagCache:
         config = rc.StoreConfig(
-            database=f"sqlite:///{tmp_path / 'shared.sqlite3'}",
-            remote=url,
-            measure_s=0,
-            memory_bytes=0,
-            prefix_bytes=0,
+            database=f"sqlite:///{tmp_path / 'shared.sqlite3'}", remote=url, measure_s=0, memory_bytes=0, prefix_bytes=0
         )
         kb = open_kb(tmp_path / name, store=config)
         kb._parts.loader.rates.compute.set(PrefillRate(1.0, 0.0))  # a second a token: everything is worth loading

@@ -59,11 +59,7 @@ def vllm_command(settings: EngineSettings, bound: Mapping[str, Any], model: str)
         "load": settings.load,
     }
     if "remote" in bound:  # without credentials, which are in the environment
-        extra |= {
-            "remote": bound["remote"],
-            "owner": bound.get("database_id", ""),
-            "disk_bytes": settings.disk_bytes,
-        }
+        extra |= {"remote": bound["remote"], "owner": bound.get("database_id", ""), "disk_bytes": settings.disk_bytes}
     options = {
         "--model": model,
         "--dtype": str(bound.get("model_dtype", "auto")),

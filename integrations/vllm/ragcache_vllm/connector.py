@@ -17,11 +17,7 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ragcache.errors import ConfigError

@@ -82,8 +82,7 @@ class VllmEngine:
         options.sampling.check_ids(self.card.vocab_size, self.card.name)
         if options.evict is not None:
             raise ConfigError(
-                f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out",
-                "evict",
+                f"evict drops KV by the model's own attention, which {self._engine.url} keeps; leave it out", "evict"
             )
         if options.thinking_budget is not None:
             raise ConfigError(

@@ -71,11 +71,7 @@ MENTIONS: dict[str, tuple[str, ...]] = {
     "river": ("On its way it passes {v}.", "Towns on its banks include {v}.", "It runs past {v}."),
 }
 
-TITLES: dict[str, str] = {
-    "town": "{n}, home of {v}",
-    "club": "{n}, with {v}",
-    "river": "{n}, the river of {v}",
-}
+TITLES: dict[str, str] = {"town": "{n}, home of {v}", "club": "{n}, with {v}", "river": "{n}, the river of {v}"}
 
 FILLERS: tuple[str, ...] = (
     "This entry was checked last year.",
@@ -187,12 +183,7 @@ BRIDGES: dict[str, tuple[str, ...]] = {
         "the club that {n} has joined",
         "the club of which {n} is a member",
     ),
-    "river": (
-        "the river that flows past {n}",
-        "the river at {n}",
-        "the river on which {n} lies",
-        "the river of {n}",
-    ),
+    "river": ("the river that flows past {n}", "the river at {n}", "the river on which {n} lies", "the river of {n}"),
 }
 
 HELD_OUT_BRIDGES: dict[str, tuple[str, ...]] = {

@@ -38,12 +38,7 @@ class World:
     """
 
     def __init__(
-        self,
-        rng: random.Random,
-        split: DataSplit,
-        *,
-        namesakes: bool = True,
-        rare_share: float = names.RARE_NAME_SHARE,
+        self, rng: random.Random, split: DataSplit, *, namesakes: bool = True, rare_share: float = names.RARE_NAME_SHARE
     ) -> None:
         self.rng = rng
         self.split = split
@@ -55,10 +50,7 @@ class World:
 
     def add_river(self) -> Entity:
         name = self._fresh(lambda rng: names.draw_river_name(rng, self.rare_share))
-        facts = {
-            "mouth": "Lake " + self.rng.choice(names.LAKES),
-            "source": f"the {self.rng.choice(names.HILLS)} Hills",
-        }
+        facts = {"mouth": "Lake " + self.rng.choice(names.LAKES), "source": f"the {self.rng.choice(names.HILLS)} Hills"}
         return self._add(Entity("river", name, facts))
 
     def add_town(self, river: Entity) -> Entity:
