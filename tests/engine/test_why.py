@@ -60,13 +60,13 @@ def test_a_method_that_reads_no_blocks_says_so(open_kb):
 SHORT = rc.Sampling(max_tokens=2)
 
 
-def test_an_answer_explains_what_was_true_before_it(opened):
+def test_an_answer_explains_what_was_true_before_it(open_kb):
     """`why`, asked before each question, is what its answer says after it, but for the tier."""
 
     def told(one):
         return replace(one, detail="") if one.why == "found" else one
 
-    with opened() as kb:
+    with open_kb() as kb:
         kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
         kb.ingest(rc.Document("lazy", TEXT), kv="lazy")
         kb.precompute(TEXTS["dogs"])
@@ -93,8 +93,8 @@ def test_an_answer_explains_what_was_true_before_it(opened):
     assert rc.Answer("", [], answer.timings, answer.usage, "full").explain() == []
 
 
-def test_a_collection_is_not_told_of_anothers_text(opened):
-    with opened() as kb:
+def test_a_collection_is_not_told_of_anothers_text(open_kb):
+    with open_kb() as kb:
         a, b = kb.collection("a"), kb.collection("b")
         a.precompute(TEXT)
         asked = {"hits": [rc.Passage(TEXT)]}
