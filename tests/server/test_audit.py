@@ -151,7 +151,8 @@ def test_first_tokens_come_alike_between_collections_and_sooner_within_one(keys)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ask", WAYS)
 def test_five_hundred_probes_tell_nothing_between_collections(keys, ask):
-    """One round in a hundred is below by chance, so that a second has to confirm it. A probe takes 60 ms of a core."""
+    """One round in a hundred is below by chance, so that a second has to confirm it. A probe takes 60 ms of a core,
+    so each way half a minute."""
     alice, bob, carol = keys
     own = times(ask, alice, carol, FEW, 7)
     between = [times(ask, alice, bob, MANY, 8)]
