@@ -120,7 +120,8 @@ class Request:
         If the answer continues the prompt's last message, return whether the prompt ends inside those thoughts.
         """
         thinking, inside = self.options.thinking, self.options.continues
-        return thinking is not None and thinking.is_open(tokenizer, self.prompt.suffix_ids, inside=inside)
+        ids = self.prompt.suffix_ids if inside else self.prompt.ids  # a passage may reach into the template's tail
+        return thinking is not None and thinking.is_open(tokenizer, ids, inside=inside)
 
     @cached_property
     def filter_salt(self) -> str:

@@ -201,6 +201,7 @@ class KVStore:
 
         Raises StoreReadOnlyError, StoreFullError, StoreBusyError.
         """
+        self._refuse_if_read_only()
         gone = [] if self.passages is None else self.passages.unlearn(texts, dropped)
         for key in gone:
             self.delete(key)

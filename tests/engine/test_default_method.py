@@ -70,7 +70,7 @@ def test_passages_read_behind_neighbours_are_read_by_epic(open_kb, tmp_path):
     assert (answer.method, answer.method_reason) == ("epic", reasons.by_default(get_method("epic")))
 
 
-SHORT = rc.ChunkerConfig(max_tokens=16, min_tokens=1)
+SHORT_CHUNKS = rc.ChunkerConfig(max_tokens=16, min_tokens=1)
 TEXTS = [f"{name} barks at night in the town of Kelbrook. " * 4 for name in ("Rex", "Fido", "Bello", "Argos")]
 
 
@@ -78,7 +78,7 @@ def test_a_shared_stores_company_is_of_the_same_document(open_kb, tmp_path):
     """However similar another document is, and whoever opens the store later."""
     lm = rc.load_lm(save_tiny_llama(tmp_path / "long", positions=4096))
     for store in (rc.StoreConfig(is_shared=True), rc.StoreConfig()):
-        with open_kb(tmp_path / "new", model=lm, method=None, store=store, chunker=SHORT) as kb:
+        with open_kb(tmp_path / "new", model=lm, method=None, store=store, chunker=SHORT_CHUNKS) as kb:
             kb.ingest([rc.Document(f"d{number}", text) for number, text in enumerate(TEXTS)])
             by_document = [kb.chunks_of(one.id) for one in kb.documents()]
             assert (kb.info().neighbours, kb.info().neighbours_from) == (2, "document")

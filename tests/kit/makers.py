@@ -65,7 +65,9 @@ def module_kb(*documents: rc.Document) -> Any:
     @pytest.fixture(scope="module")
     def kb(lm, tmp_path_factory):
         path = tmp_path_factory.mktemp("module") / "kb"
-        with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+        with rc.RagCache.open(
+            path, model=lm, method="reposition", embedder=BagOfWords(), store=rc.StoreConfig(learn="off")
+        ) as kb:
             kb.ingest(documents)
             yield kb
 
@@ -113,7 +115,9 @@ def open_loading(**defaults: Any) -> Any:
     @pytest.fixture
     def open_kb(open_kb):
         def open_one(store=None, **options):
-            return open_kb(store=replace(store or rc.StoreConfig(), load="always"), **{**defaults, **options})
+            return open_kb(
+                store=replace(store or rc.StoreConfig(learn="off"), load="always"), **{**defaults, **options}
+            )
 
         return open_one
 

@@ -59,6 +59,7 @@ def open_kb(tmp_path, lm):
 
     def open_one(path: Path = tmp_path / "kb", *, texts: Mapping[str, str] | None = None, **options) -> rc.RagCache:
         own = {"model": lm, "embedder": BagOfWords(), **({} if options.get("model") else {"method": "reposition"})}
+        own["store"] = rc.StoreConfig(learn="off")  # a prompt that is repeated is read the same way
         kb = rc.RagCache.open(path, **{**own, **options})
         opened.append(kb)
         if texts:

@@ -15,6 +15,7 @@ from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
+QUIET = rc.StoreConfig(learn="off")  # shared by tests, each of which reads a prompt as if it were the first
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def lm(tmp_path_factory) -> rc.LanguageModel:
 def made(lm, tmp_path_factory) -> Path:
     """A store with four documents. Not to be changed: take `kb`."""
     path = tmp_path_factory.mktemp("made") / "kb"
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=QUIET) as kb:
         kb.ingest(rc.Document(id, text, {"letters": len(id)}) for id, text in TEXTS.items())
     return path
 
@@ -47,7 +48,7 @@ def agent(tmp_path_factory) -> Iterator[Served]:
     """A server of a model whose template shows tools, and whose answers a test may write."""
     made = save_tiny_llama(tmp_path_factory.mktemp("agent"), positions=2048, chat_template=TOOL_TEMPLATES["hermes"])
     path = tmp_path_factory.mktemp("agents") / "kb"
-    with rc.RagCache.open(path, model=rc.load_lm(made), method="reposition", embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=rc.load_lm(made), method="reposition", embedder=BagOfWords(), store=QUIET) as kb:
         kb.ingest(rc.Document("rivers", TEXTS["rivers"]))
         with serving(kb) as served:
             yield served
@@ -56,7 +57,7 @@ def agent(tmp_path_factory) -> Iterator[Served]:
 @pytest.fixture
 def kb(lm, made, tmp_path) -> Iterator[rc.RagCache]:
     path = shutil.copytree(made, tmp_path / "kb")
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=QUIET) as kb:
         yield kb
 
 
@@ -64,7 +65,7 @@ def kb(lm, made, tmp_path) -> Iterator[rc.RagCache]:
 def shared_kb(lm, made, tmp_path_factory) -> Iterator[rc.RagCache]:
     """One store for a module's tests, which leave its documents as they are."""
     path = shutil.copytree(made, tmp_path_factory.mktemp("shared") / "kb")
-    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords()) as kb:
+    with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=QUIET) as kb:
         yield kb
 
 

@@ -171,8 +171,9 @@ def survey(
     watch = _Watch(lm.rope, sizes or SamKVCodec.sizes, first + len(row) - block.num_tokens, block)
     cache = lm.new_cache(first + len(row))
     if prefix is not None:
-        for layer in range(lm.shape.num_layers):
-            place_exact(cache, layer, prefix)
+        with torch.inference_mode():  # as all passes over pooled buffers
+            for layer in range(lm.shape.num_layers):
+                place_exact(cache, layer, prefix)
     with observing(watch):
         lm.run(row, first, cache)
     cache.release()

@@ -32,7 +32,9 @@ def made(tmp_path_factory, lm) -> Path:
     """A store whose documents were ingested without LlamaIndex. Not to be changed: take `kb`."""
     path = tmp_path_factory.mktemp("made") / "kb"
     years = {id: 2020 + rank for rank, id in enumerate(TEXTS)}
-    with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), method="reposition") as kb:
+    with rc.RagCache.open(
+        path, model=lm, embedder=BagOfWords(), method="reposition", store=rc.StoreConfig(learn="off")
+    ) as kb:
         report = kb.ingest(rc.Document(id, text, {"year": years[id]}) for id, text in TEXTS.items())
         assert sorted(report.added) == sorted(TEXTS)
     return path

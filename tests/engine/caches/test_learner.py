@@ -29,7 +29,7 @@ PAGES = [paragraph(seed) for seed in range(4)]
 
 @pytest.fixture
 def kb(open_kb):
-    return open_kb()
+    return open_kb(store=rc.StoreConfig())
 
 
 def ask(kb, text, **options):
@@ -226,11 +226,11 @@ def test_a_deleted_collection_takes_its_pieces_along(kb):
 
 
 def test_learnt_text_is_found_after_opening_again(open_kb):
-    kb = open_kb()
+    kb = open_kb(store=rc.StoreConfig())
     ask(kb, stuffed(PAGES, "Who rows?"))
     ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
     kb.close()
-    assert len(ask(open_kb(), stuffed(PAGES, "Who swims?", "Now read.")).hits) == len(PAGES)
+    assert len(ask(open_kb(store=rc.StoreConfig()), stuffed(PAGES, "Who swims?", "Now read.")).hits) == len(PAGES)
 
 
 def test_a_changed_sentence_leaves_the_rest_of_its_paragraph(kb):
