@@ -10,7 +10,7 @@ from ragcache.models.tool_calls import ToolCall
 from ragcache.store.records import Chunk
 
 if TYPE_CHECKING:
-    from ragcache.engine.why import Reason
+    from ragcache.engine.reasons import Reason
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ from ragcache.store.collections import View
 from ragcache.store.schema import DEFAULT
 
 if TYPE_CHECKING:
-    from ragcache.engine.why import Reason
+    from ragcache.engine.reasons import Reason
 
 log = logging.getLogger(__name__)
 Inputs = Iterable[Input] | Input
@@ -488,7 +488,7 @@ class RagCache(Store):
 
         Then come the stored passages that the prompt's text holds but for some tokens. Raises the errors of both.
         """
-        from ragcache.engine.why import explain
+        from ragcache.engine.planned import explain
 
         self._check(options, AskOptions if isinstance(asked, str) else ChatOptions)
         return explain(self._parts, self._questions.finder, asked, options if k is None else {**options, "k": k})

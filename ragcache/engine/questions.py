@@ -49,7 +49,7 @@ from ragcache.runtime import end_team
 from ragcache.store.records import NOT_STORED
 
 if TYPE_CHECKING:
-    from ragcache.engine.why import Reason
+    from ragcache.engine.reasons import Reason
 
 log = logging.getLogger(__name__)
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache.engine.assemble import Components
-from ragcache.engine.caches.passage_finder import PassageFinder
 from ragcache.engine.caches.prefix_nodes import common_length
-from ragcache.engine.loader import Prefetch
-from ragcache.engine.options import DEFAULT_K
-from ragcache.engine.questions import Questions
-from ragcache.engine.request import Clock, Request
+from ragcache.engine.reasons import Reason
 from ragcache.engine.verdict import Choice
 from ragcache.prompt import Prompt
 from ragcache.store.foreign import WINDOW, window_hashes
@@ -25,61 +18,7 @@ from ragcache.store.records import NOT_STORED, Chunk
 SHOWN_TOKENS = 6
 MOST_COMPARED = 200_000
 """Stored passages that a prompt's text is compared with, the oldest first."""
-Why = Literal["found", "never stored", "evicted", "another model", "differs", "method cannot"]
 Ids = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a passage is, or is not, read from stored KV.
-
-    passage: id of the passage; for text without an id, how it begins
-    why:     "another model": its KV is of another model, recipe, system prompt or collection
-    detail:  the tier of the KV, the method's reason, or both texts around the token that differs
-    place:   number of the passage's first token that differs; -1: none
-    """
-
-    passage: str
-    why: Why
-    detail: str = ""
-    place: int = -1
-
-
-class _Planned(Questions):
-    """Questions whose prompts are made, but not read."""
-
-    def _answers(
-        self, prepare: Callable[[Clock], Request], ahead: Prefetch | None, *, learns: bool = True
-    ) -> Iterator[Any]:
-        try:
-            yield prepare(Clock(time.perf_counter()))
-        finally:
-            if ahead is not None:
-                ahead.close()
-
-
-def explain(
-    parts: Components, finder: PassageFinder, asked: str | Sequence[Mapping[str, Any]], keywords: Any
-) -> list[Reason]:
-    """Return a reason for each passage of the prompt, then for each stored passage that its text nearly holds.
-
-    finder: of the store's questions, whose index of passages is read instead of built again
-
-    Raises the errors of `RagCache.ask` and `RagCache.chat`.
-    """
-    questions = _Planned(parts)
-    questions.finder = finder
-    events: Iterator[Any] = (
-        questions.chat(asked, keywords)
-        if not isinstance(asked, str)
-        else questions.ask(asked, keywords.get("k", DEFAULT_K), keywords)
-    )
-    request = next(events)
-    keys = parts.block_keys.keys([hit.chunk for hit in request.hits])
-    there = parts.store.kv.lookup(keys)
-    tiers = [there[key].tier if key in there else None for key in keys]
-    read = [(hit.chunk, tier) for hit, tier in zip(request.hits, tiers, strict=True)]
-    return explain_read(parts, request.prompt, request.options.choice, read)
 
 
 def explain_read(
@@ -89,7 +28,7 @@ def explain_read(
     read: Sequence[tuple[Chunk, str | None]],
     last: int | None = None,
 ) -> list[Reason]:
-    """Return the reasons of a prompt; see `explain`.
+    """Return the reasons of a prompt; see `planned.explain`.
 
     Args:
         parts: The store's parts.
