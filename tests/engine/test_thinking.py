@@ -150,6 +150,16 @@ def test_a_form_leaves_no_room_for_thoughts_that_were_not_begun(kb, monkeypatch)
     assert answer.reasoning == ""
 
 
+@pytest.mark.parametrize("form", ["begun"], indirect=True)
+def test_thoughts_that_begin_in_a_learnt_passage_are_apart(open_kb, form, monkeypatch):
+    kb = open_kb(store=rc.StoreConfig())
+    script(monkeypatch, kb.lm, *[SAID[form]] * 3)
+    for hits in (0, 0, 1):
+        answer = kb.chat([ASKED], tools=[SEARCH], sampling=LONG)
+        kb._questions.learner.wait()
+        assert (answer.reasoning, answer.text, len(answer.hits)) == (THOUGHT, TEXT, hits)
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", "search"])
 @pytest.mark.parametrize("form", ["begun", "brackets"], indirect=True)
 def test_calls_hold_no_thoughts(kb, form, choice, monkeypatch):
