@@ -115,7 +115,7 @@ class Answer:
     reasoning: the model's thoughts before the answer, which are not part of the text either
     dropped_turns: oldest messages of the conversation that did not fit and were left out (drop_turns)
     stop: the stop string that ended the answer; "": none
-    reasons: what `explain` calls
+    reasons: the function that `explain` calls
     """
 
     text: str

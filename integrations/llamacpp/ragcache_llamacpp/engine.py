@@ -102,7 +102,7 @@ class EmbeddedLlama(LlamaModel, EmbeddedModel):
             started = time.perf_counter()
             logits, placed_s, computed = prefill(self, sequence, reading, placed)
             times = PhaseTimes(place_s=placed_s, prefill_s=time.perf_counter() - started - placed_s)
-            sequence.end = stack.pop_all().close
+            sequence.release = stack.pop_all().close
         held = layout.num_tokens
         return FuseOutput(
             as_cache(sequence), logits, (computed,), (held,), held, plan.prompt, layout, times, 0, plan.added.reserved

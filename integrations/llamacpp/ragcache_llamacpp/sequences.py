@@ -35,7 +35,7 @@ class CellSequence:
     is_known: whether its cells are filled, so that others may copy them
     pins:     copies that are being made of it
     keeps:    whether it is kept for later prompts when it ends
-    end:      ends it, if no context manager does
+    release:  ends it, if no context manager does
     generation: of the documents, when it began
     """
 
@@ -47,7 +47,7 @@ class CellSequence:
     is_known: bool = False
     pins: int = 0
     keeps: bool = False
-    end: Callable[[], object] = lambda: None
+    release: Callable[[], object] = lambda: None
     generation: int = 0
 
     # The interface of a cache of the scheduler.
@@ -59,10 +59,6 @@ class CellSequence:
 
     def rewind(self, mark: int) -> None:
         self.undo(self, mark)
-
-    def release(self) -> None:
-        """End a sequence that `EmbeddedLlama.prefill` returned."""
-        self.end()
 
     def acquire_reference(self) -> None:
         """Do nothing: the reader of an answer ends its sequence only once no pass works on it."""
