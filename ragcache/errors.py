@@ -336,10 +336,10 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise ConfigError that lists the choices if the value is not among them."""
     if value not in (known := list(choices)):
-        raise ConfigError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}", what)
+        raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}", name)
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], way_out: str) -> None:
@@ -360,8 +360,8 @@ class Config:
     def __init_subclass__(cls, **elsewhere: str) -> None:
         cls._elsewhere = elsewhere
 
-    def __new__(cls, *_args: Any, **given: Any) -> Self:
-        if unknown := [name for name in given if name not in cls.__dataclass_fields__]:
+    def __new__(cls, *_args: Any, **fields: Any) -> Self:
+        if unknown := [name for name in fields if name not in cls.__dataclass_fields__]:
             ways = ", ".join(way for name in unknown if (way := cls.said(name)))
             out = f"say {ways}" if ways else f"the options are {', '.join(cls.__dataclass_fields__)}"
             raise UnknownOptionError(f"there is no option {', '.join(unknown)}; {out}", unknown[0])

@@ -20,8 +20,8 @@ class Home:
     what, again: texts for the error, such as "this store was opened" and "open it"
     """
 
-    def __init__(self, what: str, again: str) -> None:
-        self._what = what
+    def __init__(self, name: str, again: str) -> None:
+        self._what = name
         self._again = again
         self._process = os.getpid()
 

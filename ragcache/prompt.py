@@ -225,8 +225,8 @@ def all_as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     if isinstance(value, str):
         return as_text(tokenizer, value)
     if isinstance(value, Mapping):
-        return {as_text(tokenizer, str(name)): all_as_text(tokenizer, one) for name, one in value.items()}
-    return [all_as_text(tokenizer, one) for one in value] if isinstance(value, list | tuple) else value
+        return {as_text(tokenizer, str(name)): all_as_text(tokenizer, item) for name, item in value.items()}
+    return [all_as_text(tokenizer, item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, *, special_only: bool = False) -> dict[int, str]:
@@ -436,12 +436,12 @@ def _written(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Message], shown
     if tokenizer.chat_template is None:  # one line per turn
         lines = [turn["content"] for turn in turns]
         return "\n".join([*lines[:-1], f"Answer: {last.removesuffix(END_MARK)}"] if continued else [*lines, "Answer:"])
-    told = {"tools": list(shown.tools) or None, "add_generation_prompt": not continued, **shown.variables}
+    variables = {"tools": list(shown.tools) or None, "add_generation_prompt": not continued, **shown.variables}
     if shown.date is not None:
-        told.setdefault(CLOCK, shown.date.strftime)
+        variables.setdefault(CLOCK, shown.date.strftime)
     try:
         with bounded(TEMPLATE_S):
-            text: str = tokenizer.apply_chat_template(turns, tokenize=False, **told)
+            text: str = tokenizer.apply_chat_template(turns, tokenize=False, **variables)
     except TimeoutError as error:
         raise TimedOutError(
             f"the model's chat template takes over {TEMPLATE_S:g} s for these messages: it loops; use another model, "

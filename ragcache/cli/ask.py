@@ -188,10 +188,10 @@ def _conversation(kb: RagCache, options: Mapping[str, Any]) -> Callable[[str], I
     messages: list[dict[str, str]] = []
 
     def ask_next(question: str) -> Iterator[Event]:
-        asked = [*messages, {"role": "user", "content": question}]
-        for event in kb.stream_chat(asked, context="keep", **options):
+        turns = [*messages, {"role": "user", "content": question}]
+        for event in kb.stream_chat(turns, context="keep", **options):
             if isinstance(event, Done):
-                messages[:] = [*asked, {"role": "assistant", "content": event.answer.text}]
+                messages[:] = [*turns, {"role": "assistant", "content": event.answer.text}]
             yield event
 
     return ask_next

@@ -73,8 +73,8 @@ def find_server(root: Path) -> Address | None:
     in time.
     """
     try:
-        said = json.loads((root / FILE).read_bytes())
-        address = Address(*(str(said[name]) for name in Address._fields))
+        recorded = json.loads((root / FILE).read_bytes())
+        address = Address(*(str(recorded[name]) for name in Address._fields))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -104,10 +104,10 @@ def ask_server(
 
     Raises NotServedError if the server refuses the question, RagCacheError if it fails in the middle of an answer.
     """
-    given = {name: value for name, value in {**vars(options), **more}.items() if value not in (None, ())}
+    stated = {name: value for name, value in {**vars(options), **more}.items() if value not in (None, ())}
     body = {
-        **{name: value for name, value in given.items() if name in OF_OPENAI},
-        "ragcache": {name: value for name, value in given.items() if name not in OF_OPENAI}
+        **{name: value for name, value in stated.items() if name in OF_OPENAI},
+        "ragcache": {name: value for name, value in stated.items() if name not in OF_OPENAI}
         | {"retrieve": True, "context": "last"},
         "model": address.model,
         "messages": [{"role": "user", "content": question}],
@@ -154,16 +154,16 @@ def _answer(response: HTTPResponse, say: Callable[[str, str], None]) -> dict[str
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             finish = choice["finish_reason"] or finish
-            for kind, said in pieces.items():
+            for kind, parts in pieces.items():
                 if text := choice["delta"].get(kind):
-                    said.append(text)
+                    parts.append(text)
                     say(kind, text)
     counts = {"prompt_tokens": about["prompt_tokens"], "cached_tokens": about["avoided_tokens"]}
     counts |= {"completion_tokens": usage["completion_tokens"], "created_tokens": about["created_tokens"]}
     counts |= {"computed_tokens": about["computed_tokens"]}
     counts |= {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"], "pinned_tokens": 0}
     same = {name: about[name] for name in ("timings", "method", "method_reason", "dropped", "dropped_turns")}
-    text, thoughts = ("".join(said) for said in pieces.values())
+    text, thoughts = ("".join(parts) for parts in pieces.values())
     found = {"text": text, "hits": about["sources"], "usage": counts, **same, "finish_reason": finish}
     return {**found, "logprobs": None, "tool_calls": [], "reasoning": thoughts, "stop": ""}
 

@@ -59,8 +59,8 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from ragcache import __version__
 
         print(__version__)

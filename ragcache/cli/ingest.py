@@ -49,14 +49,14 @@ Sources = Annotated[
 ]
 
 
-def by_source(given: Sequence[str] | None) -> dict[str, Any] | None:
+def by_source(sources: Sequence[str] | None) -> dict[str, Any] | None:
     """Return a filter for documents of these sources, as given and as paths relative to the current directory."""
-    return _any_of("source", (pattern for one in given or () for pattern in _patterns(one)))
+    return _any_of("source", (pattern for text in sources or () for pattern in _patterns(text)))
 
 
 def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    wanted = [one for one in filters if one]
-    return {"$and": wanted} if wanted else None
+    conditions = [filter for filter in filters if filter]
+    return {"$and": conditions} if conditions else None
 
 
 def document_ids(kb: Store, given: Iterable[str]) -> dict[str, str]:
@@ -182,8 +182,8 @@ def precompute(
         failed: list[Failure] = []
         cut = chunks if split else None
         found = _passages(paths, kb, cut, reading, failed)
-        given = list(found) if sync else found
-        report = kb.precompute(given, collection=collection, sync=sync and not failed, dry_run=dry_run)
+        files = list(found) if sync else found
+        report = kb.precompute(files, collection=collection, sync=sync and not failed, dry_run=dry_run)
     report.failed = [*failed, *report.failed]
     if as_json:
         print_json({**vars(report), "failed": failures_to_json(report)})
@@ -263,7 +263,7 @@ def report_to_json(report: IngestReport) -> dict[str, Any]:
         **vars(report),
         "failed": failures_to_json(report),
         "skipped": [str(path) for path in report.skipped],
-        "moved": [{"from": one.old, "to": one.new} for one in report.moved],
+        "moved": [{"from": move.old, "to": move.new} for move in report.moved],
         "seconds": asdict(report.seconds),
     }
 
@@ -274,8 +274,8 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
         say("nothing was changed; a run would do this:")
     for id in [*report.added, *report.updated] if report.dry_run else []:
         say(f"{'add' if id in report.added else 'update'} {id}")
-    for one in report.moved if named else []:
-        say(f"move {one.old} -> {one.new}")
+    for move in report.moved if named else []:
+        say(f"move {move.old} -> {move.new}")
     for id in report.removed if named else []:
         say(f"remove {id}")
     counts = {"added": report.added, "updated": report.updated, "unchanged": report.unchanged}
@@ -291,8 +291,8 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
     if not report.dry_run:
         say(report.kv_text)
     if report.skipped:
-        what = "files of kinds that cannot be read, or links to folders,"
-        say(f"{len(report.skipped)} {what} were skipped, such as {report.skipped[0]}")
+        kind = "files of kinds that cannot be read, or links to folders,"
+        say(f"{len(report.skipped)} {kind} were skipped, such as {report.skipped[0]}")
 
 
 @command
@@ -340,11 +340,11 @@ def delete(
     with open_for_care(store) as opened:
         kb = opened if collection is None else opened.collection(collection, create=False)
         named = document_ids(kb, ids or [])
-        absent = [one for one in source or [] if not kb.documents(by_source([one]), limit=1)]
+        absent = [place for place in source or [] if not kb.documents(by_source([place]), limit=1)]
         deleted = kb.delete(named.values(), filter=by_source(source), timeout_s=wait)
-    missing = [given for given, id in named.items() if id not in deleted] + absent
+    missing = [entry for entry, id in named.items() if id not in deleted] + absent
     print_result(as_json, {"deleted": deleted, "missing": missing}, f"{len(deleted)} deleted")
-    for given in missing:
-        say_error(f"{given}: no document has this {'source' if given in absent else 'id'}; `ragcache list` shows them")
+    for entry in missing:
+        say_error(f"{entry}: no document has this {'source' if entry in absent else 'id'}; `ragcache list` shows them")
     if missing:
         raise typer.Exit(FAILED)

@@ -52,8 +52,8 @@ def info(store: StoreOptions, as_json: Json = False) -> None:
 
 
 def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
-    asked = sum(found.hits_by_tier.values()) + found.misses
-    rate = "nothing asked yet" if found.hit_rate is None else f"{found.hit_rate:.1%} of {asked} blocks"
+    reads = sum(found.hits_by_tier.values()) + found.misses
+    rate = "nothing asked yet" if found.hit_rate is None else f"{found.hit_rate:.1%} of {reads} blocks"
     rows = [
         ("store", store.store),
         ("model", found.model),
@@ -189,8 +189,8 @@ def pull(
 
     hide_bars_in_pipes()
     found = fetch(name, say_note)
-    told = {"model": name, "path": str(found.where), "bytes": found.num_bytes}
-    print_result(as_json, told, f"{name} is in {found.where}, {bytes_text(found.num_bytes)}")
+    report = {"model": name, "path": str(found.where), "bytes": found.num_bytes}
+    print_result(as_json, report, f"{name} is in {found.where}, {bytes_text(found.num_bytes)}")
 
 
 Ids = Annotated[

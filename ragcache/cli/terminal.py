@@ -134,10 +134,10 @@ def command(function: Function) -> Function:
     own = inspect.signature(function).parameters
     plain = {name: (hints[name], own[name].default) for name in own if name not in groups}
 
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         try:
-            made = {name: hints[name](**_values(options, given)) for name, options in groups.items()}
-            function(**made, **_values(plain, given))
+            made = {name: hints[name](**_values(options, values)) for name, options in groups.items()}
+            function(**made, **_values(plain, values))
         except RagCacheError as error:
             say_error(error)
             raise typer.Exit(MISUSED if isinstance(error, ConfigError) else FAILED) from error
@@ -148,7 +148,7 @@ def command(function: Function) -> Function:
     run.__name__, run.__doc__ = function.__name__, function.__doc__
     all_of_them = (groups.get(name, {name: plain[name]} if name in plain else {}) for name in own)
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [_parameter(name, *said) for options in all_of_them for name, said in options.items()]
+        [_parameter(name, *declared) for options in all_of_them for name, declared in options.items()]
     )
     return run
 
@@ -166,8 +166,8 @@ class Command(typer.core.TyperCommand):
             if hasattr(wrong, "possibilities"):
                 name = wrong.option_name.strip("-").replace("-", "_")
                 way = (said(name, ()) or "").partition("(..., ")[2].replace("ChunkerConfig(", "(chunk_")
-                flags = {f"--{one.replace('_', '-')}" for one in (name, *re.findall(r"(\w+)=\.\.\.", way))}
-                right = [flag for flag in sorted(flags) if any(flag in one.opts for one in self.params)]
+                flags = {f"--{word.replace('_', '-')}" for word in (name, *re.findall(r"(\w+)=\.\.\.", way))}
+                right = [flag for flag in sorted(flags) if any(flag in parameter.opts for parameter in self.params)]
                 wrong.possibilities = right or wrong.possibilities
             raise
 
@@ -180,9 +180,9 @@ def _fields(group: Any) -> Options:
     """Return a group's options, its own before those of base classes."""
     hints = get_type_hints(group, include_extras=True)
     return {
-        one.name: (hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default)
-        for one in sorted(fields(group), key=lambda one: one.name not in group.__annotations__)
-        if hasattr(hints[one.name], "__metadata__")
+        field.name: (hints[field.name], inspect.Parameter.empty if field.default is MISSING else field.default)
+        for field in sorted(fields(group), key=lambda field: field.name not in group.__annotations__)
+        if hasattr(hints[field.name], "__metadata__")
     }
 
 
@@ -190,13 +190,13 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     """Return the parameter as typer reads it: typer knows no `Option`, no mapping, no sequence but a list, and no
     unions.
     """
-    said = _option_of(hint)
-    if said is not None:
+    declared = _option_of(hint)
+    if declared is not None:
         kind = hint.__origin__
         for held, readable in ((Mapping, str | None), (Sequence, list[str] | None), (Path, Path | None)):
             kind = readable if held in _kinds(kind) else kind
-        make = partial(size_option, default=_size_text(default)) if said.is_size else option
-        hint, default = Annotated[kind, make(said.flag, said.help)], None if default == () else default
+        make = partial(size_option, default=_size_text(default)) if declared.is_size else option
+        hint, default = Annotated[kind, make(declared.flag, declared.help)], None if default == () else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
@@ -204,26 +204,26 @@ def _values(options: Options, given: dict[str, Any]) -> dict[str, Any]:
     """Return the values of these options, converted to their types. Raises ConfigError."""
     found = {name: given[name] for name in options}
     for name, (hint, _) in options.items():
-        said = _option_of(hint)
-        if said is not None and Mapping in _kinds(hint.__origin__) and found[name] is not None:
-            found[name] = json_object(found[name], said.flag, said.help)
-        elif said is not None and Sequence in _kinds(hint.__origin__):
+        declared = _option_of(hint)
+        if declared is not None and Mapping in _kinds(hint.__origin__) and found[name] is not None:
+            found[name] = json_object(found[name], declared.flag, declared.help)
+        elif declared is not None and Sequence in _kinds(hint.__origin__):
             found[name] = tuple(found[name] or ())
     return found
 
 
 def _option_of(hint: Any) -> Option | None:
-    return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Option)), None)
+    return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Option)), None)
 
 
 def _kinds(hint: Any) -> set[Any]:
     """Return a type and, for a union, its members, without their type arguments."""
-    return {get_origin(one) or one for one in (hint, *get_args(hint)) if not isinstance(one, str)}
+    return {get_origin(kind) or kind for kind in (hint, *get_args(hint)) if not isinstance(kind, str)}
 
 
 def _size_text(count: int | None) -> str | bool:
     """Return a size as text: 2**31 -> "2GiB". None gives True: typer shows the default as it is."""
-    unit = next((one for one in ("TiB", "GiB", "MiB", "KiB") if count and count % UNITS[one.upper()] == 0), "")
+    unit = next((name for name in ("TiB", "GiB", "MiB", "KiB") if count and count % UNITS[name.upper()] == 0), "")
     return count is None or f"{count // UNITS[unit.upper()]}{unit}"
 
 

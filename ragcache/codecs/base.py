@@ -145,8 +145,10 @@ class Codec(ABC):
         if isinstance(block, OpaqueBlock):
             return block.tensors
         if isinstance(block, HybridBlock):
-            maps = [self._rounded(rank, one) for rank, one in enumerate(block.states)]
-            named = {f"{_STATE}{rank}.{name}": t for rank, one in enumerate(maps) for name, t in one.tensors.items()}
+            maps = [self._rounded(rank, state) for rank, state in enumerate(block.states)]
+            named = {
+                f"{_STATE}{rank}.{name}": t for rank, state in enumerate(maps) for name, t in state.tensors.items()
+            }
             return {**self.encode(block.kv), **named}
         if not isinstance(block, MixedBlock):
             return self._encode_sparse(block)
@@ -169,7 +171,7 @@ class Codec(ABC):
             return OpaqueBlock.read(tensors)
         maps = {name.removeprefix(_STATE): one for name, one in tensors.items() if name.startswith(_STATE)}
         if maps:
-            kv = self.decode({name: one for name, one in tensors.items() if not name.startswith(_STATE)})
+            kv = self.decode({name: tensor for name, tensor in tensors.items() if not name.startswith(_STATE)})
             return HybridBlock(kv, _state_maps(maps, kv.num_tokens))
         if _PART_OF not in tensors:
             return self._decode_sparse(tensors)
@@ -186,19 +188,19 @@ class Codec(ABC):
         decoded = [self.of_part(int(number))._decode_sparse(part) for number, part in parts.items()]
         return MixedBlock(decoded, part_of.tolist())
 
-    def _rounded(self, rank: int, one: StateMap) -> StateMap:
+    def _rounded(self, rank: int, state: StateMap) -> StateMap:
         if not self.rounds_states:
-            return one
-        if not all(bool(tensor.isfinite().all()) for tensor in one.tensors.values()):
+            return state
+        if not all(bool(tensor.isfinite().all()) for tensor in state.tensors.values()):
             raise UnencodableBlockError(f"the map of recurrent layer {rank} holds infinite numbers or none at all")
-        return one.rounded()
+        return state.rounded()
 
     def error_bound(self, block: KVBlock) -> float:
         """Return `bound_alike` for any block."""
         if isinstance(block, OpaqueBlock):
             return 0.0
         if isinstance(block, HybridBlock):
-            maps = (self._rounded(rank, one).bound for rank, one in enumerate(block.states))
+            maps = (self._rounded(rank, state).bound for rank, state in enumerate(block.states))
             return max(self.error_bound(block.kv), *maps)
         if isinstance(block, MixedBlock):
             return max(self.of_part(number).error_bound(part) for number, part in enumerate(block.parts))
@@ -216,7 +218,7 @@ class Codec(ABC):
         number = tensors.get(_TOKENS)
         if number is None or number.shape != (1,) or number.dtype != torch.int64 or int(number) < 0:
             raise DamagedBlockError("a block whose heads hold some of its tokens says by an int64 how many it has")
-        held = self.decode_alike({name: one for name, one in tensors.items() if name not in (_KEPT, _TOKENS)})
+        held = self.decode_alike({name: tensor for name, tensor in tensors.items() if name not in (_KEPT, _TOKENS)})
         return SparseBlock(held, tensors[_KEPT], int(number))
 
 
@@ -231,7 +233,7 @@ def _state_maps(tensors: Mapping[str, Tensor], num_tokens: int) -> list[StateMap
         if not (_is_scaled(p, held["p_scales"]) and _is_scaled(q, held["q_scales"])):
             break
         maps.append(StateMap(**held))  # type: ignore[arg-type]
-    if not count or len(maps) < count or sum(len(one.tensors) for one in maps) != len(tensors):
+    if not count or len(maps) < count or sum(len(state.tensors) for state in maps) != len(tensors):
         raise DamagedBlockError(f"the tensors {sorted(tensors)} are no maps of recurrent layers' states")
     return maps
 

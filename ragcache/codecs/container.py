@@ -108,7 +108,7 @@ def pack_container(
     """Return the bytes of a container, in order. They alias the tensors, unless they are encrypted."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT > 0, -item[1].itemsize, item[0]))
     flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
-    buffers = [memoryview(one.numpy()) for one in flat]  # type: ignore[arg-type]
+    buffers = [memoryview(tensor.numpy()) for tensor in flat]  # type: ignore[arg-type]
     header = bytearray(_header(ordered, metadata))
     header[_MARK], buffers = seal.close(header, buffers)
     return [memoryview(header), *buffers]

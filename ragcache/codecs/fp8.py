@@ -77,7 +77,7 @@ def _halves(codes: Tensor) -> Tensor:
 
 def _scaled(numbers: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     if not numbers.numel():
-        shape = [1 if one == dim else size for one, size in enumerate(numbers.shape)]
+        shape = [1 if axis == dim else size for axis, size in enumerate(numbers.shape)]
         return numbers.to(torch.float8_e4m3fn), torch.zeros(shape)
     highest = numbers.abs().amax(dim, keepdim=True)
     scales = rounded_up(highest.double() / _LARGEST, torch.float32)

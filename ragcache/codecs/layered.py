@@ -252,7 +252,9 @@ def _encodable(part: Part, block: KVBlock) -> Tensor:
         raise UnencodableBlockError(f"{part} have no layers, heads or channels: {tuple(numbers.shape)}")
     # NaN fails every comparison.
     if numbers.numel() and not bool(numbers.float().abs().amax() <= LARGEST):
-        layer = next(i for i, one in enumerate(numbers.float()) if not bool((one.abs() <= LARGEST).all()))
+        layer = next(
+            i for i, layer_numbers in enumerate(numbers.float()) if not bool((layer_numbers.abs() <= LARGEST).all())
+        )
         raise UnencodableBlockError(
             f"{part} of layer {layer} hold NaN, an infinity or a number beyond {LARGEST:.0e}, which this codec does "
             "not keep; a model in float16 may have overflowed: load it with dtype bfloat16 or float32"

@@ -149,7 +149,7 @@ class Answer:
             "method_reason": self.method_reason,
             "dropped": self.dropped,
             "finish_reason": self.finish_reason,
-            "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
+            "logprobs": None if self.logprobs is None else [asdict(logprob) for logprob in self.logprobs],
             "tool_calls": [asdict(call) for call in self.tool_calls],
             "reasoning": self.reasoning,
             "dropped_turns": self.dropped_turns,

@@ -221,8 +221,8 @@ def _company(store: StoreParts, config: StoreConfig, card: ModelCard, chosen: Op
     Passages of such a model are encoded after a short primer and two neighbours (docs/methods.md, "Neighbours"). A
     store opened with a recipe, a method or a number of neighbours uses those instead.
     """
-    asked = chosen.method not in (None, AUTO) or config.neighbours is not None
-    if asked or config.read_only or card.reuse is not None or card.is_recurrent:
+    is_chosen = chosen.method not in (None, AUTO) or config.neighbours is not None
+    if is_chosen or config.read_only or card.reuse is not None or card.is_recurrent:
         return None
     bound, passages = store.documents.properties(), store.kv.passages
     if NEIGHBOURS in bound or KV_SHARE in bound or store.documents.documents(limit=1):
@@ -245,15 +245,15 @@ def _with_primer(documents: DocumentStore, card: ModelCard, recipe: str | Recipe
     made = Recipe(PRIMER, primer=bound) if bound else None
     if recipe is None:
         return made
-    asked = card.recipe(recipe)
-    if made is not None and asked.primer != made.primer:
+    requested = card.recipe(recipe)
+    if made is not None and requested.primer != made.primer:
         raise StoreMismatchError(
-            f"{documents.database.where}: its passages are read by recipe {made}, not by {asked}; leave the recipe "
+            f"{documents.database.where}: its passages are read by recipe {made}, not by {requested}; leave the recipe "
             "out, or make a new store: `ragcache reencode NEW --store OLD --recipe NAME`"
         )
-    if asked.primer:
-        documents.bind(PRIMER, list(asked.primer_ids))
-    return asked
+    if requested.primer:
+        documents.bind(PRIMER, list(requested.primer_ids))
+    return requested
 
 
 def _date(documents: DocumentStore) -> datetime:
@@ -358,15 +358,15 @@ def _neighbours(documents: DocumentStore, config: StoreConfig, recipe: str | Rec
     if count is None and isinstance(recipe, Recipe) and recipe.neighbours:
         count = recipe.neighbours
     made = NeighbourChoice(0, DOCUMENT) if bound is None and config.is_shared else NeighbourChoice.of(bound)
-    asked = NeighbourChoice(made.number if count is None else count, chosen_from or made.chosen_from)
-    if bound is not None and asked != made:
+    requested = NeighbourChoice(made.number if count is None else count, chosen_from or made.chosen_from)
+    if bound is not None and requested != made:
         where = documents.database.where
-        raise StoreMismatchError(f"{where}: made with {made}, not {asked}; use that again, or make a new store")
-    if bound is None and chosen_from is not None and not asked.number:
+        raise StoreMismatchError(f"{where}: made with {made}, not {requested}; use that again, or make a new store")
+    if bound is None and chosen_from is not None and not requested.number:
         raise ConfigError(
             f"neighbours_from={chosen_from!r} says which neighbours, and there are none; give neighbours=1"
         )
-    return asked
+    return requested
 
 
 def open_retriever(
@@ -460,11 +460,11 @@ def _refuse_other(bound: Mapping[str, object], lm: ModelCard, fingerprint: str, 
     """
     if bound.get("fingerprint") in (None, fingerprint):
         return
-    made, given = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
-    if made == given:
-        given = "what is there now: its weights, configuration or tokenizer have changed since"
+    made, opened = f"{bound.get('model_name')} in {bound.get('model_dtype')}", f"{lm.name} in {kind}"
+    if made == opened:
+        opened = "what is there now: its weights, configuration or tokenizer have changed since"
     raise ModelMismatchError(
-        f"the store's KV was made with {made}, not with {given} (their fingerprints differ); use that one, or make "
+        f"the store's KV was made with {made}, not with {opened} (their fingerprints differ); use that one, or make "
         f"a new store of the same documents: `ragcache reencode NEW --store OLD --model {lm.name}`, in Python "
         f"rc.RagCache.open(NEW, model={lm.name!r}).copy(rc.Store.open(OLD))"
     )

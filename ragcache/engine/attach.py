@@ -180,36 +180,36 @@ def _following(method: Callable[..., Any], hook: Hook, attachment: Attachment) -
             bound.arguments[name] = hook.clean(known)
         if hook.after is None:
             return method(*bound.args, **bound.kwargs)
-        given = _by_name(signature, bound)
+        arguments = _by_name(signature, bound)
         with _running(attachment):
-            told = _told(hook, self, given)
+            changed = _told(hook, self, arguments)
             result = method(*bound.args, **bound.kwargs)
         if inspect.isawaitable(result):
-            return later(self, result, told)
-        return _after(hook, self, result, told, attachment)
+            return later(self, result, changed)
+        return _after(hook, self, result, changed, attachment)
 
-    async def later(self: Any, result: Awaitable[Any], told: Arguments) -> Any:
+    async def later(self: Any, result: Awaitable[Any], changed: Arguments) -> Any:
         with _running(attachment):
             value = await result
-        return await asyncio.to_thread(_after, hook, self, value, told, attachment)
+        return await asyncio.to_thread(_after, hook, self, value, changed, attachment)
 
     return call
 
 
 def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
-    more = [name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD]
-    given = {name: value for name, value in bound.arguments.items() if name not in more}
-    return {**given, **{name: value for key in more for name, value in bound.arguments.get(key, {}).items()}}
+    more = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+    arguments = {name: value for name, value in bound.arguments.items() if name not in more}
+    return {**arguments, **{name: value for key in more for name, value in bound.arguments.get(key, {}).items()}}
 
 
 def _told(hook: Hook, given: Any, arguments: Arguments) -> Arguments:
     return arguments if hook.before is None else {**arguments, **hook.before(given, arguments)}
 
 
-def _after(hook: Hook, given: Any, result: Any, told: Arguments, attachment: Attachment) -> Any:
+def _after(hook: Hook, given: Any, result: Any, arguments: Arguments, attachment: Attachment) -> Any:
     try:
         with _running(attachment):
-            return result if hook.after is None else hook.after(given, result, told)
+            return result if hook.after is None else hook.after(given, result, arguments)
     except RagCacheError as error:
         log.warning("%s: KV does not follow (%s)", attachment.collection, error)
         return result

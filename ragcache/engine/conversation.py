@@ -342,10 +342,10 @@ def _turn(rank: int, message: Mapping[str, Any]) -> Turn:
     return Turn(str(role), tuple(parts), calls, **named)
 
 
-def _calls(rank: int, given: Any) -> tuple[ToolCall, ...]:
+def _calls(rank: int, calls: Any) -> tuple[ToolCall, ...]:
     """Return a message's calls, given as `ToolCall`s or in OpenAI's form."""
     try:
-        return tuple(one if isinstance(one, ToolCall) else _call(one) for one in given)
+        return tuple(call if isinstance(call, ToolCall) else _call(call) for call in calls)
     except (TypeError, KeyError, AttributeError) as error:
         raise PromptError(
             f"tool_calls of message {rank} cannot be read; each is an object like "
@@ -353,11 +353,11 @@ def _calls(rank: int, given: Any) -> tuple[ToolCall, ...]:
         ) from error
 
 
-def _call(given: Mapping[str, Any]) -> ToolCall:
-    function = given["function"]
+def _call(call: Mapping[str, Any]) -> ToolCall:
+    function = call["function"]
     arguments = function.get("arguments") or "{}"
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(str(given.get("id") or ""), str(function["name"]), written)
+    return ToolCall(str(call.get("id") or ""), str(function["name"]), written)
 
 
 def _shown(call: ToolCall) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class ConversationContext:
             answer = rank if self._turns[rank][0] == "assistant" else answer
 
     def read(
-        self, pieces: Sequence[str | Slot | Said], given: Mapping[int, Sequence[Hit]]
+        self, pieces: Sequence[str | Slot | Said], hits_by_turn: Mapping[int, Sequence[Hit]]
     ) -> tuple[History, list[int]]:
         """Return everything before this turn's passages, and the ids after them.
 
@@ -140,7 +140,9 @@ class ConversationContext:
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
         once, seen = dict[int, list[Hit]](), set[tuple[int, ...]]()
-        for turn, hits in sorted(given.items()):  # each passage once, in the first turn that has it, where it was read
+        for turn, hits in sorted(
+            hits_by_turn.items()
+        ):  # each passage once, in the first turn that has it, where it was read
             once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
             seen |= {tuple(hit.chunk.token_ids) for hit in hits}
         parts, stays, standing = list[tuple[int, ...] | tuple[Hit, ...]](), 0, set(self._conversation.standing)
@@ -149,7 +151,7 @@ class ConversationContext:
                 parts.append(part)
             if isinstance(piece, Slot) and piece.turn in standing:
                 stays = len(parts)
-        behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, given) if isinstance(id, int)]
+        behind = [id for piece in pieces[last + 1 :] for id in self._part(piece, hits_by_turn) if isinstance(id, int)]
         return History(tuple(parts), stays=stays), behind
 
     def _without_double_space(self, pieces: Sequence[str | Slot | Said]) -> Iterator[str | Slot | Said]:
@@ -164,14 +166,16 @@ class ConversationContext:
             if piece != "":
                 yield piece
 
-    def _part(self, piece: str | Slot | Said, given: Mapping[int, Sequence[Hit]]) -> tuple[int, ...] | tuple[Hit, ...]:
+    def _part(
+        self, piece: str | Slot | Said, hits_by_turn: Mapping[int, Sequence[Hit]]
+    ) -> tuple[int, ...] | tuple[Hit, ...]:
         if isinstance(piece, str):
             return tuple(encode_rendered(self._tokenizer, piece))
         if isinstance(piece, Said):
             known = self._memory.find(self._keys[piece.turn])
             return known.answer_ids if known else tuple(encode_text(self._tokenizer, self._turns[piece.turn][1]))
-        if piece.turn in given:
-            return tuple(given[piece.turn])
+        if piece.turn in hits_by_turn:
+            return tuple(hits_by_turn[piece.turn])
         answer = self._answers[piece.turn]
         known = None if answer is None else self._memory.find(self._keys[answer])
         return () if known is None else tuple(self._memory.hits(known))

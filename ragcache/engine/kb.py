@@ -158,7 +158,9 @@ class RagCache(Store):
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
         """
         elsewhere = [name for name in method_options if said(name, ()) is not None]
-        of_methods = {name for one in methods() for name in one.options} if elsewhere else set()  # imports every method
+        of_methods = (
+            {name for method in methods() for name in method.options} if elsewhere else set()
+        )  # imports every method
         check_names([name for name in elsewhere if name not in of_methods], list(signature(cls.open).parameters))
         if "models" in method_options:
             raise ConfigError("models=False is no option; Store.open opens a store without its models")
@@ -293,10 +295,10 @@ class RagCache(Store):
             raise ConfigError(
                 "workers of a cluster run transformers, which cannot compute this store's KV; leave ray out"
             )
-        given, chosen = _listed(inputs), load("workers", "ray", WORKERS).of(ray) if ray else None
+        listed, chosen = _listed(inputs), load("workers", "ray", WORKERS).of(ray) if ray else None
         run = partial(
             self._parts.ingestor.ingest,
-            given,
+            listed,
             kv=self._kv_mode() if kv is None else kv,
             chunker=None if split else self._parts.whole,
             replace=replace,
@@ -312,7 +314,7 @@ class RagCache(Store):
         from ragcache.ingest.progress import progress_bars, say_line
 
         if isinstance(self.lm, BlockModel):
-            say_line(str(self.estimate_kv(given)))
+            say_line(str(self.estimate_kv(listed)))
         with progress_bars() as bars:
             report = run(progress=bars)
         if not dry_run:
@@ -378,8 +380,8 @@ class RagCache(Store):
         StoreBusyError.
         """
         self._check_open()
-        wanted = [ids] if isinstance(ids, str) else ids
-        return Precompute(self._parts).forget(wanted, sources, given, collection)
+        chunk_ids = [ids] if isinstance(ids, str) else ids
+        return Precompute(self._parts).forget(chunk_ids, sources, given, collection)
 
     def _kv_mode(self) -> str:
         if self._encoder is not None or self.config.kv == "lazy":

@@ -225,9 +225,9 @@ class BlockLoader:
         with self._lock:
             return self._reading[key] > 0
 
-    def count(self, what: str, amount: int) -> None:
+    def count(self, counter: str, amount: int) -> None:
         with self._lock:
-            self._counts[what] += amount
+            self._counts[counter] += amount
 
     def reserve_ahead(self, num_bytes: int) -> bool:
         with self._lock:

@@ -191,10 +191,10 @@ class LocalEngine:
         def more() -> int:
             """Make room for half as many tokens again as the cache holds, within `most`; return how many."""
             used = cache.own_tokens
-            wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
-            shared.grow(kv_bytes(self.lm, used + wanted), request.limit)
-            cache.make_room(wanted)
-            return wanted
+            capacity = min(max(ANSWER_TOKENS, used // 2), read + most - used)
+            shared.grow(kv_bytes(self.lm, used + capacity), request.limit)
+            cache.make_room(capacity)
+            return capacity
 
         return decode(
             self.lm,

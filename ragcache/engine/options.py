@@ -386,8 +386,8 @@ class AnswerOptions:
 
         sampling = Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.seed, tuple(self.stop))
         known = (*names(RetrieveOptions), *names(GenerationOptions))
-        given = {name: value for name, value in vars(self).items() if name in known}
-        return {"k": self.k, "sampling": sampling, **given}
+        values = {name: value for name, value in vars(self).items() if name in known}
+        return {"k": self.k, "sampling": sampling, **values}
 
 
 @dataclass(frozen=True)
@@ -438,9 +438,9 @@ def said(name: str, known: Iterable[str]) -> str | None:
     return found and (found[1] if found[1].partition("=")[0] in known else f"{found[0]}(..., {found[1]})")
 
 
-def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """Raise UnknownOptionError if a given name is not in `known`, with the right spelling or a list of options."""
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [name for name in names if name not in known]:
         places = (*known, "k") if "search" in known else known
         ways = list(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
         out = [f"the options are {', '.join(known)}"] if all(way.startswith("ask(") for way in ways) else []

@@ -38,20 +38,20 @@ def find_passages(passages: Sequence[Passage | Hit], documents: DocumentStore, t
 
     Raises PromptError (a passage without text, id or handle), UnknownHandleError (without text, and not found).
     """
-    given = [one for one in passages if isinstance(one, Passage)]
-    by_id = {chunk.id: chunk for chunk in documents.chunks([one.id for one in given if one.id])}
-    rest = [one for one in given if one.handle and not _fits(one, by_id.get(one.id or ""))]
-    handles = [one.handle for one in rest if one.handle]
+    named = [passage for passage in passages if isinstance(passage, Passage)]
+    by_id = {chunk.id: chunk for chunk in documents.chunks([passage.id for passage in named if passage.id])}
+    rest = [passage for passage in named if passage.handle and not _fits(passage, by_id.get(passage.id or ""))]
+    handles = [passage.handle for passage in rest if passage.handle]
     by_handle = {chunk.handle: chunk for chunk in documents.chunks_by_handle(handles)}
     hits = []
-    for rank, one in enumerate(passages):
-        if isinstance(one, Hit):
-            hits.append(one)
+    for rank, passage in enumerate(passages):
+        if isinstance(passage, Hit):
+            hits.append(passage)
             continue
-        known = (by_id.get(one.id or ""), by_handle.get(one.handle or ""))
-        chunk = next((chunk for chunk in known if chunk is not None and _fits(one, chunk)), None)
-        chunk = chunk or _foreign(one, rank, texts)
-        hits.append(Hit(chunk, 0.0 if one.score is None else one.score, chunk.handle))
+        known = (by_id.get(passage.id or ""), by_handle.get(passage.handle or ""))
+        chunk = next((chunk for chunk in known if chunk is not None and _fits(passage, chunk)), None)
+        chunk = chunk or _foreign(passage, rank, texts)
+        hits.append(Hit(chunk, 0.0 if passage.score is None else passage.score, chunk.handle))
     return hits
 
 
@@ -62,7 +62,7 @@ def _fits(passage: Passage, chunk: Chunk | None) -> bool:
 
 def _foreign(passage: Passage, rank: int, texts: PassthroughSplitter) -> Chunk:
     if not passage.text.strip():
-        names = [f"{what} {name!r}" for what, name in (("id", passage.id), ("handle", passage.handle)) if name]
+        names = [f"{field} {name!r}" for field, name in (("id", passage.id), ("handle", passage.handle)) if name]
         if not names:
             raise PromptError(f"passage {rank} has no text; leave empty passages out")
         raise UnknownHandleError(

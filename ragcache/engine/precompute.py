@@ -111,7 +111,7 @@ class Precompute:
                 if progress is not None:
                     progress(ProgressEvent("encode", len(report.handles), len(report.handles)))
         if sync and not dry_run:
-            gone = {one.id for one in self._list.names(collection)} - ids
+            gone = {name.id for name in self._list.names(collection)} - ids
             self._remove(self._list.unname(collection, gone), report)
         self._weigh(report, warns=self._blocks.evictions > evictions)
         report.elapsed_s = time.perf_counter() - started
@@ -140,41 +140,43 @@ class Precompute:
 
         In a collection, a text without an id is named by its handle. Without a collection, nothing names it.
         """
-        read = [self._read(one, report) for one in group]
+        read = [self._read(text, report) for text in group]
         chunks = [chunk for chunk in read if chunk is not None]
         keys = iter(self._encoder.keys(chunks))
         handles = [None if chunk is None else next(keys) for chunk in read]
-        wanted = {key: chunk for key, chunk in zip(handles, read, strict=True) if key is not None and chunk is not None}
-        there = self._there(wanted, listed=not dry_run)
-        missing = {key: chunk for key, chunk in wanted.items() if key not in there}
+        by_key = {key: chunk for key, chunk in zip(handles, read, strict=True) if key is not None and chunk is not None}
+        there = self._there(by_key, listed=not dry_run)
+        missing = {key: chunk for key, chunk in by_key.items() if key not in there}
         report.known += sum(1 for key in handles if key in there)
         if dry_run:
             report.handles += [key if key in there else None for key in handles]
             return set()
         self._compute(missing, report)
-        pairs = [(one, key) for one, key in zip(group, handles, strict=True) if key is not None]
+        pairs = [(text, key) for text, key in zip(group, handles, strict=True) if key is not None]
         named = [
-            Name(one.id or (key if collection or sync else ""), one.source, key, one.title, one.metadata)
-            for one, key in pairs
+            Name(text.id or (key if collection or sync else ""), text.source, key, text.title, text.metadata)
+            for text, key in pairs
         ]
         names = {name.id: name for name in named if name.id}
         gone = self._list.name(collection, names.values())
-        if told := [name._replace(id=name.handle) for name in named if not name.id and (name.title or name.metadata)]:
-            self._list.name(NOBODY, told)
-        gone += self._list.unname(collection, {one.id for one in group if one.id} - names.keys())
+        if unnamed := [
+            name._replace(id=name.handle) for name in named if not name.id and (name.title or name.metadata)
+        ]:
+            self._list.name(NOBODY, unnamed)
+        gone += self._list.unname(collection, {text.id for text in group if text.id} - names.keys())
         self._remove(gone, report)
         report.handles += handles
         return set(names)
 
-    def _read(self, one: _Text, report: PrecomputeReport) -> Chunk | None:
+    def _read(self, text: _Text, report: PrecomputeReport) -> Chunk | None:
         """Return the passage as the model reads it, or None if the model cannot read it."""
         try:
-            if not one.text.strip():
-                raise PromptError(f"passage {one.id!r} has no text; leave empty passages out")
-            chunk = self._chunk(one.text)
-            self._encoder.check(chunk.token_ids, one.id or "a passage")
+            if not text.text.strip():
+                raise PromptError(f"passage {text.id!r} has no text; leave empty passages out")
+            chunk = self._chunk(text.text)
+            self._encoder.check(chunk.token_ids, text.id or "a passage")
         except (PromptError, ContextTooLongError) as error:
-            report.failed.append(Failure(one.id, error))
+            report.failed.append(Failure(text.id, error))
             return None
         return chunk
 
@@ -182,14 +184,14 @@ class Precompute:
         ids = self._parts.whole.encode([text])[0]
         return Chunk("", "", 0, text, ids, {}, NOT_STORED, None, 0.0, "", "")
 
-    def _there(self, wanted: dict[str, Chunk], *, listed: bool) -> set[str]:
+    def _there(self, by_key: dict[str, Chunk], *, listed: bool) -> set[str]:
         """Return the keys whose KV is kept, with the store's documents or here. listed: also add these to the list"""
-        own = self._parts.store.documents.referenced(wanted)
+        own = self._parts.store.documents.referenced(by_key)
         own = set(self._kv.lookup(own, "durable"))
-        here = {key: one.num_bytes for key, one in self._blocks.lookup(wanted.keys() - own).items()}
+        here = {key: stored.num_bytes for key, stored in self._blocks.lookup(by_key.keys() - own).items()}
         self._sizes |= here
         for key, size in here.items() if listed else ():
-            self._list.add(Listed(key, self._encoder.owner, wanted[key].token_ids, size))
+            self._list.add(Listed(key, self._encoder.owner, by_key[key].token_ids, size))
         return own | here.keys()
 
     def _compute(self, missing: dict[str, Chunk], report: PrecomputeReport) -> None:
@@ -197,7 +199,7 @@ class Precompute:
         for batch in plan_batches([missing[key].num_tokens for key in keys], self._encoder.batch_tokens):
             members = [missing[keys[rank]] for rank in batch]
             whole = self._encoder.with_neighbours(members)
-            made = self._encoder.encode([one.token_ids for one in whole], [one.neighbours for one in whole])
+            made = self._encoder.encode([chunk.token_ids for chunk in whole], [chunk.neighbours for chunk in whole])
             for rank, chunk, block in zip(batch, members, made, strict=True):
                 held = self._blocks.put(keys[rank], self._kv.put(keys[rank], block, "nowhere"))
                 self._list.add(Listed(keys[rank], self._encoder.owner, chunk.token_ids, held.num_bytes))
@@ -227,7 +229,7 @@ class Precompute:
             self._sizes.pop(key, None)
         there = self._blocks.lookup(self._sizes)
         lost = [size for key, size in self._sizes.items() if key not in there]
-        report.kv_bytes = sum(one.num_bytes for one in there.values())
+        report.kv_bytes = sum(stored.num_bytes for stored in there.values())
         report.budget_bytes = self._blocks.disk_bytes or 0
         report.evicted, report.evicted_bytes = len(lost), sum(lost)
         usage = self._kv.foreign_usage() if warns or lost else None

@@ -114,11 +114,11 @@ class Prompts:
         old = conversation.old
         optional = {rank for group in old for rank in group} if drops else set()
         fixed = "".join(turn.plain for rank, turn in conversation.read if rank not in optional)
-        what = "the text of the system messages and the last question" if drops else "the conversation"
-        self.lm.check_text(fixed, what)
+        part = "the text of the system messages and the last question" if drops else "the conversation"
+        self.lm.check_text(fixed, part)
         if shown.tools or shown.variables:
-            told = json.dumps([*shown.tools, dict(shown.variables)], ensure_ascii=False, default=str)
-            self.lm.check_text(told, "the text of the tools and template variables")
+            variables = json.dumps([*shown.tools, dict(shown.variables)], ensure_ascii=False, default=str)
+            self.lm.check_text(variables, "the text of the tools and template variables")
         sizes = [sum(len(conversation.turns[rank].said) for rank in group) for group in old]
         step, gone = STEP * self.lm.max_positions, 0
         surplus = (sum(sizes) // step - 1) * step if drops else 0
@@ -156,9 +156,9 @@ class Prompts:
         texts = ["".join(conversation.turns[rank].said for rank in group) for group in old]
         groups = [len(encode_text(self.lm.tokenizer, text)) for text in texts]
         eighth = max(1, longest // 8)
-        wanted = -(-(total + passages - room) // eighth) * eighth
+        budget = -(-(total + passages - room) // eighth) * eighth
         for gone, tokens in enumerate(accumulate(groups), 1):
-            if tokens < wanted and gone < len(old):
+            if tokens < budget and gone < len(old):
                 continue
             made = make(conversation.without(old[:gone]))
             if count(made) + passages <= room:

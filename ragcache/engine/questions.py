@@ -135,9 +135,9 @@ class Questions:
         self._parts.generation.check()
         texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
         self._parts.card.check_text("".join(texts), "the prompt")
-        ends, given = completion_ends(self._parts.card.tokenizer, parts)
-        written = Written(ends, texts if given else ["".join(texts)])
-        return self._read(lambda _: written, lambda: given, options)
+        ends, passages = completion_ends(self._parts.card.tokenizer, parts)
+        written = Written(ends, texts if passages else ["".join(texts)])
+        return self._read(lambda _: written, lambda: passages, options)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], keywords: ChatOptions) -> Iterator[Event]:
         passages, k, context = keywords.get("passages"), keywords.get("k"), keywords.get("context", "last")
@@ -163,11 +163,11 @@ class Questions:
             options = replace(options, pins=list(zip(ids, [point.ttl_s for point in points], strict=True)))
         if in_place:
             self._parts.generation.check()
-            (whole, given), dropped = engine.prompts.shortened(
+            (whole, written_passages), dropped = engine.prompts.shortened(
                 conversation, lambda read: read.as_written(system), self._written_tokens, options, drops=drops
             )
             written = Written(whole, conversation.given_text, dropped)
-            return self._read(lambda _: written, lambda: given, options)
+            return self._read(lambda _: written, lambda: written_passages, options)
         if context == "keep":
             self._look(conversation.given_text, options)
             if passages is not None:
@@ -229,8 +229,8 @@ class Questions:
 
     def _shown(self, keywords: GenerationOptions) -> Shown:
         """Return the chat template's variables. Raises ConfigError."""
-        effort, enable, given = (keywords.get(name) for name in TEMPLATE_OPTIONS)
-        variables = template_variables(self._parts.card.tokenizer, effort, enable, given)
+        effort, enable, extra = (keywords.get(name) for name in TEMPLATE_OPTIONS)
+        variables = template_variables(self._parts.card.tokenizer, effort, enable, extra)
         return self._parts.engine.prompts.showing(variables, stored=bool(keywords.get("whole")))
 
     def _request_options(self, keywords: GenerationOptions, *, templated: bool = False) -> RequestOptions:
@@ -273,14 +273,14 @@ class Questions:
 
     def _system(self, conversation: Conversation, keywords: ChatOptions, options: RequestOptions) -> str | None:
         """Return the system prompt of a conversation without a system message. Raises ConfigError."""
-        given = keywords.get("system")
-        if given is None:
+        system = keywords.get("system")
+        if system is None:
             return self._parts.system
-        self._parts.card.check_text(given, "the system prompt")
+        self._parts.card.check_text(system, "the system prompt")
         if any(turn.role == "system" for turn in conversation.turns):
             raise ConfigError("system= and a system message exclude each other; give one of them")
-        self._parts.engine.prompts.check_system(given, options.method)
-        return given
+        self._parts.engine.prompts.check_system(system, options.method)
+        return system
 
     def _with_found(
         self, written: Written, hits: list[Hit], options: RequestOptions
@@ -320,23 +320,23 @@ class Questions:
 
     def _written_tokens(self, written: tuple[PromptEnds, list[Given]]) -> int:
         """Count the tokens of a prompt, including the passages that came with their text."""
-        ends, given = written
-        texts = [one.chunk.text if isinstance(one, Hit) else one.text for one in given]
+        ends, passages = written
+        texts = [passage.chunk.text if isinstance(passage, Hit) else passage.text for passage in passages]
         return _ends_tokens(ends) + sum(len(encode_text(self._parts.card.tokenizer, text)) for text in texts)
 
     def _find(
         self,
-        given: Sequence[Given] | None,
+        passages: Sequence[Given] | None,
         question: str,
         k: int,
         keywords: AskOptions | ChatOptions,
         options: RequestOptions,
     ) -> Sequence[Given]:
         """Return the given passages, or retrieve them if none were given."""
-        if given is None:
+        if passages is None:
             return self.retrieve(question, k, retrieval(keywords), options.ahead)
         self._parts.generation.check()
-        return given
+        return passages
 
     def _read(
         self,
@@ -356,8 +356,8 @@ class Questions:
         def prepare(clock: Clock) -> Request:
             written = write(0)
             parts.engine.prompts.prompt(written.ends, [], options)  # fail before the search if the prompt does not fit
-            given = find() if options.method.takes_passages else ()
-            hits = find_passages(given, parts.store.documents, parts.whole)
+            found = find() if options.method.takes_passages else ()
+            hits = find_passages(found, parts.store.documents, parts.whole)
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(written.ends) > parts.engine.prompts.room_before_answer(options):
                 written = write(passages)
@@ -387,12 +387,12 @@ class Questions:
             self._parts.generation.check()
             context = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
             inline = inline_passages(conversation).items()
-            given = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
+            by_turn = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
             form = None if k is None else engine.prompts.format
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:
-                hits = [hit for turn in (read.asking, *read.standing) for hit in given.get(turn, [])]
-                return *context.read(read.in_pieces(form, system), given), hits
+                hits = [hit for turn in (read.asking, *read.standing) for hit in by_turn.get(turn, [])]
+                return *context.read(read.in_pieces(form, system), by_turn), hits
 
             fitted = partial(engine.prompts.shortened, conversation, pieces, _history_tokens, options, drops=drops)
             (earlier, suffix_ids, hits), dropped = fitted()

@@ -56,12 +56,12 @@ def estimate_kv(
     inputs: Iterable[Input], lm: BlockModel, codec: str, block_tokens: int, kept: float = 1.0
 ) -> KVEstimate:
     """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: as `Recipe.share`"""
-    given = list(inputs)
-    files = [one.path for one in given if isinstance(one, SourceFile)]
-    files += [file.path for file in find_files(one for one in given if isinstance(one, str | os.PathLike)).files]
-    known: list[Path | Document] = [one for one in given if isinstance(one, Document)]
+    items = list(inputs)
+    files = [item.path for item in items if isinstance(item, SourceFile)]
+    files += [file.path for file in find_files(item for item in items if isinstance(item, str | os.PathLike)).files]
+    known: list[Path | Document] = [item for item in items if isinstance(item, Document)]
     known += [path for path in files if path.suffix.lower() in MEASURED]
-    sizes = [_size(one) for one in known]
+    sizes = [_size(item) for item in known]
     rate = _tokens_per_byte(known, lm.tokenizer)
     tokens = round(rate * sum(sizes))
     num_bytes = round(tokens * bytes_per_token(lm, codec, block_tokens, kept))
@@ -80,26 +80,26 @@ def bytes_per_token(lm: BlockModel, codec: str, block_tokens: int, kept: float =
 
 def _tokens_per_byte(known: Sequence[Path | Document], tokenizer: PreTrainedTokenizerBase) -> float:
     """Estimate the rate from the beginnings of some inputs, spread evenly."""
-    heads = [_head(one) for one in known[:: max(1, len(known) // SAMPLES)]]
+    heads = [_head(item) for item in known[:: max(1, len(known) // SAMPLES)]]
     texts = [head.decode("utf-8", "ignore") for head in heads]
     sampled = sum(len(text.encode("utf-8", "ignore")) for text in texts)
     return sum(len(encode_text(tokenizer, text)) for text in texts) / sampled if sampled else 0.0
 
 
-def _size(one: Path | Document) -> int:
-    if isinstance(one, Document):
-        return len(one.text.encode("utf-8", "ignore"))
+def _size(item: Path | Document) -> int:
+    if isinstance(item, Document):
+        return len(item.text.encode("utf-8", "ignore"))
     try:
-        return one.stat().st_size
+        return item.stat().st_size
     except OSError:
         return 0  # the ingestion reports the error
 
 
-def _head(one: Path | Document) -> bytes:
-    if isinstance(one, Document):
-        return one.text[:SAMPLE_BYTES].encode("utf-8", "ignore")
+def _head(item: Path | Document) -> bytes:
+    if isinstance(item, Document):
+        return item.text[:SAMPLE_BYTES].encode("utf-8", "ignore")
     try:
-        with open(one, "rb") as file:
+        with open(item, "rb") as file:
             return file.read(SAMPLE_BYTES)
     except OSError:
         return b""

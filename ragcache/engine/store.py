@@ -179,10 +179,10 @@ class Store:
 
         self._check_open()
         self.store.documents.check_changes()
-        wanted = [ids] if isinstance(ids, str) else list(ids)
+        document_ids = [ids] if isinstance(ids, str) else list(ids)
         if filter:
-            wanted += [document.id for document in self.documents(filter)]
-        deleted = delete_documents(*self.store, self._open_index(), wanted, timeout_s=timeout_s)
+            document_ids += [document.id for document in self.documents(filter)]
+        deleted = delete_documents(*self.store, self._open_index(), document_ids, timeout_s=timeout_s)
         self._forget_deleted()
         return deleted
 
@@ -293,10 +293,10 @@ class Store:
             self._usage.record(self.store.kv.stats())
         self.store.close()
 
-    def _check(self, given: Iterable[str], options: type) -> None:
+    def _check(self, fields: Iterable[str], options: type) -> None:
         """Raise StoreClosedError, ForkedError, or ConfigError for unknown options."""
         self._check_open()
-        check_names(given, names(options))
+        check_names(fields, names(options))
 
     def _check_open(self) -> None:
         self.store.layout.home.check()

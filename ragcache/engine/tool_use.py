@@ -32,15 +32,15 @@ class ToolUse:
     schema: str | None = None
     most: int | None = None
 
-    def sampling(self, given: Sampling) -> Sampling:
+    def sampling(self, sampling: Sampling) -> Sampling:
         """Return the sampling that produces calls. Raises ConfigError if the answer must already have another form."""
-        if given.grammar() is not None:
+        if sampling.grammar() is not None:
             raise ConfigError(
                 "tools and json_schema, regex or choices exclude each other: an answer of that form could be no call; "
                 "leave one out, or pass tool_choice='none'",
                 "tools",
             )
-        return given if self.schema is None else replace(given, json_schema=self.schema)
+        return sampling if self.schema is None else replace(sampling, json_schema=self.schema)
 
 
 def tool_use(options: ChatOptions, tokenizer: PreTrainedTokenizerBase) -> ToolUse | None:
@@ -69,12 +69,12 @@ def tool_use(options: ChatOptions, tokenizer: PreTrainedTokenizerBase) -> ToolUs
     return ToolUse(tools, ToolFormat(partial(_arguments_alone, choice), WHOLE, name=choice), schema, 1)
 
 
-def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     try:
-        tools = json.loads(json.dumps(list(given)))  # checks that it is JSON, and copies it
+        tools = json.loads(json.dumps(list(value)))  # checks that it is JSON, and copies it
         functions = [tool["function"] for tool in tools if tool["type"] == "function"]
-        fine = len(functions) == len(tools) and all(isinstance(one["name"], str) for one in functions)
-        fine = fine and all(isinstance(one.get("parameters") or {}, dict) for one in functions)
+        fine = len(functions) == len(tools) and all(isinstance(function["name"], str) for function in functions)
+        fine = fine and all(isinstance(function.get("parameters") or {}, dict) for function in functions)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"tools are a list of objects like {EXAMPLE}", "tools") from error
     if not fine:
@@ -85,25 +85,25 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
             f"two tools are named {twice[0]!r}; a call could be to either, so give them names of their own",
             "tools",
         )
-    return tuple({"type": "function", "function": _filled(one)} for one in functions)
+    return tuple({"type": "function", "function": _filled(function)} for function in functions)
 
 
 def _filled(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the function with all fields that chat templates look for."""
-    given = {name: value for name, value in function.items() if value is not None}
-    return {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}, **given}
+    fields = {name: value for name, value in function.items() if value is not None}
+    return {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}, **fields}
 
 
-def _choice(given: Any) -> str:
+def _choice(choice: Any) -> str:
     """Return the choice as a name. Takes OpenAI's form too: {"type": "function", "function": {"name": ...}}."""
-    if isinstance(given, Mapping):
-        function = given.get("function")
-        given = function.get("name") if isinstance(function, Mapping) else given
-    if given is not None and not isinstance(given, str):
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, Mapping) else choice
+    if choice is not None and not isinstance(choice, str):
         raise ConfigError(
-            f"tool_choice {given!r:.80} is none of {', '.join(CHOICES)}, nor the name of a tool", "tool_choice"
+            f"tool_choice {choice!r:.80} is none of {', '.join(CHOICES)}, nor the name of a tool", "tool_choice"
         )
-    return given or "auto"
+    return choice or "auto"
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> str:

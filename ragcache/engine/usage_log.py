@@ -26,8 +26,8 @@ class HitCounts(NamedTuple):
     @property
     def hit_rate(self) -> float | None:
         """Return the share of blocks that some tier had, or None before the first question."""
-        asked = sum(self.hits.values()) + self.misses
-        return sum(self.hits.values()) / asked if asked else None
+        reads = sum(self.hits.values()) + self.misses
+        return sum(self.hits.values()) / reads if reads else None
 
 
 class UsageLog:

@@ -68,13 +68,13 @@ def get_method(method: str | FusionMethod, /, **options: Any) -> FusionMethod:
 
 def method_label(method: FusionMethod) -> str:
     """Return the method's name with the options that differ from their defaults: "cacheblend(ratio=0.3)"."""
-    given = []
-    for one in fields(method):
-        value = getattr(method, one.name)
-        default = one.default if one.default_factory is MISSING else one.default_factory()
+    stated = []
+    for field in fields(method):
+        value = getattr(method, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
         if value != default:
-            given.append(f"{one.name}={value!r}")
-    return f"{method.name}({', '.join(given)})" if given else method.name
+            stated.append(f"{field.name}={value!r}")
+    return f"{method.name}({', '.join(stated)})" if stated else method.name
 
 
 def labelled_name(label: str) -> str:

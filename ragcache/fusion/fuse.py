@@ -292,7 +292,7 @@ def _used_recipe(
     """Return the given recipe, else the blocks' recipe, else the method's. Raises StaleBlockError if these differ."""
     stated = [block.recipe for block in blocks or () if block.recipe is not None]
     used = _recipe(lm, method, next(iter(stated), None) if recipe is None else recipe, added)
-    if other := next((one for one in stated if one != used), None):
+    if other := next((recipe for recipe in stated if recipe != used), None):
         raise StaleBlockError(f"blocks of recipe {other} were given for {used}; encode them alike")
     return used
 
@@ -337,9 +337,9 @@ def _check_exact(method: FusionMethod, layout: Layout, exact: Exact, prefix_toke
         raise ConfigError(f"method {method.name!r} runs every token; leave `exact` out")
     most = layout.num_tokens - must_run
     if not 0 <= exact.num_tokens <= most:
-        what = "the suffix" if must_run > 1 else "the last token"
+        part = "the suffix" if must_run > 1 else "the last token"
         raise ConfigError(
-            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {layout.num_tokens}, of which {what} has "
+            f"exact KV of {exact.num_tokens} tokens was given for a prompt of {layout.num_tokens}, of which {part} has "
             f"to run; give that of {most} at most"
         )
     usable = layout.usable(exact.num_tokens)
@@ -389,13 +389,13 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
             "encode the chunks again under that recipe"
         )
-    wanted = chosen if added is None else replace(chosen, markers=added.markers, anchors=added.anchors)
-    if not wanted.is_dense and not method.takes_sparse:
-        other = "or encode them with kept=1" if wanted.anchors is None else "or 'full', which reads text"
+    expected = chosen if added is None else replace(chosen, markers=added.markers, anchors=added.anchors)
+    if not expected.is_dense and not method.takes_sparse:
+        other = "or encode them with kept=1" if expected.anchors is None else "or 'full', which reads text"
         movers = ", ".join(name for name, kind in METHODS.items() if kind.reuses_blocks and kind().takes_sparse)
         raise ConfigError(
             f"method {method.name!r} runs passages' tokens again or chooses among them, and needs blocks that hold all "
-            f"of them, not recipe {wanted}; use one that only moves blocks ({movers}), {other}"
+            f"of them, not recipe {expected}; use one that only moves blocks ({movers}), {other}"
         )
     if added is None:
         return chosen
@@ -405,8 +405,8 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             "text; choose one that moves them, such as reposition, or a recipe without neighbours or primer"
         )
     if chosen.markers not in (None, added.markers) or chosen.anchors not in (None, added.anchors):
-        raise ConfigError(f"method {method.name!r} needs blocks of recipe {wanted}, not {chosen}; encode them again")
-    return wanted
+        raise ConfigError(f"method {method.name!r} needs blocks of recipe {expected}, not {chosen}; encode them again")
+    return expected
 
 
 def check_method(lm: ModelCard, method: FusionMethod) -> None:
@@ -436,8 +436,8 @@ def _with_blocks(
         encoded += len(prefix_ids)
     placed = request.layout.placed(request.known)
     if blocks is None:
-        wanted = [chunks[piece.passage] for piece in placed if piece.passage is not None]
-        blocks = lm.encode(wanted, recipe, prefix_ids, prefix=request.exact)
+        read = [chunks[piece.passage] for piece in placed if piece.passage is not None]
+        blocks = lm.encode(read, recipe, prefix_ids, prefix=request.exact)
         encoded += sum(block.num_tokens for block in blocks)
     times = PhaseTimes(encode_s=time.perf_counter() - started)
     _check_blocks(lm, [piece.ids for piece in placed], blocks, recipe)
@@ -457,22 +457,24 @@ def _check_blocks(
         check_block(lm, f"chunk {rank}", block, len(chunk), num_kept(recipe, len(chunk)))
 
 
-def check_block(lm: LanguageModel, what: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
+def check_block(lm: LanguageModel, name: str, block: KVBlock, num_tokens: int, held: int | None = None) -> None:
     """Raise StaleBlockError if the block does not fit the model or the text.
 
     held: tokens that each head should hold, as a mean over the layers; None: all tokens
     """
     states = zip(block.states, lm.shape.states, strict=False)
-    is_ours = len(block.states) == len(lm.shape.states) and all(one.fits(own, block.num_tokens) for one, own in states)
+    is_ours = len(block.states) == len(lm.shape.states) and all(
+        state.fits(own, block.num_tokens) for state, own in states
+    )
     if block.layers != lm.shape.layers or not is_ours:
-        raise StaleBlockError(f"the block of {what} was made by another model; encode it with {lm.name}")
+        raise StaleBlockError(f"the block of {name} was made by another model; encode it with {lm.name}")
     if block.num_tokens != num_tokens:
         read = block.num_tokens
-        raise StaleBlockError(f"the block of {what} holds {read} tokens and its text has {num_tokens}; encode it")
-    wanted = num_tokens if held is None else held
+        raise StaleBlockError(f"the block of {name} holds {read} tokens and its text has {num_tokens}; encode it")
+    expected = num_tokens if held is None else held
     found = sum(block.tokens_by_layer)
-    if found != wanted * block.num_layers:
+    if found != expected * block.num_layers:
         raise StaleBlockError(
-            f"a head of the block of {what} holds {found / block.num_layers:g} of {num_tokens} tokens, and {wanted} "
+            f"a head of the block of {name} holds {found / block.num_layers:g} of {num_tokens} tokens, and {expected} "
             "are wanted; state the recipe that it was encoded under, or encode it"
         )

@@ -91,12 +91,12 @@ class Link(FusionMethod):
             raise ConfigError(f"link_ids holds {outside[0]}; {lm.name} has ids 0 to {lm.vocab_size - 1}")
 
 
-def _lists_of_ids(given: object) -> tuple[tuple[int, ...], ...]:
-    """Return the ids as tuples. Raises ConfigError if `given` is not a list of token ids for each chunk."""
-    wrong = ConfigError(f"link_ids is {given!r}; give one list of token ids a chunk, such as [[5, 6], []]")
-    if not isinstance(given, Sequence) or isinstance(given, str):
+def _lists_of_ids(lists: object) -> tuple[tuple[int, ...], ...]:
+    """Return the ids as tuples. Raises ConfigError if `lists` is not a list of token ids for each chunk."""
+    wrong = ConfigError(f"link_ids is {lists!r}; give one list of token ids a chunk, such as [[5, 6], []]")
+    if not isinstance(lists, Sequence) or isinstance(lists, str):
         raise wrong
-    for one in given:
-        if not isinstance(one, Sequence) or not all(is_whole(id) for id in one):
+    for ids in lists:
+        if not isinstance(ids, Sequence) or not all(is_whole(id) for id in ids):
             raise wrong
-    return tuple(tuple(int(id) for id in one) for one in given)
+    return tuple(tuple(int(id) for id in ids) for ids in lists)

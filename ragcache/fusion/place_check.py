@@ -61,7 +61,7 @@ def _is_right(lm: LanguageModel) -> bool:
     if not runs_on(lm.device):
         return False
     angles = [lm.rope.angles(layer, AT, sum(TOKENS)) for layer in range(lm.shape.num_layers)]
-    if any(one is not None and one.half is None for one in angles):
+    if any(angle is not None and angle.half is None for angle in angles):
         return False
     try:
         if lm.device.type == "cuda":
@@ -101,12 +101,12 @@ def _compare(lm: LanguageModel, codec: str, angles: Sequence[Angles | None]) -> 
     cache.release()
 
 
-def check_close(what: str, ours: Tensor, plain: Tensor) -> None:
+def check_close(name: str, ours: Tensor, plain: Tensor) -> None:
     """Raise ArithmeticError if the two tensors differ by more than rounding."""
     bound = 2 * torch.finfo(plain.dtype).eps * float(plain.float().abs().max())
     far = float((ours.float() - plain.float()).abs().max())
     if not far <= bound:
-        raise ArithmeticError(f"{what} are {far:.3g} off, more than {bound:.3g}")
+        raise ArithmeticError(f"{name} are {far:.3g} off, more than {bound:.3g}")
 
 
 def random_block(shape: CacheShape, codec: str, num_tokens: int) -> KVBlock:

@@ -203,7 +203,7 @@ def _readable(parts: Sequence[Stored], device: torch.device) -> bool:
     scales = [tensor for stored in parts for tensors in (stored.keys, stored.values) for tensor in tensors[1:]]
     return (
         all(tensor.device.type == device.type or tensor.is_pinned() for tensor in (*numbers, *scales))
-        and all(one.stride()[2:] == (one.shape[3], 1) and one.dtype == numbers[0].dtype for one in numbers)
-        and len({one.stride(1) // one.shape[3] for one in numbers}) == 1
-        and all(one.dtype == SCALES.get(numbers[0].dtype) and one.is_contiguous() for one in scales)
+        and all(tensor.stride()[2:] == (tensor.shape[3], 1) and tensor.dtype == numbers[0].dtype for tensor in numbers)
+        and len({tensor.stride(1) // tensor.shape[3] for tensor in numbers}) == 1
+        and all(scale.dtype == SCALES.get(numbers[0].dtype) and scale.is_contiguous() for scale in scales)
     )

@@ -50,9 +50,9 @@ class SnapKV:
         check_choice("pooling", self.pooling, POOLINGS)
 
     @classmethod
-    def of(cls, given: SnapKV | int) -> SnapKV:
+    def of(cls, budget: SnapKV | int) -> SnapKV:
         """Return the choice; a number is its budget. Raises ConfigError for any other value."""
-        return given if isinstance(given, SnapKV) else cls(given)
+        return budget if isinstance(budget, SnapKV) else cls(budget)
 
     def pooled(self, votes: Tensor) -> Tensor:
         """Pool the votes over neighbouring tokens: float32 [num_kv_heads, num_tokens], same shape."""

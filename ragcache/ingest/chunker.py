@@ -213,7 +213,7 @@ class Chunker:
         far_too_long = max(LONG_RUN, LONG_TOKEN * self.config.max_tokens)
         for some in _batched(items, lambda item: len(text_of(item))):
             LIMIT.get().check()
-            texts = [given if len(given := text_of(item)) <= far_too_long else None for item in some]
+            texts = [whole_text if len(whole_text := text_of(item)) <= far_too_long else None for item in some]
             counts = iter(self._tokens.count([text for text in texts if text is not None]))
             for item, text in zip(some, texts, strict=True):
                 yield item, self.config.max_tokens + 1 if text is None else next(counts)

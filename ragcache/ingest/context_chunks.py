@@ -155,7 +155,9 @@ class Similar(Neighbourhood):
             LIMIT.get().check()
             recorded = [known.get(id) for id in batch.ids.tolist()]
             # The score that a new chunk has to reach to become a neighbour.
-            lowest = np.array([-np.inf if one is None or one.number != number else one.lowest for one in recorded])
+            lowest = np.array(
+                [-np.inf if record is None or record.number != number else record.lowest for record in recorded]
+            )
             outdated = np.isneginf(lowest)
             full = np.flatnonzero(~outdated)
             for start in range(0, len(new.ids) if len(full) else 0, BATCH):

@@ -83,9 +83,9 @@ class BlockKeys:
         """Raise PromptError or ContextTooLongError if the model cannot read this chunk. where: names its document"""
         ids = [*self.context_ids, *self.recipe.marked(token_ids)]
         shared = "prefix and the primer" if self.recipe.primer_ids else "prefix"
-        what = f"{where}: a chunk{f' (behind the shared {shared})' if self.context_ids else ''}"
-        self.card.check_ids(ids, what)
-        check_replay(self.card, self.recipe, self.context_ids, token_ids, what)
+        place = f"{where}: a chunk{f' (behind the shared {shared})' if self.context_ids else ''}"
+        self.card.check_ids(ids, place)
+        check_replay(self.card, self.recipe, self.context_ids, token_ids, place)
 
     def key(self, token_ids: Sequence[int], neighbours: Neighbours = (), salt: str | None = None) -> str:
         """Return the block key of a chunk. salt: None: `self.salt`"""
@@ -114,11 +114,11 @@ class BlockKeys:
         marks = len(self.recipe.marked(()))
         left = self.card.max_positions - len(self.context_ids) - chunk.num_tokens - marks - self.recipe.bos
         taken: list[tuple[int, ...]] = []
-        for one in near:
-            left -= one.num_tokens + marks
+        for block in near:
+            left -= block.num_tokens + marks
             if left < 0:
                 break
-            taken.append(tuple(one.token_ids))
+            taken.append(tuple(block.token_ids))
         return tuple(taken)
 
 
@@ -161,7 +161,9 @@ class ModelEncoder(BlockKeys):
         limit = LIMIT.get()
         limit.check()
         behind = [()] * len(chunks) if neighbours is None else neighbours
-        rows = [[*self.recipe.before(near), *self.recipe.marked(one)] for one, near in zip(chunks, behind, strict=True)]
+        rows = [
+            [*self.recipe.before(near), *self.recipe.marked(chunk)] for chunk, near in zip(chunks, behind, strict=True)
+        ]
         longest = max(map(len, rows), default=1)
         try:
             read_prefix = self.read_prefix or (lambda _ids: nullcontext(self._prefix))
@@ -173,7 +175,7 @@ class ModelEncoder(BlockKeys):
                     self.prefix_ids,
                     prefix=prefix,
                     batch_tokens=longest * len(chunks) + len(chunks) + 1,
-                    wanted=limit.allows,
+                    is_needed=limit.allows,
                     neighbours=behind,
                 )
                 if not self.recipe.is_dense:  # chunks were read twice, or with more tokens
@@ -181,7 +183,7 @@ class ModelEncoder(BlockKeys):
                 if self.on_encoded is not None and chunks:
                     self.lm.finish()
                     self.on_encoded(longest, time.perf_counter() - started, len(chunks))
-                return [self.codec.beside(self.lm, *one, prefix) for one in zip(rows, blocks, strict=True)]
+                return [self.codec.beside(self.lm, *pair, prefix) for pair in zip(rows, blocks, strict=True)]
         except AbandonedSignal:
             limit.check()
             raise

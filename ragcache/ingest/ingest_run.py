@@ -111,11 +111,11 @@ class IngestRun:
 
     def run(self, inputs: Iterable[Input] | Input) -> IngestReport:
         started = time.perf_counter()
-        given = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
+        items = [inputs] if isinstance(inputs, str | os.PathLike | SourceFile | Document) else list(inputs)
         if self.sync:
-            self._roots = sync_roots(one for one in given if not isinstance(one, Document | SourceFile))
+            self._roots = sync_roots(item for item in items if not isinstance(item, Document | SourceFile))
         if self.dry_run:
-            for window in self._windows(given):
+            for window in self._windows(items):
                 self._foretell(window)
             self._remove_vanished()
         else:
@@ -123,7 +123,7 @@ class IngestRun:
                 # A killed run may have left replaced blocks undeleted, and commits that the index has not seen.
                 self.to.collect_garbage()
                 self.to.retriever.refresh()
-                jobs = ((window, self._job(window)) for window in self._windows(given))
+                jobs = ((window, self._job(window)) for window in self._windows(items))
                 for window, vectors in self._work.compute(jobs):
                     self._commit_window(window, vectors)
                     self._uncommitted.difference_update(*(one.keys for one in window))
@@ -156,7 +156,7 @@ class IngestRun:
             self._total["embed"] += 0 if prepared.stored else len(prepared.chunks)
             self._total["encode"] += prepared.num_tokens if self.eager else 0
             self._total["commit"] += 1
-            if sum(one.num_tokens for one in window) >= self.to.config.window_tokens:
+            if sum(pending.num_tokens for pending in window) >= self.to.config.window_tokens:
                 yield window
                 window = []
         if window:
@@ -194,11 +194,11 @@ class IngestRun:
         path."""
         sources: list[Source] = []
         rank: dict[str, int] = {}  # among the sources, by id
-        for given in inputs:
-            if isinstance(given, Document | SourceFile):
-                sources.append(given)
+        for item in inputs:
+            if isinstance(item, Document | SourceFile):
+                sources.append(item)
                 continue
-            found = find_files([given])
+            found = find_files([item])
             self.report.failed += [Failure(error.path, error) for error in found.failed]
             self.report.skipped += found.skipped
             for file in found.files:
@@ -332,8 +332,11 @@ class IngestRun:
 
     def _job(self, window: list[PendingDocument]) -> EncodeJob:
         texts = [
-            chunk.embedded_text(one.document.title) for one in window if not one.stored for chunk in one.chunks
-        ]  # fmt: skip
+            chunk.embedded_text(pending.document.title)
+            for pending in window
+            if not pending.stored
+            for chunk in pending.chunks
+        ]
         if not self.eager:
             return EncodeJob(texts, {})
         # Chunks with the same text share a block.
@@ -343,10 +346,10 @@ class IngestRun:
         self._uncommitted |= wanted.keys()
         return EncodeJob(texts, wanted)
 
-    def _calibrate(self, wanted: Mapping[str, list[int]]) -> None:
-        if wanted and self.to.kv.lacks_basis:
+    def _calibrate(self, ids_by_key: Mapping[str, list[int]]) -> None:
+        if ids_by_key and self.to.kv.lacks_basis:
             with self.report.seconds.timed("encode_s"):
-                calibrate(self.to.documents, self.to.kv, self.to.block_keys.encoder, list(wanted.values()))
+                calibrate(self.to.documents, self.to.kv, self.to.block_keys.encoder, list(ids_by_key.values()))
 
     def _encode_behind_neighbours(self) -> None:
         """Update the neighbours of all chunks and discard KV that was encoded with other neighbours.
@@ -392,23 +395,23 @@ class IngestRun:
         if self.eager:
             self._keep_beginning()
         start = 0
-        for one in window:
-            if one.stored:
-                self._commit_handles(one)
+        for pending in window:
+            if pending.stored:
+                self._commit_handles(pending)
                 continue
-            self._commit(one, vectors[start : start + len(one.chunks)])
-            start += len(one.chunks)
+            self._commit(pending, vectors[start : start + len(pending.chunks)])
+            start += len(pending.chunks)
         if not self._work.is_ahead:
             self.to.collect_garbage()
         self._save_index()
 
-    def _commit(self, one: PendingDocument, vectors: list[Vectors]) -> None:
+    def _commit(self, pending: PendingDocument, vectors: list[Vectors]) -> None:
         """Commit a document and its chunks, and update the index. A document that the store refuses is reported failed.
 
         vectors: the vectors of each chunk, as `embed_windows` returns them
         """
-        document = one.document
-        ids = one.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(one.chunks))]
+        document = pending.document
+        ids = pending.ids or [self.chunker.chunk_id(document.id, ordinal) for ordinal in range(len(pending.chunks))]
         chunks = [
             NewChunk(
                 id, chunk.text, chunk.token_ids, own[0],
@@ -416,30 +419,32 @@ class IngestRun:
                 metadata=dict(chunk.metadata),
                 windows=list(own[1:]),
             )
-            for id, chunk, key, own in zip(ids, one.chunks, one.keys, vectors, strict=True)
+            for id, chunk, key, own in zip(ids, pending.chunks, pending.keys, vectors, strict=True)
         ]  # fmt: skip
         new = NewDocument(
-            document.id, document.where, one.content_hash, dict(document.metadata), document.title, one.file
+            document.id, document.where, pending.content_hash, dict(document.metadata), document.title, pending.file
         )  # fmt: skip
         with self.report.seconds.timed("commit_s"):
-            before = self.to.documents.vector_ids_of([document.id]) if one.replaces else []
+            before = self.to.documents.vector_ids_of([document.id]) if pending.replaces else []
             try:
                 added = self.to.documents.replace_document(new, chunks)
             except IngestError as error:
-                self._fail(document.where, error, one.file)
+                self._fail(document.where, error, pending.file)
                 return
             searched = [own[len(own) > 1 :] for own in vectors]  # windows only, without their mean
             none = np.empty((0, self.to.retriever.index.dimension), np.float32)
             self.to.retriever.apply(added, np.concatenate([none, *searched]), before)
-        self._tell_stored(one)
+        self._tell_stored(pending)
         self._say("commit", 1, document.id)
 
-    def _commit_handles(self, one: PendingDocument) -> None:
+    def _commit_handles(self, pending: PendingDocument) -> None:
         with self.report.seconds.timed("commit_s"):
-            stored = self.to.documents.chunks_of(one.document.id)  # ids may have changed: see `free_chunk_ids`
-            self.to.documents.set_handles({chunk.vector_id: key for chunk, key in zip(stored, one.keys, strict=True)})
-        self._tell_unchanged(one.document.id)
-        self._say("commit", 1, one.document.id)
+            stored = self.to.documents.chunks_of(pending.document.id)  # ids may have changed: see `free_chunk_ids`
+            self.to.documents.set_handles(
+                {chunk.vector_id: key for chunk, key in zip(stored, pending.keys, strict=True)}
+            )
+        self._tell_unchanged(pending.document.id)
+        self._say("commit", 1, pending.document.id)
 
     def _remove_vanished(self) -> None:
         # If a given folder itself has vanished since, its files are not taken for deleted.
@@ -461,17 +466,21 @@ class IngestRun:
 
     def _foretell(self, window: list[PendingDocument]) -> None:
         """Report a window as `_commit_window` would, without changing anything."""
-        for one in window:
-            self._tell_stored(one)
-        wanted = {key: len(chunk.token_ids) for one in window for key, chunk in zip(one.keys, one.chunks, strict=True)}
+        for pending in window:
+            self._tell_stored(pending)
+        ids_by_key = {
+            key: len(chunk.token_ids)
+            for pending in window
+            for key, chunk in zip(pending.keys, pending.chunks, strict=True)
+        }
         if self.eager:
-            stored = self.to.kv.lookup(wanted, "durable")
-            self.report.computed_tokens += sum(size for key, size in wanted.items() if key not in stored)
+            stored = self.to.kv.lookup(ids_by_key, "durable")
+            self.report.computed_tokens += sum(size for key, size in ids_by_key.items() if key not in stored)
 
-    def _tell_stored(self, one: PendingDocument) -> None:
-        (self.report.updated if one.replaces else self.report.added).append(one.document.id)
-        self.report.chunks += len(one.chunks)
-        self.report.tokens += one.num_tokens
+    def _tell_stored(self, pending: PendingDocument) -> None:
+        (self.report.updated if pending.replaces else self.report.added).append(pending.document.id)
+        self.report.chunks += len(pending.chunks)
+        self.report.tokens += pending.num_tokens
 
     def _tell_unchanged(self, id: str) -> None:
         if id not in self._told:

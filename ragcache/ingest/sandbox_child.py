@@ -67,11 +67,11 @@ def _answer(requests: BinaryIO, answers: BinaryIO, limits: ReadLimits) -> None:
     for line in requests:
         request = json.loads(line)
         if "file" in request:
-            given = request["file"]
-            path = given["path"]
+            file = request["file"]
+            path = file["path"]
             if request["folder"] is not None:
                 os.chdir(request["folder"])
-            records = read_file(SourceFile(**{**given, "path": Path(path)}))
+            records = read_file(SourceFile(**{**file, "path": Path(path)}))
         _alarm(limits.seconds + ALARM_GRACE_S)
         answer = _next(records, path, limits)
         _alarm(0)

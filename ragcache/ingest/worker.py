@@ -113,10 +113,10 @@ class WorkersConfig(Protocol):
     """The choice of workers for an ingestion."""
 
     @classmethod
-    def of(cls, given: Self | str | bool | None) -> Self | None:
+    def of(cls, choice: Self | str | bool | None) -> Self | None:
         """Return the configuration that a user's value means; None without workers.
 
-        given: True: workers started for the ingestion; text: an address; None or False: no workers
+        choice: True: workers started for the ingestion; text: an address; None or False: no workers
         """
         ...
 
@@ -186,12 +186,12 @@ class Worker:
         Return the vectors of each text; see `embed_windows`.
         """
         embedding = self._embedding.submit(self._embed, job.texts, report.seconds)
-        wanted, stored = job.wanted, self.kv.lookup(job.wanted, "durable")
-        missing = [key for key in wanted if key not in stored]
-        report.reused_blocks += len(wanted) - len(missing)
-        say("skip", sum(map(len, wanted.values())) - sum(len(wanted[key]) for key in missing))
+        ids_by_key, stored = job.wanted, self.kv.lookup(job.wanted, "durable")
+        missing = [key for key in ids_by_key if key not in stored]
+        report.reused_blocks += len(ids_by_key) - len(missing)
+        say("skip", sum(map(len, ids_by_key.values())) - sum(len(ids_by_key[key]) for key in missing))
         behind = {key: job.neighbours.get(key, ()) for key in missing}
-        read = [len(wanted[key]) + sum(map(len, behind[key])) for key in missing]
+        read = [len(ids_by_key[key]) + sum(map(len, behind[key])) for key in missing]
         writes: list[Future[None]] = []
         try:
             for batch in (
@@ -200,7 +200,7 @@ class Worker:
                 keys = [missing[rank] for rank in batch]
                 with report.seconds.timed("encode_s"):
                     blocks = self.block_keys.encoder.encode(
-                        [wanted[key] for key in keys], [behind[key] for key in keys]
+                        [ids_by_key[key] for key in keys], [behind[key] for key in keys]
                     )
                 _wait(writes)  # writes of the previous batch: at most two batches are in memory
                 writes = [
@@ -208,7 +208,7 @@ class Worker:
                     for key, block in zip(keys, blocks, strict=True)
                 ]
                 report.computed_tokens += sum(read[rank] for rank in batch)
-                say("encode", sum(len(wanted[key]) for key in keys))
+                say("encode", sum(len(ids_by_key[key]) for key in keys))
             _wait(writes)
         except BaseException:
             wait(writes)  # a failed run deletes what it has written, and nothing may be written after that
@@ -247,8 +247,8 @@ class LocalWorkers:
             yield map(Record, self._worker.read(source, self._report.seconds))
 
     def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
-        for what, job in jobs:
-            yield what, self._worker.compute(job, self._report, self._say)
+        for kind, job in jobs:
+            yield kind, self._worker.compute(job, self._report, self._say)
 
 
 def _wait(writes: Sequence[Future[None]]) -> None:

@@ -46,19 +46,19 @@ class Anchors(NamedTuple):
     segment: int
 
     @classmethod
-    def of(cls, given: object) -> Anchors | None:
+    def of(cls, anchors: object) -> Anchors | None:
         """Return the anchors for (ids, text tokens). Raises ConfigError for other values, or fewer tokens than ids."""
-        if given is None:
+        if anchors is None:
             return None
         try:
-            own, segment = cast(Sequence[Any], given)
+            own, segment = cast(Sequence[Any], anchors)
             found = cls(tuple(own), segment)
         except (TypeError, ValueError):
             found = cls((), 0)
         if not (all(map(is_whole, (*found.ids, found.segment))) and 1 <= len(found.ids) <= found.segment):
             raise ConfigError(
-                f"anchors {given!r} cannot be used: give their ids, at least one, and the text tokens of a segment, at "
-                "least as many, as ((5, 6), 100)"
+                f"anchors {anchors!r} cannot be used: give their ids, at least one, and the text tokens of a segment, "
+                "at least as many, as ((5, 6), 100)"
             )
         return found
 

@@ -165,8 +165,8 @@ class KVBlock:
         )
 
 
-def _same_places(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _same_places(places: Tensor | None, other: Tensor | None) -> bool:
+    return places is other if places is None or other is None else torch.equal(places, other)
 
 
 class MixedBlock(KVBlock):

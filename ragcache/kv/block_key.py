@@ -25,16 +25,16 @@ Neighbours = Sequence[Sequence[int]]
 """Ids of the chunks that are read before a chunk, nearest first."""
 
 
-def sides_of(given: Sides | None) -> Sides | None:
+def sides_of(sides: Sides | None) -> Sides | None:
     """Return both sides as tuples of ids, where a side may be given as a single id; None if there is no id at all.
 
     Raises ConfigError for other values.
     """
-    if given is None:
+    if sides is None:
         return None
-    wrong = ConfigError(f"markers {given!r} are no pair: give the ids before and behind a chunk, as ((5, 6), (7,))")
+    wrong = ConfigError(f"markers {sides!r} are no pair: give the ids before and behind a chunk, as ((5, 6), (7,))")
     try:
-        front, back = ((side,) if isinstance(side, int) else tuple(side) for side in given)
+        front, back = ((side,) if isinstance(side, int) else tuple(side) for side in sides)
     except (TypeError, ValueError) as error:
         raise wrong from error
     if not all(is_whole(id) for id in (*front, *back)):
@@ -175,14 +175,14 @@ class Recipe:
 
         Raises ConfigError for more neighbours than the recipe has, and for neighbours that are not lists of ids.
         """
-        if not all(isinstance(one, Sequence) and all(map(is_whole, one)) for one in neighbours):
+        if not all(isinstance(ids, Sequence) and all(map(is_whole, ids)) for ids in neighbours):
             raise ConfigError(f"neighbours {neighbours!r} are no chunks; give a list of ids each, as [[5, 6], [7]]")
         if len(neighbours) > self.neighbours:
             raise ConfigError(
                 f"{len(neighbours)} neighbours were given for a block of recipe {self}; give {self.neighbours} at "
                 f"most, or encode under a recipe with neighbours={len(neighbours)}"
             )
-        return [id for one in neighbours for id in self.marked(one)]
+        return [id for ids in neighbours for id in self.marked(ids)]
 
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
         """Return the ids that a chunk's block consists of, markers or anchors included."""
@@ -219,12 +219,12 @@ class Recipe:
         return found
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Return the recipe of this JSON. Raises ConfigError if it is not a recipe."""
-        name, bos = given.get("name", "isolated"), bool(given.get("bos", False))
-        added = given.get("neighbours", 0), given.get("kept", 1.0), str(given.get("task", ""))
-        anchors = (given["anchors"], given.get("segment")) if "anchors" in given else None
-        return cls(name, bos, given.get("markers"), *added, Anchors.of(anchors), tuple(given.get("primer", ())) or "")
+        name, bos = fields.get("name", "isolated"), bool(fields.get("bos", False))
+        added = fields.get("neighbours", 0), fields.get("kept", 1.0), str(fields.get("task", ""))
+        anchors = (fields["anchors"], fields.get("segment")) if "anchors" in fields else None
+        return cls(name, bos, fields.get("markers"), *added, Anchors.of(anchors), tuple(fields.get("primer", ())) or "")
 
 
 def _shown(ids: Sequence[int]) -> str:
@@ -252,7 +252,7 @@ def block_key(
     keys: blocks under one salt are never found under another. neighbours count by their ids and order; a recipe without
     neighbours leaves them out.
     """
-    behind = {"neighbours": [list(one) for one in neighbours]} if recipe.neighbours else {}
+    behind = {"neighbours": [list(ids) for ids in neighbours]} if recipe.neighbours else {}
     return digest(
         {
             "fingerprint": fingerprint,

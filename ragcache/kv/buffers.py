@@ -49,8 +49,8 @@ class KVBuffers:
         return sum(tensor.nbytes for part in (self.keys, self.values, self.positions) for tensor in part)
 
     def part(self, start: int, end: int) -> KVBuffers:
-        keys, values = ([one[:, :, start:end] for one in part] for part in (self.keys, self.values))
-        return KVBuffers(tuple(keys), tuple(values), tuple(one[start:end] for one in self.positions), start)
+        keys, values = ([tensor[:, :, start:end] for tensor in part] for part in (self.keys, self.values))
+        return KVBuffers(tuple(keys), tuple(values), tuple(tensor[start:end] for tensor in self.positions), start)
 
     def copy_from(self, other: KVBuffers, count: int) -> None:
         """Copy the first `count` tokens that `other` holds in every layer."""

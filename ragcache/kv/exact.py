@@ -59,7 +59,7 @@ class ExactBlock:
     @property
     def states(self) -> Sequence[State]:
         pairs = zip(self.block.states, self.shape.states, strict=True)
-        return [compose(None, [one], shape.conv[1], self.shape.device) for one, shape in pairs]
+        return [compose(None, [state], shape.conv[1], self.shape.device) for state, shape in pairs]
 
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.rope.rotate(self.block.layer_keys(layer).to(keys.device, keys.dtype), layer, 0, out=keys)

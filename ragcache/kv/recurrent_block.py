@@ -35,10 +35,10 @@ class HybridBlock(MixedBlock):
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + sum(one.num_bytes for one in self.states)
+        return super().num_bytes + sum(state.num_bytes for state in self.states)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVBlock:
-        return HybridBlock(self.kv.map(change), [one.map(change) for one in self.states], self.recipe)
+        return HybridBlock(self.kv.map(change), [state.map(change) for state in self.states], self.recipe)
 
     def equal(self, other: KVBlock) -> bool:
         pairs = zip(self.states, other.states, strict=False)
@@ -46,5 +46,5 @@ class HybridBlock(MixedBlock):
 
 
 def _same(pair: tuple[StateMap, StateMap]) -> bool:
-    one, other = (each.tensors for each in pair)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    own, other = (each.tensors for each in pair)
+    return own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)

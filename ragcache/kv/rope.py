@@ -175,9 +175,9 @@ def ask(source: Source, like: Tensor, positions: Tensor) -> Any:
     return module(like, positions) if layer_type is None else module(like, positions, layer_type)
 
 
-def as_angles(given: Any) -> tuple[Tensor, Tensor]:
+def as_angles(angles: Any) -> tuple[Tensor, Tensor]:
     """Return cos and sin of a rotary module's output, which may be complex numbers (Llama 4, DeepSeek V2)."""
-    return (given.real, given.imag) if isinstance(given, Tensor) else given
+    return (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
 
 
 def turn_pairs(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

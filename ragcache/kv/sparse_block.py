@@ -98,7 +98,7 @@ def keep(block: KVBlock, masks: Sequence[Tensor]) -> KVBlock:
     hold equally many tokens, so that a codec's basis (`kvtc`) fits all blocks.
     """
     layers = ((block.layer_keys(number), block.layer_values(number)) for number in range(block.num_layers))
-    parts = [_keep(*one, mask) for one, mask in zip(layers, masks, strict=True)]
+    parts = [_keep(*layer, mask) for layer, mask in zip(layers, masks, strict=True)]
     return MixedBlock(parts, range(len(parts)), block.recipe)
 
 

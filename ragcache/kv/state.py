@@ -65,31 +65,31 @@ class StateMap:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> StateMap:
-        return replace(self, **{name: change(one) for name, one in self.tensors.items()})
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def rounded(self) -> StateMap:
         """Return the map in int8 with a scale a row; the tail, and rows of a single number, stay unchanged."""
         found: dict[str, Tensor] = {}
-        for name, one in self.tensors.items():
-            if name in ("p", "q") and one.is_floating_point() and one.shape[-1] > 1:
-                scales = one.abs().amax(-1, keepdim=True) / _LEVELS
+        for name, tensor in self.tensors.items():
+            if name in ("p", "q") and tensor.is_floating_point() and tensor.shape[-1] > 1:
+                scales = tensor.abs().amax(-1, keepdim=True) / _LEVELS
                 scales[scales == 0] = 1
-                found |= {name: (one / scales).round_().to(torch.int8), f"{name}_scales": scales}
+                found |= {name: (tensor / scales).round_().to(torch.int8), f"{name}_scales": scales}
         return replace(self, **found)
 
     @property
     def bound(self) -> float:
         """Return how much rounding may have changed a number; 0.0 for a map that is not rounded."""
-        steps = [float(one.max()) for one in (self.p_scales, self.q_scales) if one is not None]
+        steps = [float(scales.max()) for scales in (self.p_scales, self.q_scales) if scales is not None]
         return max(steps, default=0.0) * (0.5 + 2.0**-12)
 
     def fits(self, shape: StateShape, num_tokens: int) -> bool:
         """Return whether this is a map of a layer of this shape, over `num_tokens` tokens."""
         heads, rows, _ = shape.state or (0, 0, 0)
         wide = rows if shape.is_matrix else 1
-        found = (None if one is None else tuple(one.shape) for one in (self.p, self.q, self.tail))
-        wanted = (shape.state and (heads, wide, wide), shape.state, (shape.conv[0], min(num_tokens, shape.conv[1])))
-        return tuple(found) == wanted
+        found = (None if tensor is None else tuple(tensor.shape) for tensor in (self.p, self.q, self.tail))
+        expected = (shape.state and (heads, wide, wide), shape.state, (shape.conv[0], min(num_tokens, shape.conv[1])))
+        return tuple(found) == expected
 
     def advance(self, state: Tensor | None) -> Tensor | None:
         """Return the state after the chunk, [batch, num_heads, rows, columns].
@@ -112,8 +112,8 @@ def compose(before: State | None, maps: Sequence[StateMap], width: int, device: 
     width:  width of the convolution's window
     """
     state, tails = (None, []) if before is None else (before.state, [before.conv[0]])
-    for one in maps:
-        here = one.map(lambda held: held.to(device))
+    for chunk_map in maps:
+        here = chunk_map.map(lambda held: held.to(device))
         state = here.advance(state)
         tails.append(here.tail)
     conv = torch.cat(tails, dim=-1)[..., -width:]

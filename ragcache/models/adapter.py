@@ -107,14 +107,14 @@ class Adapter:
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Raise AdapterError for a model other than the base, or a tokenizer other than the adapter's."""
         text = config.get_text_config(decoder=True)
-        for what, field, own in (
+        for part, field, own in (
             ("layers", "num_hidden_layers", self.base.num_layers),
             ("numbers in an embedding row", "hidden_size", self.base.hidden_size),
             ("ids", "vocab_size", self.base.vocab_size),
         ):
             if (found := getattr(text, field)) != own:
                 raise AdapterError(
-                    f"{self.directory} was trained beside a model with {own} {what} and {self.base.name} has {found}; "
+                    f"{self.directory} was trained beside a model with {own} {part} and {self.base.name} has {found}; "
                     f'name its own base in {ADAPTER} under "base", or train an adapter for this one'
                 )
         num_tokens = 0 if tokenizer is None else len(tokenizer)
@@ -179,8 +179,8 @@ class Adapter:
 
     def rows(self) -> dict[int, Tensor]:
         """Load the trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError if they cannot be used."""
-        wanted = self.added_ids
-        if not wanted:
+        expected = self.added_ids
+        if not expected:
             return {}
         path = self.directory / (LORA_FILE if self.has_lora else ROWS_FILE)
         try:
@@ -193,8 +193,8 @@ class Adapter:
                 ids, rows = held["ids"].tolist(), held["rows"]
         except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise _damaged(path, error) from error
-        if ids != wanted or rows.shape != (len(wanted), self.base.hidden_size) or not rows.isfinite().all():
-            raise _damaged(path, f"it does not hold one row for each of {len(wanted)} ids")
+        if ids != expected or rows.shape != (len(expected), self.base.hidden_size) or not rows.isfinite().all():
+            raise _damaged(path, f"it does not hold one row for each of {len(expected)} ids")
         return dict(zip(ids, rows.float(), strict=True))
 
 

@@ -420,7 +420,7 @@ def _attend_members(
     for base, ranks in groups.values():
         of_group = [rows[rank] for rank in ranks]
         out = _attend_over_base(base, [members[rank] for rank in ranks], module, of_group, scoring)
-        for rank, part in zip(ranks, torch.split(out, [one.shape[2] for one in of_group], dim=2), strict=True):
+        for rank, part in zip(ranks, torch.split(out, [query.shape[2] for query in of_group], dim=2), strict=True):
             outs[rank] = part
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 

@@ -120,7 +120,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, causal: bool, scoring
     """
     if has_kernel(key, value, scoring):
         attended = _attend_causally if causal else _attend_folded
-        return PartialAttention(*(one.float() for one in attended(query, key, value, scoring.scaling)))
+        return PartialAttention(*(tensor.float() for tensor in attended(query, key, value, scoring.scaling)))
     scores = _scores(query, key, None, causal, scoring)
     lse = scores.logsumexp(-1)
     out = torch.matmul((scores - lse[..., None]).exp().to(value.dtype).flatten(2, 3), value)
@@ -160,7 +160,7 @@ def _attend_in_pieces(folded: Tensor, key: Tensor, value: Tensor, scaling: float
     size = key.shape[2] // pieces
     even = size * pieces
     shape = (key.shape[1], pieces, size, key.shape[3])
-    cut_key, cut_value = (one[0, :, :even].view(shape).transpose(0, 1) for one in (key, value))
+    cut_key, cut_value = (tensor[0, :, :even].view(shape).transpose(0, 1) for tensor in (key, value))
     rows = folded.expand(pieces, -1, -1, -1)
     outs, lses = _flash_on_cpu(rows, cut_key, cut_value, 0.0, False, attn_mask=None, scale=scaling)
     lse = lses.logsumexp(0, keepdim=True)

@@ -107,7 +107,7 @@ def run_pieces(model: PreTrainedModel, pieces: Sequence[ScheduledTokens]) -> lis
     passes = [piece.begin() for piece in pieces]
     lengths = [piece.num_tokens for piece in pieces]
     ids = torch.cat([piece.ids for piece in pieces])
-    positions = torch.cat([one.positions for one in passes])
+    positions = torch.cat([member.positions for member in passes])
     alone = len(pieces) == 1
     with during(CURRENT, passes[0] if alone else BatchedPass(passes, lengths)):
         out = model(

@@ -42,7 +42,7 @@ class BlockModel(ModelCard, ABC):
         *,
         prefix: Exact | None = None,
         batch_tokens: int | None = None,
-        wanted: Callable[[], bool] | None = None,
+        is_needed: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         """Run the model over each chunk alone and return one block per chunk; see `LanguageModel.encode`."""

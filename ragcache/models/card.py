@@ -55,13 +55,13 @@ class ModelCard:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def recipe(self, given: str | Recipe) -> Recipe:
+    def recipe(self, name: str | Recipe) -> Recipe:
         """Return the recipe with its primer as this model's ids, cut to the tokens that a chunk can attend to.
 
         Raises ConfigError for an unknown recipe, a primer that leaves no room for a passage, and a primer that holds
         control tokens or ids outside the vocabulary.
         """
-        recipe = Recipe.of(given)
+        recipe = Recipe.of(name)
         if recipe.name != PRIMER or recipe == self._checked:
             return recipe
         if isinstance(recipe.primer, str):
@@ -108,18 +108,18 @@ class ModelCard:
         """Return the ids that training for reuse added; no answer may contain them."""
         return self.reuse.added_ids if self.reuse is not None else frozenset()
 
-    def check_ids(self, ids: Sequence[int], what: str) -> None:
+    def check_ids(self, ids: Sequence[int], name: str) -> None:
         """Raise PromptError for ids outside the vocabulary, ContextTooLongError for too many ids."""
         if len(ids) > self.max_positions:
             raise ContextTooLongError(
-                f"{what} has {len(ids)} tokens and {self.name} takes {self.max_positions}{self._ends}; use fewer or "
+                f"{name} has {len(ids)} tokens and {self.name} takes {self.max_positions}{self._ends}; use fewer or "
                 "shorter chunks"
             )
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise PromptError(f"{what} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
+            raise PromptError(f"{name} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
-    def check_text(self, text: str, what: str) -> None:
+    def check_text(self, text: str, name: str) -> None:
         """Raise ContextTooLongError if a text has far more tokens than the model reads, before tokenising all of it.
 
         Raises PromptError for half of a surrogate pair.
@@ -127,7 +127,7 @@ class ModelCard:
         check_text(text)
         if len(text) > self.max_positions * self._longest_token or exceeds(text, self.max_positions, self.count_text):
             raise ContextTooLongError(
-                f"{what} has {len(text):,} characters, which is more than the {self.max_positions:,} tokens that "
+                f"{name} has {len(text):,} characters, which is more than the {self.max_positions:,} tokens that "
                 f"{self.name} takes{self._ends}; shorten it"
             )
 
@@ -158,7 +158,7 @@ def longest_alike(text: PreTrainedConfig) -> tuple[int, str]:
     """
     ends = [(int(getattr(text, "max_position_embeddings", 0)) or 1 << 20, "")]
     stated = getattr(text, "rope_parameters", None) or {}
-    for rope in [one for one in stated.values() if isinstance(one, dict)] or [stated]:
+    for rope in [item for item in stated.values() if isinstance(item, dict)] or [stated]:
         first = int(rope.get("original_max_position_embeddings") or ends[0][0])
         if rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor"):
             way_out = "with long_factor in place of short_factor in config.json it reads all prompts by those"

@@ -26,7 +26,7 @@ class Recorder(Cache):  # type: ignore[misc]
     """A cache that writes every layer's keys and values directly into the blocks, without the padding.
 
     skips:  by row, how many first tokens are left out
-    wanted: called in every layer; AbandonedSignal is raised if it returns False
+    is_needed: called in every layer; AbandonedSignal is raised if it returns False
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class Recorder(Cache):  # type: ignore[misc]
         lengths: Sequence[int],
         shape: CacheShape,
         skips: Sequence[int],
-        wanted: Callable[[], bool] | None = None,
+        is_needed: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.shape = shape
         self.skips = skips
-        self.wanted = wanted
+        self.is_needed = is_needed
         self.blocks = [empty_block(shape, length - skip) for length, skip in zip(lengths, skips, strict=True)]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if self.wanted is not None and not self.wanted():
+        if self.is_needed is not None and not self.is_needed():
             raise AbandonedSignal
         layer_idx = self.shape.rank(layer_idx)
         keys, values = self.shape.in_order(layer_idx, (key_states, value_states))
@@ -67,7 +67,7 @@ def encode_batch(
     chunks: Sequence[Sequence[int]],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
     skips: Sequence[int] | None = None,
-    wanted: Callable[[], bool] | None = None,
+    is_needed: Callable[[], bool] | None = None,
     anchors: Anchors | None = None,
     states: Sequence[State] = (),
 ) -> list[KVBlock]:
@@ -78,7 +78,7 @@ def encode_batch(
     prefix: rotated keys and values by layer, [1, num_kv_heads, prefix_tokens, head_dim], seen by every chunk; the
             chunks then have positions prefix_tokens, prefix_tokens + 1, ...
     skips:  by chunk, how many first tokens' KV is dropped (a lone BOS, neighbours); None: no tokens
-    wanted: called in every layer; AbandonedSignal is raised if it returns False
+    is_needed: called in every layer; AbandonedSignal is raised if it returns False
     anchors: anchors in the chunks, not counting their first `skips` tokens; all tokens see those first tokens and the
              prefix
     states: of recurrent layers after the prefix; empty for no prefix
@@ -98,7 +98,7 @@ def encode_batch(
         ]
         padded = [own + [OPEN] * (longest - len(own)) for own in numbers]
         current.numbers = torch.tensor(padded, device=shape.device)
-    recorder = Recorder([len(chunk) for chunk in chunks], shape, skips, wanted)
+    recorder = Recorder([len(chunk) for chunk in chunks], shape, skips, is_needed)
     with during(CURRENT, current):  # the model without its head: encoding needs no logits
         model.base_model(input_ids=ids, position_ids=positions, past_key_values=recorder, use_cache=True)
     if shape.states:

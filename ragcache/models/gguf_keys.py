@@ -88,7 +88,7 @@ def _window_pattern(header: Header, config: PreTrainedConfig, value: Any) -> Non
         if any(slides):
             raise RefusalError(f"transformers' {config.model_type} has layers of one type")
         return
-    config.layer_types = ["sliding_attention" if one else "full_attention" for one in slides]
+    config.layer_types = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
 
 SCALING = ("type", "factor", "attn_factor", "original_context_length", *YARN)
@@ -189,8 +189,8 @@ def amend_config(config: PreTrainedConfig, header: Header) -> None:
 
 
 def _refuse(header: Header, key: str, value: Any, reason: object) -> UnsupportedModelError:
-    said = "" if value is None else f" = {value!r}" if len(repr(value)) < 60 else " (an array)"
-    return UnsupportedModelError(f"{header.path} is not supported: {key}{said}: {reason}")
+    shown = "" if value is None else f" = {value!r}" if len(repr(value)) < 60 else " (an array)"
+    return UnsupportedModelError(f"{header.path} is not supported: {key}{shown}: {reason}")
 
 
 def _amend_unstated(config: PreTrainedConfig, header: Header) -> None:

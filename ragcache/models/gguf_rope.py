@@ -31,7 +31,7 @@ def rope_width(header: Header, config: PreTrainedConfig, value: int) -> None:
 
 
 def rope_sections(header: Header, config: PreTrainedConfig, value: list[int]) -> None:
-    if [one for one in value if one] != list(_rope(config).get("mrope_section", [])):
+    if [section for section in value if section] != list(_rope(config).get("mrope_section", [])):
         raise RefusalError(f"transformers' {config.model_type} has no such sections")
 
 

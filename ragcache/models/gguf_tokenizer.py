@@ -47,7 +47,7 @@ TOKENIZER_TABLE: dict[str, Rule] = {
 def end_ids(header: Header) -> list[int]:
     """Return the ids that end an answer: those of the end of text, of a turn, and of a message to a tool."""
     ids = (header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(int(one) for one in ids if one is not None))
+    return list(dict.fromkeys(int(id) for id in ids if id is not None))
 
 
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"  # GPT-2's

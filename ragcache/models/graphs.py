@@ -49,7 +49,9 @@ class Bucket(NamedTuple):
 
 CONTEXTS = (1024, 3072, 6144, 12288)  # attention takes time for all places, used or not
 SIZES = (*product((1, 2, 4, 8), (1,), CONTEXTS), *product((1, 8), (32, 64), CONTEXTS))
-BUCKETS = sorted((Bucket(*sizes) for sizes in SIZES), key=lambda one: one.rows * (one.tokens + 64) * one.context)
+BUCKETS = sorted(
+    (Bucket(*sizes) for sizes in SIZES), key=lambda bucket: bucket.rows * (bucket.tokens + 64) * bucket.context
+)
 MOST_ROWS, MOST_TOKENS = 8, 64
 BeforeLayer = Callable[[int], None]
 
@@ -145,8 +147,8 @@ class GraphedPasses:
     def _replay(
         self, bucket: Bucket, pieces: Sequence[ScheduledTokens], places: Sequence[tuple[int, int, int, int]]
     ) -> list[Tensor]:
-        given, (parts, out) = self.recorded[bucket]
-        count, padding = bucket.rows * bucket.tokens, given.new_zeros(bucket.rows * bucket.tokens)
+        inputs, (parts, out) = self.recorded[bucket]
+        count, padding = bucket.rows * bucket.tokens, inputs.new_zeros(bucket.rows * bucket.tokens)
         slots, rows = [BufferPool.SINK] * count, [(0, 0, 0, 0)] * bucket.rows
         ids, positions = [], []
         for rank, (piece, place) in enumerate(zip(pieces, places, strict=True)):
@@ -155,8 +157,8 @@ class GraphedPasses:
             ids += [padding[: bucket.tokens - piece.num_tokens], piece.ids]
             positions += [padding[: bucket.tokens - piece.num_tokens], piece.positions]
         rest = padding[len(pieces) * bucket.tokens :]
-        torch.cat([*ids, rest, *positions, rest], out=given[: 2 * count])
-        given[2 * count :].copy_(torch.tensor([*slots, *chain(*rows)]), non_blocking=True)
+        torch.cat([*ids, rest, *positions, rest], out=inputs[: 2 * count])
+        inputs[2 * count :].copy_(torch.tensor([*slots, *chain(*rows)]), non_blocking=True)
         done = 0
         for end, run in parts:
             for layer, piece in product(range(done, end), pieces):
@@ -167,18 +169,18 @@ class GraphedPasses:
             piece.run.cache.appended(piece.num_tokens)
         return list(out[: len(pieces)].clone().unbind(0))
 
-    def _run(self, bucket: Bucket, given: Tensor, before_layer: BeforeLayer) -> Tensor:
+    def _run(self, bucket: Bucket, inputs: Tensor, before_layer: BeforeLayer) -> Tensor:
         """Run the pass to be recorded. A row's new tokens are its last ones, after its padding."""
         rows, tokens, context = bucket
         count = rows * tokens
-        ids, positions, slots = given[: 3 * count].view(3, count)
-        base, shared, own, length = given[3 * count :].view(rows, 4, 1).unbind(1)
-        number = torch.arange(context, device=given.device)
+        ids, positions, slots = inputs[: 3 * count].view(3, count)
+        base, shared, own, length = inputs[3 * count :].view(rows, 4, 1).unbind(1)
+        number = torch.arange(context, device=inputs.device)
         places = torch.where(number < shared, base + number, own - shared + number)
         places = torch.where(number < length, places, BufferPool.NOWHERE)
         order = number <= (length - tokens + number[:tokens])[..., None]
         current = ArenaPass(self._arena, positions.view(rows, tokens), slots, places, order, before_layer)
-        last = torch.arange(tokens - 1, count, tokens, device=given.device)
+        last = torch.arange(tokens - 1, count, tokens, device=inputs.device)
         with during(CURRENT, current):
             out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last)
         logits: Tensor = out.logits[0].float()
@@ -188,14 +190,16 @@ class GraphedPasses:
     def _warm(self, lm: LanguageModel, recorder: CudaRecorder, least_free: int) -> None:
         """Record and compare buckets, the smallest first, while memory and WARM_S allow."""
         until = time.monotonic() + WARM_S
-        for bucket in (one for one in BUCKETS if one.context < 2 * min(lm.max_positions, self._arena.capacity)):
+        for bucket in (
+            bucket for bucket in BUCKETS if bucket.context < 2 * min(lm.max_positions, self._arena.capacity)
+        ):
             if recorder.free_bytes() < least_free or time.monotonic() > until:
                 log.info("CUDA graphs of %d sizes, for want of memory or time for more", len(self.recorded))
                 return
-            given = torch.zeros(bucket.rows * (3 * bucket.tokens + 4), dtype=torch.int64, device=lm.device)
-            given[2 * bucket.rows * bucket.tokens : 3 * bucket.rows * bucket.tokens] = BufferPool.SINK
-            recorded = recorder.record(partial(self._run, bucket, given), lm.shape.num_layers)
-            self.recorded[bucket] = given, recorded
+            inputs = torch.zeros(bucket.rows * (3 * bucket.tokens + 4), dtype=torch.int64, device=lm.device)
+            inputs[2 * bucket.rows * bucket.tokens : 3 * bucket.rows * bucket.tokens] = BufferPool.SINK
+            recorded = recorder.record(partial(self._run, bucket, inputs), lm.shape.num_layers)
+            self.recorded[bucket] = inputs, recorded
             self._compare(lm, bucket)
 
     def _compare(self, lm: LanguageModel, bucket: Bucket) -> None:

@@ -55,12 +55,12 @@ def replay_ids(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> lis
 
 
 def check_replay(
-    card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], what: str
+    card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], name: str
 ) -> None:
     """Raise ContextTooLongError if a chunk fits the model, but not together with its `replay_ids`."""
     if recipe.kept < 1:
         ids = [*prefix_ids, *recipe.marked(chunk_ids), *replay_ids(card, recipe, chunk_ids)]
-        card.check_ids(ids, f"{what}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
+        card.check_ids(ids, f"{name}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
 
 
 def num_kept(recipe: Recipe, num_tokens: int) -> int:
@@ -98,13 +98,13 @@ def measure_scores(
     block: KVBlock,
     behind_ids: Sequence[int],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
-    wanted: Callable[[], bool] | None = None,
+    is_needed: Callable[[], bool] | None = None,
 ) -> list[Tensor]:
     """Compute the scores of a block's tokens by layer, float32 [num_kv_heads, num_tokens].
 
     behind_ids: ids that run after the block
     prefix:     rotated keys and values that the chunk was encoded after; see `encode_batch`
-    wanted:     called before every pass; AbandonedSignal is raised if it returns False
+    is_needed:     called before every pass; AbandonedSignal is raised if it returns False
     """
     start = prefix[0][0].shape[2] if prefix else 0
     end = start + block.num_tokens
@@ -121,7 +121,7 @@ def measure_scores(
     positions = torch.arange(end, end + len(behind_ids), device=model.device)
     with observing(scorer):
         for own, where in zip(torch.split(ids, ROWS), torch.split(positions, ROWS), strict=True):
-            if wanted is not None and not wanted():
+            if is_needed is not None and not is_needed():
                 raise AbandonedSignal
             cache.begin(where)
             with during(CURRENT, FusedPass(cache, where, ordered=True)):

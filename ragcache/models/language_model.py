@@ -105,7 +105,7 @@ class LanguageModel(BlockModel):
         *,
         prefix: Exact | None = None,
         batch_tokens: int | None = None,
-        wanted: Callable[[], bool] | None = None,
+        is_needed: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         """Run the model over each chunk alone and return one KV block per chunk, in order, on the model's device.
@@ -117,7 +117,7 @@ class LanguageModel(BlockModel):
         prefix: the KV of prefix_ids and of the recipe's primer after them, or of their first tokens; the rest is
                 computed
         batch_tokens: padded tokens that run together; None: as many as suit the device
-        wanted: called in every layer of every pass; if it returns False, AbandonedSignal is raised and nothing is
+        is_needed: called in every layer of every pass; if it returns False, AbandonedSignal is raised and nothing is
                 returned
         neighbours: by chunk, the ids of the chunks that it is read after; required by a recipe with neighbours
 
@@ -148,10 +148,10 @@ class LanguageModel(BlockModel):
             members, skips = [rows[rank] for rank in batch], [len(heads[rank]) for rank in batch]
             states = context.states if context else ()
             done = encode_batch(
-                self.model, self.rope, self.shape, members, layers, skips, wanted, recipe.anchors, states
+                self.model, self.rope, self.shape, members, layers, skips, is_needed, recipe.anchors, states
             )
             for rank, block in zip(batch, done, strict=True):
-                blocks[rank] = self._apply_recipe(block, chunks[rank], recipe, layers, wanted).made_by(recipe)
+                blocks[rank] = self._apply_recipe(block, chunks[rank], recipe, layers, is_needed).made_by(recipe)
         return [block for block in blocks if block is not None]
 
     def _apply_recipe(
@@ -160,14 +160,14 @@ class LanguageModel(BlockModel):
         chunk: Sequence[int],
         recipe: Recipe,
         prefix: Sequence[tuple[Tensor, Tensor]],
-        wanted: Callable[[], bool] | None,
+        is_needed: Callable[[], bool] | None,
     ) -> KVBlock:
         """Return the part of a complete block that the recipe keeps."""
         if recipe.is_dense:
             return block
         if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
             behind = replay_ids(self, recipe, chunk)
-            layer_scores = measure_scores(self.model, self.rope, self.new_cache, block, behind, prefix, wanted)
+            layer_scores = measure_scores(self.model, self.rope, self.new_cache, block, behind, prefix, is_needed)
             return evict_lowest(block, layer_scores, recipe)
         stays = torch.ones(block.num_tokens, dtype=torch.bool)
         if recipe.anchors is not None:
@@ -271,9 +271,9 @@ def _by_chunk(recipe: Recipe, num_chunks: int, neighbours: Sequence[Neighbours] 
     if neighbours is None and not recipe.neighbours:
         return [()] * num_chunks
     if neighbours is None or len(neighbours) != num_chunks:
-        given = "none" if neighbours is None else f"those of {len(neighbours)} chunks"
+        stated = "none" if neighbours is None else f"those of {len(neighbours)} chunks"
         raise ConfigError(
-            f"recipe {recipe} reads each of {num_chunks} chunks behind its neighbours, and {given} were given; pass "
+            f"recipe {recipe} reads each of {num_chunks} chunks behind its neighbours, and {stated} were given; pass "
             "neighbours=, one list of chunks' ids a chunk"
         )
     return neighbours

@@ -86,39 +86,39 @@ class Mixer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the mixer's output, with the states of the current pass."""
-        current, given = CURRENT.get(), {**dict(zip(self._names, args, strict=False)), **kwargs}
+        current, arguments = CURRENT.get(), {**dict(zip(self._names, args, strict=False)), **kwargs}
         if current is None or isinstance(current, ArenaPass):  # models with such layers are not run as graphs
-            return self._plain(**given)  # type: ignore[no-any-return]
-        hidden: Tensor = given.pop("hidden_states")
+            return self._plain(**arguments)  # type: ignore[no-any-return]
+        hidden: Tensor = arguments.pop("hidden_states")
         if isinstance(current, EncodePass):
-            return self._encode(current, hidden, given)
+            return self._encode(current, hidden, arguments)
         members = current.members if isinstance(current, BatchedPass) else [current]
         lengths = list(current.lengths) if isinstance(current, BatchedPass) else [hidden.shape[1]]
         rows = torch.split(hidden, lengths, dim=1)
         outs = []
-        for one, part in zip(members, rows, strict=True):
-            out, one.cache.states[self.rank] = self.step(part, one.cache.state(self.rank), given)
+        for member, part in zip(members, rows, strict=True):
+            out, member.cache.states[self.rank] = self.step(part, member.cache.state(self.rank), arguments)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def step(self, hidden: Tensor, entering: State | None, given: Mapping[str, Any]) -> tuple[Tensor, State]:
+    def step(self, hidden: Tensor, entering: State | None, arguments: Mapping[str, Any]) -> tuple[Tensor, State]:
         """Return the output over these tokens, and the state after them. hidden: [batch, num_tokens, hidden_size]"""
         cache = _OneLayer(self.number, entering)
         name = "cache_params" if "cache_params" in self._names else "past_key_values"
         own = {"attention_mask": None} if "attention_mask" in self._names else {}
-        return self._plain(**{**given, **own, "hidden_states": hidden, name: cache}), cache.state
+        return self._plain(**{**arguments, **own, "hidden_states": hidden, name: cache}), cache.state
 
-    def _encode(self, current: EncodePass, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def _encode(self, current: EncodePass, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         before = current.states[self.rank] if current.states else None
-        out, behind = self.step(hidden, before and before.expand(hidden.shape[0]), given)
+        out, behind = self.step(hidden, before and before.expand(hidden.shape[0]), arguments)
         if self.shape is None:
-            self._seen = (hidden, given, out)
+            self._seen = (hidden, arguments, out)
         for row, count in enumerate(current.lengths):
             size = None if behind.state is None else _size(behind.state[row])
-            current.maps[row].append(self.map(hidden[row : row + 1, :count], before, given, size))
+            current.maps[row].append(self.map(hidden[row : row + 1, :count], before, arguments, size))
         return out
 
-    def map(self, hidden: Tensor, before: State | None, given: Mapping[str, Any], size: Tensor | None) -> StateMap:
+    def map(self, hidden: Tensor, before: State | None, arguments: Mapping[str, Any], size: Tensor | None) -> StateMap:
         """Compute the map of a chunk. hidden: [1, num_tokens, hidden_size]
 
         before: the convolution's window before the chunk; the state itself does not matter
@@ -129,10 +129,10 @@ class Mixer:
         conv = hidden.new_zeros(1, *self.shape.conv) if before is None else before.conv
         kept = min(hidden.shape[1], self.shape.conv[1])
         if self.shape.state is None or size is None:
-            _, behind = self.step(hidden, State(conv, None), given)
+            _, behind = self.step(hidden, State(conv, None), arguments)
             return StateMap(None, None, behind.conv[0, :, -kept:].clone())
         starts = torch.cat([torch.zeros_like(size)[None].expand(1, *self.shape.state), _basis(self.shape, size)])
-        window, states = self._through(hidden, State(conv, starts), given)
+        window, states = self._through(hidden, State(conv, starts), arguments)
         moved = (states[1:] - states[:1]).float() / size
         if self.shape.is_matrix:
             p = torch.cat(list(moved), dim=-1)[..., : self.shape.state[1]].contiguous()
@@ -140,29 +140,29 @@ class Mixer:
             p = moved[0].mean((1, 2), keepdim=True)
         return StateMap(p, states[0].float().clone(), window[0, :, -kept:].clone())
 
-    def _through(self, hidden: Tensor, entering: State, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _through(self, hidden: Tensor, entering: State, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Compute window and state after the same tokens, [1, num_tokens, hidden_size], for several entering states."""
         count = len(cast(Tensor, entering.state))
         entering = State(entering.conv.expand(count, -1, -1), entering.state)
-        _, behind = self.step(hidden.expand(count, -1, -1).contiguous(), entering, given)
+        _, behind = self.step(hidden.expand(count, -1, -1).contiguous(), entering, arguments)
         return behind.conv, cast(Tensor, behind.state)
 
     def learn(self) -> StateShape | str:
         """Return the state's shape, found from the call of a plain pass, or the reason why no state can be moved."""
         if self._seen is None:
             return "was not called"
-        hidden, given, out = self._seen
+        hidden, arguments, out = self._seen
         self._seen = None
         if max(self.limit or [math.inf]) < math.inf:  # ignored when a token runs alone, and seldom reached
             return "limits its time step, which a token that runs alone does not keep"
         for pieces in ([2, hidden.shape[1] - 2], [1] * hidden.shape[1]):
             outs, behind = [], None
             for piece in torch.split(hidden, pieces, dim=1):
-                own, behind = self.step(piece, behind, given)
+                own, behind = self.step(piece, behind, arguments)
                 outs.append(own)
             if not _near(torch.cat(outs, dim=1), out, out):
                 return "does not go on from its state as it reads a whole text"
-        _, (conv, state) = self.step(hidden, None, given)
+        _, (conv, state) = self.step(hidden, None, arguments)
         window = (conv.shape[1], conv.shape[2])
         if state is None:
             self.shape = StateShape(window)
@@ -172,22 +172,24 @@ class Mixer:
         for is_matrix in (False, True):
             self.shape = StateShape(window, (state.shape[1], state.shape[2], state.shape[3]), is_matrix)
             # A single token distinguishes the kinds: after several, little of the entering state may be left.
-            if (is_matrix or self._reproduces(hidden[:, :1], given, strict=True)) and self._reproduces(hidden, given):
+            if (is_matrix or self._reproduces(hidden[:, :1], arguments, strict=True)) and self._reproduces(
+                hidden, arguments
+            ):
                 return self.shape
         return "changes its state by no map that a matrix a head gives"
 
-    def _reproduces(self, hidden: Tensor, given: Mapping[str, Any], *, strict: bool = False) -> bool:
+    def _reproduces(self, hidden: Tensor, arguments: Mapping[str, Any], *, strict: bool = False) -> bool:
         """Return whether (P, Q) gives the same result as the mixer from a random state.
 
         strict: compare only the part of the result that depends on that state
         """
-        _, (conv, plain) = self.step(hidden, None, given)
+        _, (conv, plain) = self.step(hidden, None, arguments)
         state = cast(Tensor, plain)
         size = _size(state[0])
         drawn = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).to(state.device) * size
-        one = self.map(hidden, None, given, size)
-        theirs = self._through(hidden, State(torch.zeros_like(conv), drawn), given)[1]
-        ours, q = cast(Tensor, one.advance(drawn)), cast(Tensor, one.q)[None]
+        whole = self.map(hidden, None, arguments, size)
+        theirs = self._through(hidden, State(torch.zeros_like(conv), drawn), arguments)[1]
+        ours, q = cast(Tensor, whole.advance(drawn)), cast(Tensor, whole.q)[None]
         left = theirs.float() - q
         if strict and float(left.norm()) < _LEAST * float(drawn.norm()):
             return False
@@ -199,15 +201,17 @@ def hook_mixers(model: PreTrainedModel) -> list[Mixer]:
 
     If there are some, attention modules get their index among the layers that keep keys and values.
     """
-    numbered = [one for one in model.modules() if isinstance(getattr(one, "layer_idx", None), int)]
-    attention = [one for one in numbered if hasattr(one, "is_causal")]
+    numbered = [layer for layer in model.modules() if isinstance(getattr(layer, "layer_idx", None), int)]
+    attention = [layer for layer in numbered if hasattr(layer, "is_causal")]
     mixers = [
-        one for one in numbered if not hasattr(one, "is_causal") and (hasattr(one, "conv1d") or hasattr(one, "conv"))
+        layer
+        for layer in numbered
+        if not hasattr(layer, "is_causal") and (hasattr(layer, "conv1d") or hasattr(layer, "conv"))
     ]
     if mixers:
         for rank, module in enumerate(sorted(attention, key=attrgetter("layer_idx"))):
             setattr(module, RANK, rank)
-    return [Mixer(one, rank) for rank, one in enumerate(sorted(mixers, key=attrgetter("layer_idx")))]
+    return [Mixer(layer, rank) for rank, layer in enumerate(sorted(mixers, key=attrgetter("layer_idx")))]
 
 
 def _basis(shape: StateShape, size: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ class Sampling(Config, max_tokens="max_new_tokens max_completion_tokens n_predic
 
     def check_ids(self, vocab_size: int, name: str) -> None:
         """Raise ConfigError for token ids that the model called `name` does not have."""
-        for what, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        for option, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             if bad := [id for id in ids if not 0 <= id < vocab_size]:
-                raise ConfigError(f"{what} names token id {bad[0]}; {name} has ids 0 to {vocab_size - 1}", what)
+                raise ConfigError(f"{option} names token id {bad[0]}; {name} has ids 0 to {vocab_size - 1}", option)
 
     def grammar(self) -> str | None:
         """Return the grammar of the answer's form, for llguidance; None: any form."""
@@ -136,8 +136,8 @@ class Penalties:
 
     @staticmethod
     def wanted(sampling: Sampling) -> bool:
-        said = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
-        return bool(said or sampling.logit_bias)
+        penalises = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+        return bool(penalises or sampling.logit_bias)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the logits with biases and penalties applied. logits: float32 [vocab_size]"""
@@ -146,9 +146,9 @@ class Penalties:
         counts, by = self._counts, self._sampling
         logits = logits.index_add(0, self._biased, self._biases)
         if by.repetition_penalty != 1:
-            said = (counts > 0).index_fill(0, self._prompt, True)
+            has_occurred = (counts > 0).index_fill(0, self._prompt, True)
             lowered = torch.where(logits > 0, logits / by.repetition_penalty, logits * by.repetition_penalty)
-            logits = torch.where(said, lowered, logits)
+            logits = torch.where(has_occurred, lowered, logits)
         return logits - by.frequency_penalty * counts - by.presence_penalty * (counts > 0)
 
     def accept(self, token: int) -> None:

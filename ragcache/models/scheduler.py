@@ -177,8 +177,8 @@ class Scheduler:
             return
         with self._changed:
             self._decoding.discard(decoding)
-            self._waiting = [one for one in self._waiting if one.sequence is not decoding]
-            while not self.is_current_thread and any(one.sequence is decoding for one in self._running):
+            self._waiting = [request for request in self._waiting if request.sequence is not decoding]
+            while not self.is_current_thread and any(request.sequence is decoding for request in self._running):
                 self._changed.wait()
 
     def _submit(self, request: QueuedRequest) -> None:
@@ -279,7 +279,9 @@ class Scheduler:
             for request in self._running:
                 request.run.cache.acquire_reference()
             # Checked only once held: the garbage collector may close an abandoned stream at any moment.
-            shares = [(one, count) for one, count in shares if one.sequence is None or not one.sequence.over]
+            shares = [
+                (request, count) for request, count in shares if request.sequence is None or not request.sequence.over
+            ]
         return [ScheduledRequest(request, ScheduledTokens.next(request.run, count)) for request, count in shares]
 
     def _whose_turn(self) -> list[QueuedRequest]:
@@ -299,15 +301,17 @@ class Scheduler:
             return [(first, run.left)]
         others = [one for one in waiting if one.alone is None and one is not first]
         if self._is_question(run):
-            others = [one for one in others if self._is_question(one.run)]
+            others = [request for request in others if self._is_question(request.run)]
         room = self.pass_tokens if others or self._decoding else self.alone_tokens
         kept = room // FIRST_SHARE if run.ordered and run.left > room else run.left
         room -= kept
         shares = []
-        for one in sorted(others, key=lambda one: (one.run.left > 1) + (one.run.left > self.pass_tokens)):
-            count = self._share(one.run, room)
+        for request in sorted(
+            others, key=lambda request: (request.run.left > 1) + (request.run.left > self.pass_tokens)
+        ):
+            count = self._share(request.run, room)
             if count:
-                shares.append((one, count))
+                shares.append((request, count))
                 room -= count
         return [(first, min(run.left, kept + max(0, room))), *shares]
 
@@ -367,7 +371,9 @@ class Scheduler:
                 counts = dict(self._stats.members)
                 counts[len(members)] = counts.get(len(members), 0) + 1
                 self._stats = PassStats(self._stats.passes + 1, self._stats.tokens + tokens, counts)
-            unfinished = [one for one in self._running if one.sequence is None and not one.finished.done()]
+            unfinished = [
+                request for request in self._running if request.sequence is None and not request.finished.done()
+            ]
             self._waiting += unfinished
             for request in self._running:
                 request.run.cache.release_reference()

@@ -42,7 +42,7 @@ def regex_grammar(expression: str) -> str:
 @lru_cache(maxsize=KEPT)
 def choice_grammar(choices: tuple[str, ...]) -> str:
     """Return the grammar of a choice between these texts. Raises ConfigError for an empty text, or without any text."""
-    if not choices or not all(isinstance(one, str) and one for one in choices):
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise ConfigError("choices must be texts with something in them, at least one")
     _check_size("choices have", sum(map(len, choices)))
     return _checked(_library().LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"), "choices")
@@ -62,15 +62,15 @@ def as_json(schema: Mapping[str, Any] | str) -> str:
     return text
 
 
-def _check_size(what: str, size: int) -> None:
+def _check_size(name: str, size: int) -> None:
     if size > MAX_GRAMMAR:
-        raise ConfigError(f"{what} {size} characters; {MAX_GRAMMAR} are the most", what.split()[0])
+        raise ConfigError(f"{name} {size} characters; {MAX_GRAMMAR} are the most", name.split()[0])
 
 
-def _checked(grammar: str, what: str) -> str:
+def _checked(grammar: str, name: str) -> str:
     is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise ConfigError(f"{what} cannot be compiled: {' '.join(messages).strip()}", what)
+        raise ConfigError(f"{name} cannot be compiled: {' '.join(messages).strip()}", name)
     return grammar
 
 

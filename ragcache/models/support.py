@@ -186,11 +186,11 @@ def _probe_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 def _run_probe(model: PreTrainedModel) -> _Plain:
     probe, plain, watch = KeptCache(), EncodePass(None), Watch()
     ids, positions = _probe_ids(model)
-    given: dict[int, nn.Module] = {}  # rotary modules by the identity of their output
+    rotaries: dict[int, nn.Module] = {}  # rotary modules by the identity of their output
     kept: list[object] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        given[id(output)] = module
+        rotaries[id(output)] = module
         kept.append(output)
 
     handles = [rotary.register_forward_hook(keep) for rotary in _rotary_modules(model)]
@@ -217,8 +217,8 @@ def _run_probe(model: PreTrainedModel) -> _Plain:
         received, (keys, values) = plain.received[layer], expand(call.module, _in_order(call.module, probe.seen[layer]))
         if not (torch.equal(received[0], keys) and torch.equal(received[1], values)):
             raise UnsupportedModelError(f"layer {layer} attends to other keys or values than its cache gives it")
-        alone = called.pop() if len(called := set(given.values())) == 1 else None
-        rotary = given.get(id(call.given.get("position_embeddings")), alone)
+        alone = called.pop() if len(called := set(rotaries.values())) == 1 else None
+        rotary = rotaries.get(id(call.given.get("position_embeddings")), alone)
         kinds = None if ranked else _layer_types(model)  # types cover all layers, ranks only some
         by_type = rotary is not None and kinds is not None and takes_layer_type(rotary)
         sources[layer] = None if rotary is None else (rotary, kinds[layer] if by_type and kinds else None)
@@ -270,15 +270,15 @@ def _rotates(model: PreTrainedModel, call: Call, source: Source | None, layer: i
     """
     if source is None:
         return None
-    given = {**call.given, "attention_mask": None}
-    cache_name = next((n for n, value in given.items() if isinstance(value, Cache)), "past_key_values")
+    arguments = {**call.given, "attention_mask": None}
+    cache_name = next((n for n, value in arguments.items() if isinstance(value, Cache)), "past_key_values")
     like = torch.zeros(1, dtype=model.dtype, device=model.device)
     keys = []
     for position in (0, 3):
         probe = KeptCache()
         angles = ask(source, like, torch.full((1, _PROBE_TOKENS), position, device=model.device))
         try:
-            call.module(**{**given, "position_embeddings": angles, cache_name: probe})
+            call.module(**{**arguments, "position_embeddings": angles, cache_name: probe})
             keys.append(_in_order(call.module, next(iter(probe.seen.values())))[0])
         except Exception as error:  # see _run_probe
             raise UnsupportedModelError(f"layer {layer}'s attention has another signature ({error})") from error
@@ -322,8 +322,8 @@ def _verify_recipe(
         with watch.watching(model, plain.watch, slice(start, None)):
             blocks = encode_batch(model, rope, shape, chunks, prefix)
     except Exception as error:  # see _run_probe
-        what = "behind a prefix" if prefix else "alone"
-        raise UnsupportedModelError(f"its chunks cannot be read {what} ({error})") from error
+        place = "behind a prefix" if prefix else "alone"
+        raise UnsupportedModelError(f"its chunks cannot be read {place} ({error})") from error
     for row, block in enumerate(blocks):
         places, own = slice(start, start + block.num_tokens), slice(0, block.num_tokens)
         for layer, (keys, values) in plain.seen.items():

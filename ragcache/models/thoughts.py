@@ -93,25 +93,25 @@ def template_variables(
         raise ConfigError(
             f"reasoning_effort {effort!r} and enable_thinking={enable} contradict each other", "reasoning_effort"
         )
-    told = {str(name): value for name, value in (given or {}).items()}
-    if taken := sorted(RESERVED & told.keys()):
+    variables = {str(name): value for name, value in (given or {}).items()}
+    if taken := sorted(RESERVED & variables.keys()):
         raise ConfigError(
             f"chat_template_kwargs has {', '.join(taken)}, which ragcache gives the template itself; leave it out",
             "chat_template_kwargs",
         )
-    wanted = enable if effort is None else effort != "none"
-    if wanted and thinking_of(tokenizer) is None:
+    thinks = enable if effort is None else effort != "none"
+    if thinks and thinking_of(tokenizer) is None:
         name = "enable_thinking" if effort is None else "reasoning_effort"
         raise ConfigError(
             f"{name}: the model's chat template does not have it think; leave it out, or take a model that does "
             "(Qwen3, GPT-OSS, Magistral)",
             name,
         )
-    if wanted is not None:
-        told.setdefault("enable_thinking", wanted)
+    if thinks is not None:
+        variables.setdefault("enable_thinking", thinks)
     if effort is not None and effort != "none":
-        told.setdefault("reasoning_effort", effort)
-    return told
+        variables.setdefault("reasoning_effort", effort)
+    return variables
 
 
 RESERVED = {

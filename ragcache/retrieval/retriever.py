@@ -251,17 +251,17 @@ class Retriever:
         rankings = [seen.search_text(question, FETCH_FACTOR * k, where)]
         if search == "hybrid":
             rankings.insert(0, self.nearest(seen, vector, FETCH_FACTOR * k, where).ids.tolist())
-        wanted = fused_ranks(rankings)[:k]
-        (ids, vectors), chunks = seen.vectors_of(wanted, self.index.dimension)
+        ranked = fused_ranks(rankings)[:k]
+        (ids, vectors), chunks = seen.vectors_of(ranked, self.index.dimension)
         scores = vectors @ np.asarray(vector, np.float32)
         best = {int(chunks[row]): row for row in np.argsort(scores, kind="stable")}  # a chunk's last row is its best
-        rows = [best[id] for id in wanted if id in best]
+        rows = [best[id] for id in ranked if id in best]
         return Ranking(chunks[rows], scores[rows], ids[rows])
 
-    def _reranker(self, asked: bool | None, mmr_lambda: float | None) -> Reranker | None:
+    def _reranker(self, rerank: bool | None, mmr_lambda: float | None) -> Reranker | None:
         """Return the reranker that orders the hits of a text question, or None."""
-        if not asked:
-            return self.reranker if asked is None and mmr_lambda is None else None
+        if not rerank:
+            return self.reranker if rerank is None and mmr_lambda is None else None
         if self.reranker is None:
             raise ConfigError(
                 "rerank is True and there is no reranker; open the store with one: reranker=, --reranker", "rerank"

@@ -76,7 +76,7 @@ def embed_question(embedder: Embedder, text: str) -> Vectors:
     """Return `embedder.embed_query(text)`; see `embed_passages`. Raises ContextTooLongError; see `check_question`."""
     if isinstance(embedder, BoundedEmbedder):
         check_question(text, embedder.max_tokens, embedder.count_tokens)
-    [vectors] = embed_windows(embedder, [text], lambda some: np.stack([embedder.embed_query(one) for one in some]))
+    [vectors] = embed_windows(embedder, [text], lambda some: np.stack([embedder.embed_query(part) for part in some]))
     vector: Vectors = vectors[0]
     return vector
 

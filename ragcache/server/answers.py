@@ -53,14 +53,14 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
     max_positions: longest prompt with its answer, and so the most tokens that a request may ask for
     retrieves: whether to retrieve if the request does not say
     """
-    asked = request.extension
+    extension = request.extension
     options = {
         "sampling": sampling(request, defaults, max_positions),
-        **_given(READ, asked, defaults),
+        **_given(READ, extension, defaults),
         **request.model_dump(include=set(TemplateFields.model_fields), exclude_none=True),
-        "context": asked.context or ("last" if asked.documents is not None else defaults.context),
-        "drop_turns": defaults.drop_turns if asked.drop_turns is None else asked.drop_turns,
-        **_passages(asked, defaults, retrieves),
+        "context": extension.context or ("last" if extension.documents is not None else defaults.context),
+        "drop_turns": defaults.drop_turns if extension.drop_turns is None else extension.drop_turns,
+        **_passages(extension, defaults, retrieves),
         **_tools(request),
     }
     return Call(turns(request.messages), options)
@@ -102,8 +102,8 @@ def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: i
     """Return the sampling options of a request. Raises ConfigError for invalid values."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
-    asked = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-    most = _first(asked, request.max_tokens, defaults.max_tokens)
+    max_tokens = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    most = _first(max_tokens, request.max_tokens, defaults.max_tokens)
     return Sampling(
         max_tokens=None if most is None else min(most, max_positions),
         temperature=_first(request.temperature, defaults.temperature),
@@ -130,22 +130,22 @@ def each_of(options: dict[str, Any], n: int | None) -> Iterator[dict[str, Any]]:
         yield {**options, "sampling": replace(sampling, seed=seed)}
 
 
-def _schema(wanted: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
-    if isinstance(wanted, JsonFormat):
+def _schema(response_format: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
+    if isinstance(response_format, JsonFormat):
         return {"type": "object"}
-    return wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else None
+    return response_format.json_schema.schema_ if isinstance(response_format, SchemaFormat) else None
 
 
-def _passages(asked: Extension, defaults: AnswerDefaults, retrieves: bool) -> dict[str, Any]:
+def _passages(extension: Extension, defaults: AnswerDefaults, retrieves: bool) -> dict[str, Any]:
     """Return the request's documents, the arguments of a retrieval, or nothing."""
-    if asked.documents is not None:
-        return {"passages": [_passage(document) for document in asked.documents]}
-    return retrieval(asked, defaults) if _first(asked.retrieve, retrieves) else {}
+    if extension.documents is not None:
+        return {"passages": [_passage(document) for document in extension.documents]}
+    return retrieval(extension, defaults) if _first(extension.retrieve, retrieves) else {}
 
 
-def retrieval(asked: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
+def retrieval(fields: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
     """Return the arguments of `RagCache.retrieve`."""
-    return {"k": _first(asked.k, defaults.k), **_given(names(RetrieveOptions), asked, defaults)}
+    return {"k": _first(fields.k, defaults.k), **_given(names(RetrieveOptions), fields, defaults)}
 
 
 def read_options(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
@@ -153,9 +153,9 @@ def read_options(request: SampledRequest, defaults: AnswerDefaults, max_position
     return {"sampling": sampling(request, defaults, max_positions), **_given(READ, request.extension, defaults)}
 
 
-def _given(options: Iterable[str], asked: RetrieveFields | ReadFields, defaults: AnswerDefaults) -> dict[str, Any]:
+def _given(options: Iterable[str], fields: RetrieveFields | ReadFields, defaults: AnswerDefaults) -> dict[str, Any]:
     """Return options that the request or the server's defaults set; the engine has defaults for the rest."""
-    found = {name: _first(getattr(asked, name), getattr(defaults, name, None)) for name in options}
+    found = {name: _first(getattr(fields, name), getattr(defaults, name, None)) for name in options}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -247,7 +247,7 @@ def source_event(hits: Sequence[Source]) -> dict[str, Any] | None:
 
 def chat_citations(answer: Answer) -> list[JsonValue]:
     """Return the citations in the form of chat completions, which have no file citations."""
-    pages = [one for one in citations(answer) if one.pop("type") == "url_citation"]
+    pages = [page for page in citations(answer) if page.pop("type") == "url_citation"]
     return [{"type": "url_citation", "url_citation": page} for page in pages]
 
 

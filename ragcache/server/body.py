@@ -84,10 +84,10 @@ async def read_json(request: Request, model: type[Model], accepted: str = JSON) 
     if accepted and content_type(request) != JSON:
         raise ApiError(415, f"send the body as Content-Type: {accepted}", "unsupported_media_type")
     body = await request.body()
-    asked, unknown = await asyncio.to_thread(_parse, model, body) if len(body) > LARGE else _parse(model, body)
-    request.state.asked = asked  # errors look up the name of their option in it
+    parsed, unknown = await asyncio.to_thread(_parse, model, body) if len(body) > LARGE else _parse(model, body)
+    request.state.asked = parsed  # errors look up the name of their option in it
     check_unknown(request, unknown)
-    return asked
+    return parsed
 
 
 def check_unknown(request: Request, unknown: list[str]) -> None:

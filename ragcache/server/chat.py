@@ -81,18 +81,18 @@ EXPLAINS = Depends(_explains)
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
 )
-async def create_chat_completion(request: Request, service: ServiceParam, asked: ChatRequest) -> Response:
-    retrieves = service.retrieves(asked.model)
-    call = await call_of(service, asked, service.settings.answers, retrieves=retrieves)
-    events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, asked.n)]
-    writer = Writer(service, request, asked.model, names_tool=isinstance(asked.tool_choice, NamedTool))
-    return await respond(writer, asked, events, asked.extension.timeout_s)
+async def create_chat_completion(request: Request, service: ServiceParam, body: ChatRequest) -> Response:
+    retrieves = service.retrieves(body.model)
+    call = await call_of(service, body, service.settings.answers, retrieves=retrieves)
+    events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, body.n)]
+    writer = Writer(service, request, body.model, names_tool=isinstance(body.tool_choice, NamedTool))
+    return await respond(writer, body, events, body.extension.timeout_s)
 
 
-async def call_of(service: Service, asked: ChatRequest, defaults: AnswerDefaults, *, retrieves: bool) -> Call:
+async def call_of(service: Service, body: ChatRequest, defaults: AnswerDefaults, *, retrieves: bool) -> Call:
     """Return `engine_call`. A schema is compiled in a thread: a large one takes a second."""
-    make = partial(engine_call, asked, defaults, service.kb.lm.max_positions, retrieves=retrieves)
-    return await service.in_thread(make) if isinstance(asked.response_format, SchemaFormat) else make()
+    make = partial(engine_call, body, defaults, service.kb.lm.max_positions, retrieves=retrieves)
+    return await service.in_thread(make) if isinstance(body.response_format, SchemaFormat) else make()
 
 
 HEADERS_S = 1.0
@@ -100,24 +100,24 @@ HEADERS_S = 1.0
 
 
 async def respond(
-    writer: Writer, asked: SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
+    writer: Writer, body: SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
 ) -> Response:
     """Return the response to a request, whole or as a stream. Each answer runs in its own slot. Answers share a placed
     context, as those of different users do.
     """
     service, request = writer.service, writer.request
-    work = service.answer(*(_counted(service, request, asked, one) for one in events), timeout_s=timeout_s)
+    work = service.answer(*(_counted(service, request, body, one) for one in events), timeout_s=timeout_s)
     begun = asyncio.ensure_future(anext(work))
     try:
-        await work.unless_gone(request, asyncio.wait({begun}, timeout=HEADERS_S if asked.stream else None))
+        await work.unless_gone(request, asyncio.wait({begun}, timeout=HEADERS_S if body.stream else None))
         if begun.done() and isinstance(first := begun.result()[1], Sources):
             tell_method(request, first.method)
     except BaseException:
         begun.cancel()
         work.cancel()
         raise
-    if asked.stream:
-        return writer.stream(_chunks(writer, begun, work, usage=asked.wants_usage), writer.failed, work.cancel)
+    if body.stream:
+        return writer.stream(_chunks(writer, begun, work, usage=body.wants_usage), writer.failed, work.cancel)
     return writer.completion(await work.unless_gone(request, _answers(work))).to_response()
 
 
@@ -131,12 +131,12 @@ async def _chunks(
 
 
 async def _answers(work: Work[Event]) -> list[Answer]:
-    last = {index: one async for index, one in work}
+    last = {index: event async for index, event in work}
     return [_answer(last.get(index)) for index in range(len(work.tasks))]
 
 
 async def _counted(
-    service: Service, request: Request, asked: SampledRequest, events: AsyncIterator[Event]
+    service: Service, request: Request, body: SampledRequest, events: AsyncIterator[Event]
 ) -> AsyncGenerator[Event, None]:
     """Yield the events with timings that begin at the request's arrival. The answer is counted, and recorded if there
     is a log of requests, even if its reader has hung up.
@@ -151,8 +151,8 @@ async def _counted(
                     answer = replace(answer, reasons=partial(tuple, reasons))
                 service.count_answer(answer)
                 trace(answer, request.headers, service.chat_model)
-                if service.log is not None and isinstance(asked, ChatRequest):
-                    await service.in_thread(service.log.write, asked.messages, answer)  # it counts tokens
+                if service.log is not None and isinstance(body, ChatRequest):
+                    await service.in_thread(service.log.write, body.messages, answer)  # it counts tokens
                 yield Done(answer)
             else:
                 if isinstance(one, Token | Reasoning):
@@ -189,12 +189,12 @@ class Writer:
     calls: Counter[int] = field(default_factory=Counter)
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
-        one = dearest(answers)
+        costliest = dearest(answers)
         return ChatCompletion(
             object="chat.completion",
             choices=[self.choice(index, answer) for index, answer in enumerate(answers)],
             usage=usage_of(answers),
-            ragcache=ChatExtension(sources=sources_of(one.hits), **self.costs(one)),
+            ragcache=ChatExtension(sources=sources_of(costliest.hits), **self.costs(costliest)),
             **self.common(),
         )
 
@@ -208,22 +208,22 @@ class Writer:
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
-    def piece(self, index: int, one: Event) -> Any:
+    def piece(self, index: int, event: Event) -> Any:
         """Return an event as a choice of a chunk."""
         delta, logprobs = Delta(), None
-        if isinstance(one, Sources):
+        if isinstance(event, Sources):
             delta = Delta(role="assistant", content="", refusal=None)
-        elif isinstance(one, Token):
-            delta = Delta(content=one.text) if one.text else delta
-            logprobs = chat_logprobs(one.logprobs) if one.logprobs else None
-        elif isinstance(one, Reasoning):
-            delta = Delta(reasoning_content=one.text)
-        elif isinstance(one, ToolCall):
-            delta = Delta(tool_calls=[DeltaCall(index=self.calls[index], **one.to_json())])
+        elif isinstance(event, Token):
+            delta = Delta(content=event.text) if event.text else delta
+            logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
+        elif isinstance(event, Reasoning):
+            delta = Delta(reasoning_content=event.text)
+        elif isinstance(event, ToolCall):
+            delta = Delta(tool_calls=[DeltaCall(index=self.calls[index], **event.to_json())])
             self.calls[index] += 1
-        elif isinstance(one, Done) and (cited := chat_citations(one.answer)):
+        elif isinstance(event, Done) and (cited := chat_citations(event.answer)):
             delta = Delta(annotations=cited)
-        reason = self.reason(one.answer) if isinstance(one, Done) else None
+        reason = self.reason(event.answer) if isinstance(event, Done) else None
         return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
@@ -242,12 +242,12 @@ class Writer:
         shown = {"event": shown} if (shown := source_event(first.hits)) else {}
         yield _event(self.event([self.piece(rank, first)], ragcache=found, **shown, **more))
         answers: dict[int, Answer] = {}
-        async for index, one in work:
+        async for index, item in work:
             costs = {}
-            if isinstance(one, Done):
-                answers[index] = one.answer
-                costs = {"ragcache": ChatExtension(**self.costs(one.answer))}
-            yield _event(self.event([self.piece(index, one)], **costs, **more))
+            if isinstance(item, Done):
+                answers[index] = item.answer
+                costs = {"ragcache": ChatExtension(**self.costs(item.answer))}
+            yield _event(self.event([self.piece(index, item)], **costs, **more))
         if usage:
             yield _event(self.event([], usage=usage_of([answers[rank] for rank in sorted(answers)], self.prompts)))
         yield DONE

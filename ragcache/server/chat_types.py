@@ -126,7 +126,7 @@ def optional(*names: str) -> type[RequestModel]:
     for name, hint in get_type_hints(AnswerDefaults, include_extras=True).items():
         if name in names:
             kind, option = get_args(hint)
-            kind = JsonObject if any(get_origin(one) is Mapping for one in get_args(kind)) else kind
+            kind = JsonObject if any(get_origin(part) is Mapping for part in get_args(kind)) else kind
             made[name] = (kind | None, Field(default=None, description=option.help, ge=option.least, le=option.most))
     return create_model("Options", __base__=RequestModel, **made)
 

@@ -92,8 +92,8 @@ async def add_documents(
     events: asyncio.Queue[ProgressEvent | None] = asyncio.Queue()
     left = threading.Event()
 
-    def progress(said: ProgressEvent) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, said)
+    def progress(message: ProgressEvent) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, message)
 
     ingestion = asyncio.create_task(
         (to or service.kb).aingest(
@@ -130,14 +130,14 @@ def report_of(report: IngestReport) -> AddReport:
 async def as_events(first: Said, rest: Work[Said]) -> AsyncIterator[bytes]:
     """Yield the events: progress, progress, ..., done."""
     yield _event(first)
-    async for _, said in rest:
-        yield _event(said)
+    async for _, message in rest:
+        yield _event(message)
 
 
-def _event(said: Said) -> bytes:
-    if isinstance(said, IngestReport):
-        return event(report_of(said).to_json(), "done")
-    return event(UploadProgress.of(said).to_json(), "progress")
+def _event(message: Said) -> bytes:
+    if isinstance(message, IngestReport):
+        return event(report_of(message).to_json(), "done")
+    return event(UploadProgress.of(message).to_json(), "progress")
 
 
 class AddedDocument(RequestModel):
@@ -277,9 +277,9 @@ async def _files(request: Request, most: int) -> list[Upload]:
     """Return the files of a form. Raises ApiError (400) if there is no form or no file."""
     form = await request.form(max_files=most, max_fields=most)
     uploads = [
-        Upload(given.filename, given.file)
-        for given in form.getlist("files")
-        if isinstance(given, UploadFile) and given.filename
+        Upload(field.filename, field.file)
+        for field in form.getlist("files")
+        if isinstance(field, UploadFile) and field.filename
     ]
     if not uploads:
         raise ApiError(400, "the form has no file in a field 'files'", "missing_required_parameter", "files")
@@ -303,7 +303,7 @@ async def list_documents(
     id: Id = None,
 ) -> DocumentList:
     found, total = await service.in_thread(_page, service, _named(source, id), limit, offset)
-    data = [DocumentItem.of(one, **_fields(one)) for one in found]
+    data = [DocumentItem.of(document, **_fields(document)) for document in found]
     return DocumentList(object="list", data=data, total=total)
 
 
@@ -313,8 +313,8 @@ def _page(service: Service, where: Filter, limit: int, offset: int) -> tuple[lis
 
 
 def _named(source: str | None, id: str | None) -> Filter:
-    given = {"source": source, "document_id": id}
-    return {field: {"$glob": pattern} for field, pattern in given.items() if pattern is not None}
+    values = {"source": source, "document_id": id}
+    return {field: {"$glob": pattern} for field, pattern in values.items() if pattern is not None}
 
 
 @router.delete(
@@ -335,7 +335,7 @@ async def delete_documents(service: ServiceParam, source: Source = None, id: Id 
 @router.get("/{id:path}", summary="One document with its passages", responses=errors(404))
 async def get_document(service: ServiceParam, id: str) -> DocumentDetail:
     document, chunks = await service.in_thread(_document, service, _checked(id))
-    parts = [ChunkItem.of(one, tokens=one.num_tokens) for one in chunks]
+    parts = [ChunkItem.of(chunk, tokens=chunk.num_tokens) for chunk in chunks]
     return DocumentDetail.of(document, **_fields(document), chunks_data=parts)
 
 

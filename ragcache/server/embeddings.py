@@ -29,12 +29,12 @@ Input = Annotated[Text, Field(min_length=1)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
-def _form(given: Any) -> str:
+def _form(value: Any) -> str:
     """Return the form of the input, so that errors refer to that form."""
-    first = given[0] if isinstance(given, list) and given else None
+    first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, list):
         return "IdLists"
-    if isinstance(given, list):
+    if isinstance(value, list):
         return "Ids" if isinstance(first, int) else "Texts"
     return "Text"
 
@@ -48,12 +48,12 @@ Inputs = Annotated[
 ]
 
 
-def listed(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+def listed(inputs: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
     """Return a list of inputs, each a text or token ids."""
-    if isinstance(given, str):
-        return [given]
-    ids = [one for one in given if isinstance(one, int)]
-    return [ids] if ids else [one for one in given if not isinstance(one, int)]
+    if isinstance(inputs, str):
+        return [inputs]
+    ids = [item for item in inputs if isinstance(item, int)]
+    return [ids] if ids else [item for item in inputs if not isinstance(item, int)]
 
 
 class EmbeddingRequest(RequestModel):
@@ -102,45 +102,45 @@ Vectors = NDArray[np.float32]
     summary="Embed texts",
     responses={200: {"model": EmbeddingList}, **errors(400, 404, 413, 415, 503, 504)},
 )
-async def create_embeddings(request: Request, service: ServiceParam, asked: EmbeddingRequest) -> Response:
-    vectors, tokens = await embed(request, asked)
-    return Response(await service.in_thread(_answer, asked, vectors, tokens), media_type=JSON)
+async def create_embeddings(request: Request, service: ServiceParam, body: EmbeddingRequest) -> Response:
+    vectors, tokens = await embed(request, body)
+    return Response(await service.in_thread(_answer, body, vectors, tokens), media_type=JSON)
 
 
-async def embed(request: Request, asked: EmbeddingRequest) -> tuple[Vectors, int]:
+async def embed(request: Request, body: EmbeddingRequest) -> tuple[Vectors, int]:
     """Return the vectors [len(inputs), dimensions] and the number of tokens read. Raises ApiError."""
     service = service_of(request)
-    service.check_model(asked.model, service.embedding_model)
-    _check_dimensions(service.kb.embedder, asked)
-    vectors, tokens = await service.compute(request, _vectors, service, asked)
-    note(request, texts=len(asked.inputs), tokens=tokens)
+    service.check_model(body.model, service.embedding_model)
+    _check_dimensions(service.kb.embedder, body)
+    vectors, tokens = await service.compute(request, _vectors, service, body)
+    note(request, texts=len(body.inputs), tokens=tokens)
     return vectors, tokens
 
 
-def _check_dimensions(embedder: Embedder, asked: EmbeddingRequest) -> None:
+def _check_dimensions(embedder: Embedder, body: EmbeddingRequest) -> None:
     """Raise ApiError (400) for a number of dimensions that the embedder was not trained for."""
     known = embedder.dimensions if isinstance(embedder, NestedEmbedder) else (embedder.dimension,)
-    if asked.dimensions is not None and asked.dimensions not in known:
+    if body.dimensions is not None and body.dimensions not in known:
         numbers = f"1 to {known.stop - 1}" if isinstance(known, range) else ", ".join(map(str, known))
         raise ApiError(
             400,
-            f"{asked.model} has {numbers} dimensions; choose of these, or leave 'dimensions' out",
+            f"{body.model} has {numbers} dimensions; choose of these, or leave 'dimensions' out",
             "invalid_value",
             "dimensions",
         )
 
 
-def _vectors(service: Service, asked: EmbeddingRequest) -> tuple[Vectors, int]:
+def _vectors(service: Service, body: EmbeddingRequest) -> tuple[Vectors, int]:
     """Return the vectors and token count for `embed`.
 
     Raises ApiError (400) for a text that is longer than the embedder reads at once, CancelledError on a signal of
     `LIMIT`.
     """
     embedder = service.kb.embedder
-    texts = [one if isinstance(one, str) else _text(embedder, one) for one in asked.inputs]
-    tokens = [count for batch in _batches(texts) for count in _counted(service, batch, asked.truncate)]
+    texts = [item if isinstance(item, str) else _text(embedder, item) for item in body.inputs]
+    tokens = [count for batch in _batches(texts) for count in _counted(service, batch, body.truncate)]
     vectors = np.concatenate([embed_passages(embedder, batch) for batch in _batches(texts)])
-    return _cut(vectors, asked.dimensions), sum(tokens)
+    return _cut(vectors, body.dimensions), sum(tokens)
 
 
 def _text(embedder: Embedder, ids: Sequence[int]) -> str:
@@ -183,14 +183,14 @@ def _counted(service: Service, texts: Sequence[str], truncate: bool) -> list[int
     return counts
 
 
-def _answer(asked: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:
+def _answer(body: EmbeddingRequest, vectors: Vectors, tokens: int) -> str:
     """Return the response as JSON. Call it in a thread, since many numbers take long to write."""
     data = [
-        Embedding(object="embedding", index=rank, embedding=_encoded(vector, asked.encoding_format))
+        Embedding(object="embedding", index=rank, embedding=_encoded(vector, body.encoding_format))
         for rank, vector in enumerate(vectors)
     ]
     usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return EmbeddingList(object="list", model=asked.model, data=data, usage=usage).to_json()
+    return EmbeddingList(object="list", model=body.model, data=data, usage=usage).to_json()
 
 
 def _encoded(vector: Vectors, form: str | None) -> list[float] | str:

@@ -86,7 +86,7 @@ class EventStream(StreamingResponse):
 
 async def _ended(events: AsyncIterator[bytes], failed: Callable[[Exception], bytes]) -> AsyncIterator[bytes]:
     try:
-        async for one in events:
-            yield one
+        async for event in events:
+            yield event
     except Exception as error:
         yield failed(error)

@@ -107,11 +107,11 @@ PLACES = {
 }
 
 
-def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> ApiError:
+def from_engine(error: engine.RagCacheError, body: BaseModel | None = None) -> ApiError:
     """Return an engine error as a response. An error of the server itself gets a general message, because its own
     describes this machine.
 
-    asked: the request's body if it is JSON
+    body: the request's body if it is JSON
     """
     meaning = next(MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS)
     message, headers = FAILURE if meaning.status in OWN_FAULTS else str(error), meaning.headers
@@ -122,31 +122,31 @@ def from_engine(error: engine.RagCacheError, asked: BaseModel | None = None) -> 
         meaning.status,
         message,
         meaning.code,
-        None if option is None else place_of(option, asked),
+        None if option is None else place_of(option, body),
         headers=headers,
     )
 
 
-def place_of(option: str, asked: BaseModel | None) -> str | None:
+def place_of(option: str, body: BaseModel | None) -> str | None:
     """Return the path of an engine option in a request: at its top level or in its `ragcache`; None if it has none."""
-    if asked is None:
+    if body is None:
         return option
-    inner: BaseModel = getattr(asked, "extension", asked)
-    fields, extension = type(asked).model_fields, type(inner).model_fields
+    inner: BaseModel = getattr(body, "extension", body)
+    fields, extension = type(body).model_fields, type(inner).model_fields
     names = PLACES.get(option, (option,))
     if at_top := [name for name in names if name in fields]:
-        return min(at_top, key=lambda name: name not in asked.model_fields_set)  # the first given, or else the first
+        return min(at_top, key=lambda name: name not in body.model_fields_set)  # the first given, or else the first
     return next((f"ragcache.{name}" for name in names if name in extension), None)
 
 
-def as_api_error(error: Exception, asked: BaseModel | None = None) -> ApiError:
+def as_api_error(error: Exception, body: BaseModel | None = None) -> ApiError:
     """Return any error as a response. An unexpected error gets a general message, because its own may hold text of
     documents.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, engine.RagCacheError):
-        return from_engine(error, asked)
+        return from_engine(error, body)
     if isinstance(error, HTTPException):
         return _from_framework(error)
     return ApiError(500, FAILURE, "internal_error")
@@ -164,7 +164,7 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
     The value itself is not repeated, because it may be long or be text of a document.
     """
-    problem = max(problems, key=lambda one: len(one["loc"]))
+    problem = max(problems, key=lambda problem: len(problem["loc"]))
     place = list(problem["loc"])
     param = param_of(place) or None
     kind, message = str(problem["type"]), str(problem["msg"]).removeprefix("Value error, ")
@@ -213,7 +213,9 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
-        problems = [{**one, "loc": one["loc"][1:] or one["loc"]} for one in problems]  # without "path" or "query"
+        problems = [
+            {**problem, "loc": problem["loc"][1:] or problem["loc"]} for problem in problems
+        ]  # without "path" or "query"
         return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:

@@ -115,22 +115,22 @@ class Metrics:
         for tier, rate in rates.tiers.items():
             self.tier_rate.labels(tier).set(rate.bytes_s)
         self.prefill_rate.set(rates.prefill_tokens_s or float("nan"))
-        for what, count in asdict(loads).items():
-            self.loads.labels(what).set(count)
+        for label, count in asdict(loads).items():
+            self.loads.labels(label).set(count)
         for tier, count in info.bytes_by_tier.items():
             self.store_bytes.labels(tier).set(count)
         if (foreign := info.foreign) is not None:
             for state, count in (("kept", foreign.passages), ("evicted", foreign.evicted)):
                 self.foreign_counts.labels(state).set(count)
-            for what, count in (
+            for label, count in (
                 ("passages", foreign.bytes),
                 ("prompts", foreign.prompt_bytes),
                 ("budget", foreign.budget_bytes),
                 ("evicted", foreign.evicted_bytes),
             ):
-                self.foreign_bytes.labels(what).set(count)
-        for what in ("documents", "chunks", "tokens"):
-            self.store_counts.labels(what).set(getattr(info, what))
+                self.foreign_bytes.labels(label).set(count)
+        for label in ("documents", "chunks", "tokens"):
+            self.store_counts.labels(label).set(getattr(info, label))
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:

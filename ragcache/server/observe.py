@@ -78,8 +78,8 @@ class Observe:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if re.fullmatch(r"[\w.-]{1,64}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
+        header = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = header if re.fullmatch(r"[\w.-]{1,64}", header, re.ASCII) else f"req_{uuid.uuid4().hex}"
         started, status = time.perf_counter(), 0
         scope[ARRIVED], scope[ID] = started, request_id
         method = _method(scope)

@@ -283,11 +283,11 @@ class Service:
             self.check_model(model, self.chat_model)
         return self.settings.retrieve == "on" and model != self.plain_model
 
-    def check_model(self, asked: str, served: str) -> None:
+    def check_model(self, name: str, served: str) -> None:
         """Raise ApiError (404) if the model requested is not the model served."""
-        if asked != served:
+        if name != served:
             raise ApiError(
-                404, f"the model {asked!r} is not served here; this route takes {served!r}", "model_not_found", "model"
+                404, f"the model {name!r} is not served here; this route takes {served!r}", "model_not_found", "model"
             )
 
 
@@ -402,12 +402,12 @@ class Work(Generic[T]):
             self._running -= 1
         raise StopAsyncIteration
 
-    async def unless_gone(self, request: Request, wanted: Awaitable[U]) -> U:
+    async def unless_gone(self, request: Request, outcome: Awaitable[U]) -> U:
         """Wait for a result of this work. If none comes, the work is cancelled.
 
         The request's body must have been read. Raises ClientGoneError as soon as the client hangs up.
         """
-        result, watch = asyncio.ensure_future(wanted), asyncio.ensure_future(_hung_up(request))
+        result, watch = asyncio.ensure_future(outcome), asyncio.ensure_future(_hung_up(request))
         try:
             await asyncio.wait({result, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():

@@ -56,8 +56,8 @@ class UploadFolder:
             folder = Path(tempfile.mkdtemp(dir=self._folder()))
             try:
                 saved = [_save(upload, Path(folder, str(rank))) for rank, upload in enumerate(uploads)]
-                files = [one for one in saved if isinstance(one, SourceFile)]
-                failures = [one for one in saved if isinstance(one, Failure)]
+                files = [item for item in saved if isinstance(item, SourceFile)]
+                failures = [item for item in saved if isinstance(item, Failure)]
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -113,8 +113,8 @@ def _save(upload: Upload, place: Path) -> SourceFile | Failure:
     return SourceFile(path, name, name)
 
 
-def plain_name(given: str) -> str:
+def plain_name(filename: str) -> str:
     """Return a relative path with forward slashes and no "..": an id, never a path on this machine."""
-    parts = [part for part in given.replace("\\", "/").replace("\0", "").split("/") if part not in ("", ".", "..")]
+    parts = [part for part in filename.replace("\\", "/").replace("\0", "").split("/") if part not in ("", ".", "..")]
     name = "/".join(parts)[-512:]
     return name.encode("utf-8", "backslashreplace").decode("utf-8") or "unnamed"

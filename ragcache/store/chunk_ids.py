@@ -20,8 +20,8 @@ from ragcache.store.rows import parts_of
 from ragcache.store.schema import chunks, documents
 
 
-def free_chunk_ids(connection: Connection, collection: str, document_id: str, wanted: Sequence[str]) -> list[str]:
-    """Return the ids `wanted` for chunks of a stored document, with a suffix on each that is taken.
+def free_chunk_ids(connection: Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> list[str]:
+    """Return `chunk_ids` for chunks of a stored document, with a suffix on each that is taken.
 
     An id is taken if another document or any chunk of the collection has it. A chunk of another document whose id is
     `document_id` is renamed in the same way; its text, vector id and handle stay.
@@ -31,14 +31,14 @@ def free_chunk_ids(connection: Connection, collection: str, document_id: str, wa
     if owner is not None:
         name = _free(connection, collection, owner, [document_id])[document_id]
         connection.execute(update(chunks).where(same).values(id=name))
-    found = _free(connection, collection, document_id, wanted)
-    return [found[id] for id in wanted]
+    found = _free(connection, collection, document_id, chunk_ids)
+    return [found[id] for id in chunk_ids]
 
 
-def _free(connection: Connection, collection: str, document_id: str, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the first of x, x##1, x##2, ... that is free, for each x in `wanted`."""
+def _free(connection: Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> dict[str, str]:
+    """Return the first of x, x##1, x##2, ... that is free, for each x in `chunk_ids`."""
     found: dict[str, str] = {}
-    left = {id: id for id in wanted}
+    left = {id: id for id in chunk_ids}
     for number in count(1):
         taken: set[str] = set()
         for part in parts_of(list(left.values())):
@@ -47,7 +47,7 @@ def _free(connection: Connection, collection: str, document_id: str, wanted: Seq
             named = select(chunks.c.id).where(chunks.c.collection == collection, chunks.c.id.in_(part))
             taken.update(connection.scalars(named.union(others)))
         if number > 1:  # a free name may be the wanted id of another of these chunks
-            taken.update(set(wanted) & set(left.values()))
+            taken.update(set(chunk_ids) & set(left.values()))
         found |= {id: name for id, name in left.items() if name not in taken}
         left = {id: f"{id}##{number}" for id, name in left.items() if name in taken}
         if not left:

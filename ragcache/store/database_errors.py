@@ -78,7 +78,7 @@ def _translation(error: BaseException | None) -> _Translation:
         return _SQLITE.get(code & 0xFF, (StoreError, "the database reports an error"))
     state = getattr(error, "sqlstate", None)
     if state is None:  # not connected: a server that refuses says FATAL, also while it starts or stops
-        said = str(error)
-        return _UNREACHABLE if "FATAL" in said and "the database system is" not in said else _LOST
+        message = str(error)
+        return _UNREACHABLE if "FATAL" in message and "the database system is" not in message else _LOST
     known = (_POSTGRES.get(state[:length]) for length in (5, 3, 2))
     return next(filter(None, known), None) or (StoreError, "the database reports an error")

@@ -112,8 +112,8 @@ class _PostgresTerms:
         return self._value(field).is_not(None)
 
     def among(self, field: str, values: Sequence[Scalar]) -> Condition:
-        wanted = [cast(literal(json.dumps(value), Text), JSONB) for value in values]
-        return func.coalesce(self._value(field).in_(wanted), false())
+        operands = [cast(literal(json.dumps(value), Text), JSONB) for value in values]
+        return func.coalesce(self._value(field).in_(operands), false())
 
     def ordered(self, field: str, compare: Compare, value: str | float) -> Condition:
         if isinstance(value, str):

@@ -182,7 +182,7 @@ class KVStore:
         if self.foreign is None or self.passages is None:
             return None
         listed = self.passages.sizes()
-        there = {key: one.num_bytes for key, one in self.foreign.lookup(self.foreign.keys()).items()}
+        there = {key: stored.num_bytes for key, stored in self.foreign.lookup(self.foreign.keys()).items()}
         kept, gone = listed.keys() & there.keys(), listed.keys() - there.keys()
         num_bytes = sum(there[key] for key in kept)
         return ForeignUsage(
@@ -280,11 +280,11 @@ class KVStore:
                "durable": only the durable tier, with the bytes that each block takes there
                "memory": only the tiers in this process's memory; no disk and no network access
         """
-        wanted = [key for key in keys if not self._is_over(key)]
+        needed = [key for key in keys if not self._is_over(key)]
         if where == "durable":
-            sizes = self._durable.sizes(wanted)
+            sizes = self._durable.sizes(needed)
             return {key: Stored(self._durable.name, size) for key, size in sizes.items() if size}
-        found = self._tiers.lookup(wanted, memory_only=where == "memory")
+        found = self._tiers.lookup(needed, memory_only=where == "memory")
         if where == "memory" or self.foreign is None:
             return found
         return {**found, **self.foreign.lookup([key for key in keys if key not in found])}

@@ -73,11 +73,11 @@ class NeighbourTable:
 
     def of(self, vector_ids: Iterable[int]) -> dict[int, list[int]]:
         """Return the recorded neighbours of these chunks, nearest first; chunks without any are left out."""
-        wanted, found = list(dict.fromkeys(vector_ids)), dict[int, list[int]]()
+        unique_ids, found = list(dict.fromkeys(vector_ids)), dict[int, list[int]]()
         own, other = neighbours.c.vector_id, neighbours.c.neighbour
         with self._db.read() as connection:
-            for start in range(0, len(wanted), PART):
-                query = select(own, other).where(own.in_(wanted[start : start + PART]))
+            for start in range(0, len(unique_ids), PART):
+                query = select(own, other).where(own.in_(unique_ids[start : start + PART]))
                 for id, neighbour in connection.execute(query.order_by(own, neighbours.c.place)):
                     found.setdefault(id, []).append(neighbour)
         return found
@@ -123,7 +123,7 @@ class NeighbourTable:
 
 
 def _record(connection: Connection, vector_id: int, found: Sequence[Near]) -> bool:
-    own, ids = neighbours.c.vector_id == vector_id, [one.vector_id for one in found]
+    own, ids = neighbours.c.vector_id == vector_id, [neighbour.vector_id for neighbour in found]
     there = select(func.count()).select_from(chunks).where(chunks.c.vector_id.in_([vector_id, *ids]))
     if connection.scalar(there) != len({vector_id, *ids}):
         return False

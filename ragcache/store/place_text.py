@@ -20,18 +20,18 @@ def place_text(metadata: Mapping[str, Any], title: str = "") -> str:
     return ", ".join(filter(None, (page, slide, sheet, row))) or _heading_text(metadata.get("headings"), title)
 
 
-def _span(metadata: Mapping[str, Any], key: str, one: str, several: str) -> str:
+def _span(metadata: Mapping[str, Any], key: str, singular: str, several: str) -> str:
     first, last = (metadata.get(name) for name in (key, LAST + key))
-    wanted = str if key in ("page_label", "sheet") else int
-    if not isinstance(first, wanted) or isinstance(first, bool):
+    expected = str if key in ("page_label", "sheet") else int
+    if not isinstance(first, expected) or isinstance(first, bool):
         return ""
-    if not isinstance(last, wanted):
-        return f"{one}{str(first)[:MOST_SHOWN]}"
+    if not isinstance(last, expected):
+        return f"{singular}{str(first)[:MOST_SHOWN]}"
     return f"{several}{str(first)[:MOST_SHOWN]}\u2013{str(last)[:MOST_SHOWN]}"
 
 
 def _heading_text(headings: Any, title: str) -> str:
-    if not isinstance(headings, list) or not all(isinstance(one, str) for one in headings):
+    if not isinstance(headings, list) or not all(isinstance(heading, str) for heading in headings):
         return ""
     shown = headings[1:] if headings and headings[0] == title else headings
-    return " \u203a ".join(one[:MOST_SHOWN] for one in shown)
+    return " \u203a ".join(heading[:MOST_SHOWN] for heading in shown)

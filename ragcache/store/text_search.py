@@ -101,8 +101,8 @@ def _ensure_index(database: Database) -> None:
 
 def _sqlite_query(words: list[str]) -> tuple[Select[Any], Any]:
     found = table(_NAME, column("rowid"), column("rank"))
-    wanted: Any = bindparam("words", " OR ".join(f'"{word}"' for word in words))
-    matches = literal_column(_NAME).op("MATCH")(wanted)
+    match: Any = bindparam("words", " OR ".join(f'"{word}"' for word in words))
+    matches = literal_column(_NAME).op("MATCH")(match)
     return select(found.c.rowid).where(matches).order_by(found.c.rank, found.c.rowid), found.c.rowid
 
 
@@ -111,7 +111,7 @@ def _postgres_query(words: list[str]) -> tuple[Select[Any], Any]:
     each: list[Any] = [
         func.phraseto_tsquery(literal_column(kind), bindparam(None, word)) for word in words for kind in _KINDS
     ]
-    wanted = reduce(lambda some, one: some.op("||")(one), each[1:], each[0])
-    rank = func.ts_rank_cd(vector, wanted, 1)
-    query = select(chunks.c.vector_id).where(vector.op("@@")(wanted)).order_by(rank.desc(), chunks.c.vector_id)
+    match = reduce(lambda some, term: some.op("||")(term), each[1:], each[0])
+    rank = func.ts_rank_cd(vector, match, 1)
+    query = select(chunks.c.vector_id).where(vector.op("@@")(match)).order_by(rank.desc(), chunks.c.vector_id)
     return query, chunks.c.vector_id

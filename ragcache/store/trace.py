@@ -64,22 +64,22 @@ class TraceWriter:
         at = time.time()
         with self._lock:
             request = f"{self._run}.{next(self._requests)}"
-            for handle, one in zip(handles, found, strict=True):
-                if one is None:
+            for handle, lookup in zip(handles, found, strict=True):
+                if lookup is None:
                     self._awaited[handle] = (request, at)
                 else:
-                    self._write(Access(request, handle, *one, at))
+                    self._write(Access(request, handle, *lookup, at))
             while len(self._awaited) > MOST_AWAITED:
                 del self._awaited[next(iter(self._awaited))]
         return request
 
-    def served(self, request: str, handle: str, one: tuple[int, int, str]) -> None:
+    def served(self, request: str, handle: str, lookup: tuple[int, int, str]) -> None:
         """Record the bytes, tokens and tier of a block that was announced to `asked` as None."""
         at = time.time()
         with self._lock:
             if self._awaited.get(handle, ("", at))[0] == request:
                 _, at = self._awaited.pop(handle)
-            self._write(Access(request, handle, *one, at))
+            self._write(Access(request, handle, *lookup, at))
 
     def made(self, handle: str, num_bytes: int, num_tokens: int) -> None:
         """Record that a block was made. It is an access only if it was requested before: ingestion is not an access."""

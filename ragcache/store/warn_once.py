@@ -12,10 +12,10 @@ class WarnOnce:
         self._log = log
         self._known: set[type[BaseException]] = set()
 
-    def failed(self, what: str, error: BaseException) -> None:
+    def failed(self, name: str, error: BaseException) -> None:
         level = logging.DEBUG if type(error) in self._known else logging.WARNING
         self._known.add(type(error))
-        self._log.log(level, "%s: %s: %s", what, type(error).__name__, error)
+        self._log.log(level, "%s: %s: %s", name, type(error).__name__, error)
 
     def worked(self) -> None:
         self._known.clear()

@@ -259,9 +259,9 @@ def test_some_are_read_while_others_are_computed(setup):
 def test_encoding_ends_in_the_layer_in_which_nobody_wants_it(lm):
     asked = []
     with pytest.raises(AbandonedSignal):
-        lm.encode([IDS[0]], wanted=lambda: bool(asked.append(1)) or len(asked) < 2)
+        lm.encode([IDS[0]], is_needed=lambda: bool(asked.append(1)) or len(asked) < 2)
     assert len(asked) == 2
-    assert lm.encode([IDS[0]], wanted=lambda: True)[0].equal(lm.encode([IDS[0]])[0])
+    assert lm.encode([IDS[0]], is_needed=lambda: True)[0].equal(lm.encode([IDS[0]])[0])
 
 
 def test_what_no_tier_has_is_computed_in_batches_and_kept(setup):

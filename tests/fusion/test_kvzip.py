@@ -269,5 +269,5 @@ def test_the_second_pass_is_given_up_when_nobody_wants_it(llama):
         return len(asked) <= 3  # the layers of the first pass
 
     with pytest.raises(AbandonedSignal):
-        llama.lm.encode([list(range(3, 40))], Recipe(kept=0.5), wanted=wanted)
+        llama.lm.encode([list(range(3, 40))], Recipe(kept=0.5), is_needed=wanted)
     assert len(asked) == 4

@@ -94,7 +94,7 @@ class LlamaModel(BlockModel):
         *,
         prefix: object = None,
         batch_tokens: int | None = None,
-        wanted: Callable[[], bool] | None = None,
+        is_needed: Callable[[], bool] | None = None,
         neighbours: Sequence[Neighbours] | None = None,
     ) -> list[KVBlock]:
         """Run each chunk in a sequence of its own, many sequences at once, and return their states.
@@ -122,7 +122,7 @@ class LlamaModel(BlockModel):
         limit = LIMIT.get()
         with self._encoding, self._read(context, limit):
             for group in self._groups([len(row) for row in rows]):
-                if wanted is not None and not wanted():
+                if is_needed is not None and not is_needed():
                     raise AbandonedSignal
                 lengths = [len(context) + len(rows[rank]) for rank in group]
                 with self.admit([*context, NO_ELEMENT], same, lengths, limit) as found:

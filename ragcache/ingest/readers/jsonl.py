@@ -57,12 +57,12 @@ def _document(fields: Any, where: str, file_id: str, number: int) -> Document:
     metadata = fields.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ReaderError(where, "'metadata' is not a JSON object")
-    given = fields.get("id")
-    if given is not None and (isinstance(given, bool) or not isinstance(given, str | int)):
+    id = fields.get("id")
+    if id is not None and (isinstance(id, bool) or not isinstance(id, str | int)):
         raise ReaderError(where, "'id' is neither a string nor a whole number")
     title = " ".join(_words(fields.get("title")).split())
     metadata = {name: value for name, value in fields.items() if name not in FIELDS} | metadata
     source = _words(fields.get("source")) or f"{file_id}:{number}"
     return Document(
-        f"{file_id}#{number}" if given in (None, "") else str(given), headed(title, text), metadata, title, source
+        f"{file_id}#{number}" if id in (None, "") else str(id), headed(title, text), metadata, title, source
     )

@@ -79,9 +79,9 @@ class CachedTier(DurableTier):
         return self.sizes([key]).get(key)
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        wanted = list(keys)
-        here = self.local.sizes(wanted)
-        return here | self.shared.sizes([key for key in wanted if key not in here])
+        listed = list(keys)
+        here = self.local.sizes(listed)
+        return here | self.shared.sizes([key for key in listed if key not in here])
 
     def keys(self) -> Iterator[str]:
         """Return the keys of the shared tier, and of local copies that it no longer has."""

@@ -63,7 +63,7 @@ class MemoryTier(BudgetedTier):
 def _lies_in(block: KVBlock, buffer: Tensor) -> bool:
     """Return whether all of the block's tensors lie in the buffer."""
     own = buffer.untyped_storage().data_ptr()
-    return all(one.untyped_storage().data_ptr() == own for one in block.held_tensors() if one.numel())
+    return all(tensor.untyped_storage().data_ptr() == own for tensor in block.held_tensors() if tensor.numel())
 
 
 log = logging.getLogger(__name__)

@@ -86,11 +86,11 @@ class TierStack:
 
         memory_only: access no disk and no network
         """
-        wanted, found = list(dict.fromkeys(keys)), dict[str, Stored]()
+        unique_keys, found = list(dict.fromkeys(keys)), dict[str, Stored]()
         for tier in self.volatile if memory_only else (*self.volatile, *self.durable.caches):
-            rest = [key for key in wanted if key not in found]
+            rest = [key for key in unique_keys if key not in found]
             found |= {key: Stored(tier.name, size) for key in rest if (size := tier.size(key)) is not None}
-        rest = [] if memory_only else [key for key in wanted if key not in found]
+        rest = [] if memory_only else [key for key in unique_keys if key not in found]
         kept = self.durable.sizes(rest) if rest else {}
         return found | {key: Stored(self.durable.name, size) for key, size in kept.items()}
 
@@ -103,11 +103,11 @@ class TierStack:
         caches = self.durable.caches if copies and self.demotion.referenced is not None else ()
         here = [(tier, key) for tier in caches for key in list(tier.keys())]
         held = [(tier, key) for tier in self.volatile for key in list(tier.keys())]
-        wanted = self.demotion.wanted(key for _, key in (*here, *held))
+        demoted = self.demotion.wanted(key for _, key in (*here, *held))
         for cache, key in here:
-            if key not in wanted:
+            if key not in demoted:
                 cache.delete(key)
-        gone = [(tier, key) for tier, key in held if key not in wanted and key not in self.durable]
+        gone = [(tier, key) for tier, key in held if key not in demoted and key not in self.durable]
         for tier, key in gone:
             tier.delete(key)
             self.demotion.stays(key)
