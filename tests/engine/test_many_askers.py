@@ -104,9 +104,9 @@ def test_a_deadline_ends_loading(kb, monkeypatch):
     """The blocks of passages from outside are never ready."""
     begun = []
 
-    def never(*_, wanted, **__):
+    def never(*_, is_needed, **__):
         begun.append(1)
-        until(lambda: not wanted())
+        until(lambda: not is_needed())
         raise AbandonedSignal
 
     monkeypatch.setattr(kb._engine.lookup.encoder.lm, "encode", never)

@@ -307,8 +307,8 @@ def test_a_cancelled_ingestion_ends_amid_its_work(tmp_path, lm, monkeypatch, sta
         def slow(*given, **options):
             begun.set()
             time.sleep(0.05)
-            wanted, end = options.get("wanted", lambda: LIMIT.get().check() is None), time.monotonic() + 20
-            while stage != "cut" and wanted() and time.monotonic() < end:
+            is_needed, end = options.get("is_needed", lambda: LIMIT.get().check() is None), time.monotonic() + 20
+            while stage != "cut" and is_needed() and time.monotonic() < end:
                 time.sleep(0.01)
             return work(*given, **options)
 
