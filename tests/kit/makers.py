@@ -18,6 +18,9 @@ from tiny_model import save_tiny_llama
 import ragcache as rc
 from ragcache_demo.bag_of_words import BagOfWords
 
+QUIET = rc.StoreConfig(learn="off")
+"""Nothing is learnt from prompts, so that a prompt is read the same way each time."""
+
 
 def each(values: Iterable[Any], make: Callable[[Any], Any] = lambda value: value, **options: Any) -> Any:
     """Return a fixture with what `make` makes of each value. options: the fixture's, such as its scope"""
@@ -65,9 +68,7 @@ def module_kb(*documents: rc.Document) -> Any:
     @pytest.fixture(scope="module")
     def kb(lm, tmp_path_factory):
         path = tmp_path_factory.mktemp("module") / "kb"
-        with rc.RagCache.open(
-            path, model=lm, method="reposition", embedder=BagOfWords(), store=rc.StoreConfig(learn="off")
-        ) as kb:
+        with rc.RagCache.open(path, model=lm, method="reposition", embedder=BagOfWords(), store=QUIET) as kb:
             kb.ingest(documents)
             yield kb
 
@@ -115,9 +116,7 @@ def open_loading(**defaults: Any) -> Any:
     @pytest.fixture
     def open_kb(open_kb):
         def open_one(store=None, **options):
-            return open_kb(
-                store=replace(store or rc.StoreConfig(learn="off"), load="always"), **{**defaults, **options}
-            )
+            return open_kb(store=replace(store or QUIET, load="always"), **{**defaults, **options})
 
         return open_one
 

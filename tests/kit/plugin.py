@@ -8,6 +8,7 @@ import pytest
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from kit.makers import QUIET
 from ragcache.engine import assemble
 from ragcache.retrieval import embedder
 from ragcache_demo.bag_of_words import BagOfWords
@@ -58,8 +59,8 @@ def open_kb(tmp_path, lm):
     opened = []
 
     def open_one(path: Path = tmp_path / "kb", *, texts: Mapping[str, str] | None = None, **options) -> rc.RagCache:
-        own = {"model": lm, "embedder": BagOfWords(), **({} if options.get("model") else {"method": "reposition"})}
-        own["store"] = rc.StoreConfig(learn="off")  # a prompt that is repeated is read the same way
+        method = {} if options.get("model") else {"method": "reposition"}
+        own = {"model": lm, "embedder": BagOfWords(), "store": QUIET, **method}
         kb = rc.RagCache.open(path, **{**own, **options})
         opened.append(kb)
         if texts:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from engine_texts import TEXTS
+from kit.makers import QUIET
 from openai import OpenAI
 from serving import Served, serving, settings_outside
 from templates import TOOL_TEMPLATES
@@ -15,7 +16,6 @@ from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
-QUIET = rc.StoreConfig(learn="off")  # shared by tests, each of which reads a prompt as if it were the first
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kit.makers import QUIET
 from li_texts import SHORT, TEXTS
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
@@ -32,9 +33,7 @@ def made(tmp_path_factory, lm) -> Path:
     """A store whose documents were ingested without LlamaIndex. Not to be changed: take `kb`."""
     path = tmp_path_factory.mktemp("made") / "kb"
     years = {id: 2020 + rank for rank, id in enumerate(TEXTS)}
-    with rc.RagCache.open(
-        path, model=lm, embedder=BagOfWords(), method="reposition", store=rc.StoreConfig(learn="off")
-    ) as kb:
+    with rc.RagCache.open(path, model=lm, embedder=BagOfWords(), method="reposition", store=QUIET) as kb:
         report = kb.ingest(rc.Document(id, text, {"year": years[id]}) for id, text in TEXTS.items())
         assert sorted(report.added) == sorted(TEXTS)
     return path
