@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Home:
     """The process in which an object was created.
 
-    what, again: texts for the error, such as "this store was opened" and "open it"
+    event, again: texts for the error, such as "this store was opened" and "open it"
     """
 
-    def __init__(self, name: str, again: str) -> None:
-        self._what = name
+    def __init__(self, event: str, again: str) -> None:
+        self._event = event
         self._again = again
         self._process = os.getpid()
 
@@ -33,7 +33,7 @@ class Home:
         """Raise ForkedError in any other process."""
         if not self.is_here:
             raise ForkedError(
-                f"{self._what} in process {self._process} and is used in its fork {os.getpid()}, where the threads "
+                f"{self._event} in process {self._process} and is used in its fork {os.getpid()}, where the threads "
                 f"that work for it do not exist; {self._again} in each worker, after the fork, or start workers by "
                 'multiprocessing.get_context("spawn")'
             )

@@ -89,11 +89,11 @@ def targets(group: str) -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
-def load(group: str, name: str, objects: Mapping[str, T | str]) -> T:
+def load(kind: str, name: str, objects: Mapping[str, T | str]) -> T:
     """Return the object called `name`, imported if `objects` holds its place as "module:attribute".
 
     Args:
-        group: The kind of object, for errors: "codec".
+        kind: The kind of object, for errors: "codec".
         name: The name to look up.
         objects: A registry, or a dict of objects and places by name.
 
@@ -102,9 +102,9 @@ def load(group: str, name: str, objects: Mapping[str, T | str]) -> T:
         PluginError: The object cannot be imported.
     """
     if name not in objects:
-        check_choice(group, name, objects)
+        check_choice(kind, name, objects)
     found = objects[name]
-    return cast(T, _load(EntryPoint(name, found, group))) if isinstance(found, str) else found
+    return cast(T, _load(EntryPoint(name, found, kind))) if isinstance(found, str) else found
 
 
 def _load(entry: EntryPoint) -> Any:

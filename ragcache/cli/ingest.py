@@ -55,7 +55,7 @@ def by_source(sources: Sequence[str] | None) -> dict[str, Any] | None:
 
 
 def all_of(*filters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    conditions = [filter for filter in filters if filter]
+    conditions = [condition for condition in filters if condition]
     return {"$and": conditions} if conditions else None
 
 

@@ -169,7 +169,7 @@ class Codec(ABC):
         """
         if DATA in tensors:
             return OpaqueBlock.read(tensors)
-        maps = {name.removeprefix(_STATE): one for name, one in tensors.items() if name.startswith(_STATE)}
+        maps = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items() if name.startswith(_STATE)}
         if maps:
             kv = self.decode({name: tensor for name, tensor in tensors.items() if not name.startswith(_STATE)})
             return HybridBlock(kv, _state_maps(maps, kv.num_tokens))

@@ -140,9 +140,8 @@ class ConversationContext:
         if last is None:
             raise PromptError("there is no user message; end the conversation with a question")
         once, seen = dict[int, list[Hit]](), set[tuple[int, ...]]()
-        for turn, hits in sorted(
-            hits_by_turn.items()
-        ):  # each passage once, in the first turn that has it, where it was read
+        # Each passage once, in the first turn that has it, where it was read.
+        for turn, hits in sorted(hits_by_turn.items()):
             once[turn] = [hit for hit in hits if tuple(hit.chunk.token_ids) not in seen]
             seen |= {tuple(hit.chunk.token_ids) for hit in hits}
         parts, stays, standing = list[tuple[int, ...] | tuple[Hit, ...]](), 0, set(self._conversation.standing)

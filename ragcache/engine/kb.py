@@ -158,9 +158,8 @@ class RagCache(Store):
         ModelError, EmbedderError, RerankerError, ConfigError, EngineError.
         """
         elsewhere = [name for name in method_options if said(name, ()) is not None]
-        of_methods = (
-            {name for method in methods() for name in method.options} if elsewhere else set()
-        )  # imports every method
+        # `methods` imports every method, so only where a name may be a method's option.
+        of_methods = {name for method in methods() for name in method.options} if elsewhere else set()
         check_names([name for name in elsewhere if name not in of_methods], list(signature(cls.open).parameters))
         if "models" in method_options:
             raise ConfigError("models=False is no option; Store.open opens a store without its models")

@@ -86,7 +86,7 @@ class LoadPlan(Generic[Key]):
             return False
         arrives_s = ahead[tier] + self._load_s(key)
         # If the read would arrive after some waiting block could be computed, the model may get to that block first.
-        late = self._reading and arrives_s > min(self._compute_s([key]) for key in self._waiting)
+        late = self._reading and arrives_s > min(self._compute_s([other]) for other in self._waiting)
         # MIN_GAIN_S is in the rules of both sides, so that one of them always begins.
         return self.load_all or (not late and arrives_s <= self._computing_all_s() + MIN_GAIN_S)
 
@@ -138,7 +138,7 @@ class LoadPlan(Generic[Key]):
     def _fits(self, batch: Sequence[Key], key: Key) -> bool:
         """Return whether the part can join the batch, which is padded to its longest; any part fits alone."""
         together = [*batch, key]
-        padded = len(together) * max(self.parts[key].num_tokens for key in together)
+        padded = len(together) * max(self.parts[member].num_tokens for member in together)
         return not batch or padded <= self.batch_tokens
 
     # Expectations

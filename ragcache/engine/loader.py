@@ -424,7 +424,7 @@ class _Question:
         That time includes the codec's encoding but not the write to disk.
         """
         chunks = [self.chunks[handle] for handle in batch]
-        made = self._encoder.encode([one.token_ids for one in chunks], [one.neighbours for one in chunks])
+        made = self._encoder.encode([chunk.token_ids for chunk in chunks], [chunk.neighbours for chunk in chunks])
         computed = made[0].held_tensors()[0]
         if computed.is_cuda:
             torch.cuda.synchronize(computed.device)  # on a GPU the work is only queued so far

@@ -438,9 +438,9 @@ def said(name: str, known: Iterable[str]) -> str | None:
     return found and (found[1] if found[1].partition("=")[0] in known else f"{found[0]}(..., {found[1]})")
 
 
-def check_names(names: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UnknownOptionError if a given name is not in `known`, with the right spelling or a list of options."""
-    if unknown := [name for name in names if name not in known]:
+def check_names(stated: Iterable[str], known: Sequence[str]) -> None:
+    """Raise UnknownOptionError if a stated name is not in `known`, with the right spelling or a list of options."""
+    if unknown := [name for name in stated if name not in known]:
         places = (*known, "k") if "search" in known else known
         ways = list(dict.fromkeys(way for name in unknown if (way := said(name, places)) is not None))
         out = [f"the options are {', '.join(known)}"] if all(way.startswith("ask(") for way in ways) else []

@@ -41,9 +41,9 @@ def explain(
     questions = _Planned(parts)
     questions.finder = finder
     events: Iterator[Any] = (
-        questions.chat(asked, keywords)
-        if not isinstance(asked, str)
-        else questions.ask(asked, keywords.get("k", DEFAULT_K), keywords)
+        questions.ask(asked, keywords.get("k", DEFAULT_K), keywords)
+        if isinstance(asked, str)
+        else questions.chat(asked, keywords)
     )
     request = next(events)
     keys = parts.block_keys.keys([hit.chunk for hit in request.hits])

@@ -124,7 +124,7 @@ class Precompute:
         report = PrecomputeReport()
         gone = self._list.unname(collection, ids, sources)
         if given is not None:
-            chunks = [self._chunk(one.text) for one in _texts(given) if one.text.strip()]
+            chunks = [self._chunk(text.text) for text in _texts(given) if text.text.strip()]
             keys = self._encoder.keys(chunks)
             gone += self._list.unlearn((self._learnt, chunk.token_ids) for chunk in chunks)
             gone += self._list.unname(collection, keys)

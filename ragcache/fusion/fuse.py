@@ -292,7 +292,7 @@ def _used_recipe(
     """Return the given recipe, else the blocks' recipe, else the method's. Raises StaleBlockError if these differ."""
     stated = [block.recipe for block in blocks or () if block.recipe is not None]
     used = _recipe(lm, method, next(iter(stated), None) if recipe is None else recipe, added)
-    if other := next((recipe for recipe in stated if recipe != used), None):
+    if other := next((other for other in stated if other != used), None):
         raise StaleBlockError(f"blocks of recipe {other} were given for {used}; encode them alike")
     return used
 

@@ -114,11 +114,11 @@ class BlockKeys:
         marks = len(self.recipe.marked(()))
         left = self.card.max_positions - len(self.context_ids) - chunk.num_tokens - marks - self.recipe.bos
         taken: list[tuple[int, ...]] = []
-        for block in near:
-            left -= block.num_tokens + marks
+        for neighbour in near:
+            left -= neighbour.num_tokens + marks
             if left < 0:
                 break
-            taken.append(tuple(block.token_ids))
+            taken.append(tuple(neighbour.token_ids))
         return tuple(taken)
 
 

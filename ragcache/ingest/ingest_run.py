@@ -126,7 +126,7 @@ class IngestRun:
                 jobs = ((window, self._job(window)) for window in self._windows(items))
                 for window, vectors in self._work.compute(jobs):
                     self._commit_window(window, vectors)
-                    self._uncommitted.difference_update(*(one.keys for one in window))
+                    self._uncommitted.difference_update(*(pending.keys for pending in window))
                 self.to.collect_garbage()  # blocks of documents that moved ones have replaced
                 self._save_index(force=True)
                 self._remove_vanished()
@@ -468,14 +468,14 @@ class IngestRun:
         """Report a window as `_commit_window` would, without changing anything."""
         for pending in window:
             self._tell_stored(pending)
-        ids_by_key = {
+        tokens_by_key = {
             key: len(chunk.token_ids)
             for pending in window
             for key, chunk in zip(pending.keys, pending.chunks, strict=True)
         }
         if self.eager:
-            stored = self.to.kv.lookup(ids_by_key, "durable")
-            self.report.computed_tokens += sum(size for key, size in ids_by_key.items() if key not in stored)
+            stored = self.to.kv.lookup(tokens_by_key, "durable")
+            self.report.computed_tokens += sum(tokens for key, tokens in tokens_by_key.items() if key not in stored)
 
     def _tell_stored(self, pending: PendingDocument) -> None:
         (self.report.updated if pending.replaces else self.report.added).append(pending.document.id)

@@ -247,8 +247,8 @@ class LocalWorkers:
             yield map(Record, self._worker.read(source, self._report.seconds))
 
     def compute(self, jobs: Iterable[tuple[T, EncodeJob]]) -> Iterator[tuple[T, list[Vectors]]]:
-        for kind, job in jobs:
-            yield kind, self._worker.compute(job, self._report, self._say)
+        for item, job in jobs:
+            yield item, self._worker.compute(job, self._report, self._say)
 
 
 def _wait(writes: Sequence[Future[None]]) -> None:

@@ -165,8 +165,8 @@ class KVBlock:
         )
 
 
-def _same_places(places: Tensor | None, other: Tensor | None) -> bool:
-    return places is other if places is None or other is None else torch.equal(places, other)
+def _same_places(own: Tensor | None, other: Tensor | None) -> bool:
+    return own is other if own is None or other is None else torch.equal(own, other)
 
 
 class MixedBlock(KVBlock):

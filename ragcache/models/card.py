@@ -55,13 +55,13 @@ class ModelCard:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def recipe(self, name: str | Recipe) -> Recipe:
+    def recipe(self, recipe: str | Recipe) -> Recipe:
         """Return the recipe with its primer as this model's ids, cut to the tokens that a chunk can attend to.
 
         Raises ConfigError for an unknown recipe, a primer that leaves no room for a passage, and a primer that holds
         control tokens or ids outside the vocabulary.
         """
-        recipe = Recipe.of(name)
+        recipe = Recipe.of(recipe)
         if recipe.name != PRIMER or recipe == self._checked:
             return recipe
         if isinstance(recipe.primer, str):
@@ -108,18 +108,18 @@ class ModelCard:
         """Return the ids that training for reuse added; no answer may contain them."""
         return self.reuse.added_ids if self.reuse is not None else frozenset()
 
-    def check_ids(self, ids: Sequence[int], name: str) -> None:
+    def check_ids(self, ids: Sequence[int], subject: str) -> None:
         """Raise PromptError for ids outside the vocabulary, ContextTooLongError for too many ids."""
         if len(ids) > self.max_positions:
             raise ContextTooLongError(
-                f"{name} has {len(ids)} tokens and {self.name} takes {self.max_positions}{self._ends}; use fewer or "
+                f"{subject} has {len(ids)} tokens and {self.name} takes {self.max_positions}{self._ends}; use fewer or "
                 "shorter chunks"
             )
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise PromptError(f"{name} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
+            raise PromptError(f"{subject} holds token id {bad}; {self.name} has ids 0 to {self.vocab_size - 1}")
 
-    def check_text(self, text: str, name: str) -> None:
+    def check_text(self, text: str, subject: str) -> None:
         """Raise ContextTooLongError if a text has far more tokens than the model reads, before tokenising all of it.
 
         Raises PromptError for half of a surrogate pair.
@@ -127,7 +127,7 @@ class ModelCard:
         check_text(text)
         if len(text) > self.max_positions * self._longest_token or exceeds(text, self.max_positions, self.count_text):
             raise ContextTooLongError(
-                f"{name} has {len(text):,} characters, which is more than the {self.max_positions:,} tokens that "
+                f"{subject} has {len(text):,} characters, which is more than the {self.max_positions:,} tokens that "
                 f"{self.name} takes{self._ends}; shorten it"
             )
 

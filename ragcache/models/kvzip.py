@@ -55,12 +55,12 @@ def replay_ids(card: ModelCard, recipe: Recipe, chunk_ids: Sequence[int]) -> lis
 
 
 def check_replay(
-    card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], name: str
+    card: ModelCard, recipe: Recipe, prefix_ids: Sequence[int], chunk_ids: Sequence[int], subject: str
 ) -> None:
     """Raise ContextTooLongError if a chunk fits the model, but not together with its `replay_ids`."""
     if recipe.kept < 1:
         ids = [*prefix_ids, *recipe.marked(chunk_ids), *replay_ids(card, recipe, chunk_ids)]
-        card.check_ids(ids, f"{name}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
+        card.check_ids(ids, f"{subject}, with what is read behind it to find the {recipe.kept:g} of its KV that stays,")
 
 
 def num_kept(recipe: Recipe, num_tokens: int) -> int:
@@ -104,7 +104,7 @@ def measure_scores(
 
     behind_ids: ids that run after the block
     prefix:     rotated keys and values that the chunk was encoded after; see `encode_batch`
-    is_needed:     called before every pass; AbandonedSignal is raised if it returns False
+    is_needed:  called before every pass; AbandonedSignal is raised if it returns False
     """
     start = prefix[0][0].shape[2] if prefix else 0
     end = start + block.num_tokens

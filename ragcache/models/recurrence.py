@@ -187,9 +187,9 @@ class Mixer:
         state = cast(Tensor, plain)
         size = _size(state[0])
         drawn = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).to(state.device) * size
-        whole = self.map(hidden, None, arguments, size)
+        chunk_map = self.map(hidden, None, arguments, size)
         theirs = self._through(hidden, State(torch.zeros_like(conv), drawn), arguments)[1]
-        ours, q = cast(Tensor, whole.advance(drawn)), cast(Tensor, whole.q)[None]
+        ours, q = cast(Tensor, chunk_map.advance(drawn)), cast(Tensor, chunk_map.q)[None]
         left = theirs.float() - q
         if strict and float(left.norm()) < _LEAST * float(drawn.norm()):
             return False

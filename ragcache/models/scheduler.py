@@ -286,9 +286,9 @@ class Scheduler:
 
     def _whose_turn(self) -> list[QueuedRequest]:
         """Return the waiting requests of the callers for whom the model has worked least, by arrival."""
-        worked_s = [self._worked_s.get(one.limit.caller, 0.0) for one in self._waiting]
+        worked_s = [self._worked_s.get(request.limit.caller, 0.0) for request in self._waiting]
         most = min(worked_s) + EVEN_S
-        return [one for one, seconds in zip(self._waiting, worked_s, strict=True) if seconds <= most]
+        return [request for request, seconds in zip(self._waiting, worked_s, strict=True) if seconds <= most]
 
     def _shares(self, waiting: Sequence[QueuedRequest]) -> list[tuple[QueuedRequest, int]]:
         """Return the runs of the next pass, with their token counts.
@@ -299,7 +299,7 @@ class Scheduler:
         run = first.run
         if first.alone is not None or not self.sharing:
             return [(first, run.left)]
-        others = [one for one in waiting if one.alone is None and one is not first]
+        others = [request for request in waiting if request.alone is None and request is not first]
         if self._is_question(run):
             others = [request for request in others if self._is_question(request.run)]
         room = self.pass_tokens if others or self._decoding else self.alone_tokens

@@ -62,9 +62,9 @@ def as_json(schema: Mapping[str, Any] | str) -> str:
     return text
 
 
-def _check_size(name: str, size: int) -> None:
+def _check_size(subject: str, size: int) -> None:
     if size > MAX_GRAMMAR:
-        raise ConfigError(f"{name} {size} characters; {MAX_GRAMMAR} are the most", name.split()[0])
+        raise ConfigError(f"{subject} {size} characters; {MAX_GRAMMAR} are the most", subject.split()[0])
 
 
 def _checked(grammar: str, name: str) -> str:

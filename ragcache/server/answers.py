@@ -102,8 +102,8 @@ def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: i
     """Return the sampling options of a request. Raises ConfigError for invalid values."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
-    max_tokens = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-    most = _first(max_tokens, request.max_tokens, defaults.max_tokens)
+    completion_tokens = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    most = _first(completion_tokens, request.max_tokens, defaults.max_tokens)
     return Sampling(
         max_tokens=None if most is None else min(most, max_positions),
         temperature=_first(request.temperature, defaults.temperature),

@@ -106,7 +106,7 @@ async def respond(
     context, as those of different users do.
     """
     service, request = writer.service, writer.request
-    work = service.answer(*(_counted(service, request, body, one) for one in events), timeout_s=timeout_s)
+    work = service.answer(*(_counted(service, request, body, answer) for answer in events), timeout_s=timeout_s)
     begun = asyncio.ensure_future(anext(work))
     try:
         await work.unless_gone(request, asyncio.wait({begun}, timeout=HEADERS_S if body.stream else None))

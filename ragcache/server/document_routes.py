@@ -39,8 +39,8 @@ async def add_uploads(
     left = threading.Event()
     async with service.reading_slots.hold():
         found = await service.in_thread(_read_uploads, service, uploads, left, cancelled=left)
-    documents = [one for one in found if isinstance(one, Document)]
-    failures = [one for one in found if isinstance(one, Failure)]
+    documents = [item for item in found if isinstance(item, Document)]
+    failures = [item for item in found if isinstance(item, Failure)]
     async with (
         service.writers.hold(),
         aclosing(add_documents(service, documents, split=True, replace=replace)) as adding,
@@ -268,9 +268,9 @@ async def create_documents(request: Request, service: ServiceParam, replace: Rep
 async def _additions(request: Request, service: Service, replace: bool) -> AsyncGenerator[Said, None]:
     if content_type(request) == MULTIPART:
         return add_uploads(service, await _files(request, service.settings.max_upload_files), replace=replace)
-    asked = await read_json(request, AddDocuments, f"{JSON} or {MULTIPART}")
-    documents = [Document(one.id, one.text, one.metadata, one.title, one.source) for one in asked.documents]
-    return add_documents(await seen_service(request), documents, split=asked.split)
+    body = await read_json(request, AddDocuments, f"{JSON} or {MULTIPART}")
+    documents = [Document(item.id, item.text, item.metadata, item.title, item.source) for item in body.documents]
+    return add_documents(await seen_service(request), documents, split=body.split)
 
 
 async def _files(request: Request, most: int) -> list[Upload]:

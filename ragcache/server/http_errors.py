@@ -213,9 +213,8 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else ()
-        problems = [
-            {**problem, "loc": problem["loc"][1:] or problem["loc"]} for problem in problems
-        ]  # without "path" or "query"
+        # Without "path" or "query".
+        problems = [{**problem, "loc": problem["loc"][1:] or problem["loc"]} for problem in problems]
         return await answer(request, from_validation(problems) if problems else error)
 
     async def gone(_request: Request, _error: Exception) -> Response:

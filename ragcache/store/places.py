@@ -50,7 +50,7 @@ def check_places(where: str, text: str, places: Sequence[Place]) -> None:
     for place in places:
         check_metadata(where, dict(place.fields))
     starts = [place.start for place in places]
-    if starts and (starts[0] < 0 or starts[-1] > len(text) or any(before >= two for before, two in pairwise(starts))):
+    if starts and (starts[0] < 0 or starts[-1] > len(text) or any(start >= after for start, after in pairwise(starts))):
         raise MetadataError(
             f"{where}: its places do not begin at rising offsets of its {len(text)} characters; give them in order, "
             "each offset once"

@@ -253,9 +253,9 @@ class LlamaEngine:
         def more() -> int:
             """Take cells for half as many tokens again as the sequence holds, within `most`; return how many."""
             used = len(sequence.elements)
-            wanted = min(max(ANSWER_TOKENS, used // 2), read + most - used)
-            pool.grow(sequence, wanted, request.limit)
-            return wanted
+            capacity = min(max(ANSWER_TOKENS, used // 2), read + most - used)
+            pool.grow(sequence, capacity, request.limit)
+            return capacity
 
         return decode(
             self.lm,
