@@ -5,13 +5,13 @@
     adapter.safetensors   ids: int64 [n]; rows: float32 [n, hidden_size] (version 1)
     tokenizer files       the base's, with the added tokens
 
-If LoRA's matrices were trained too (version 2), they and the rows are in peft's own files, which peft reads over a
-base with room for the ids:
+If LoRA's matrices were trained too, they and the rows are in peft's own files, which peft reads over a base with room
+for the ids. They are merged into the base's weights (version 2), or act on passages alone (version 3):
 
     adapter_config.json, adapter_model.safetensors
 
 `ragcache train` writes it (--freeze, --lora-rank) and `load_lm` loads it as a model: the base with room for the ids,
-their rows and the section, and the matrices merged. Fingerprint, block keys and methods then treat it like any other
+their rows and the section, and the matrices. Fingerprint, block keys and methods then treat it like any other
 model.
 """
 
@@ -30,11 +30,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ragcache.errors import AdapterError
 from ragcache.models.hub import ADAPTER
-from ragcache.models.lora import DELTA, Lora
+from ragcache.models.lora import DELTA, LORA_FILE, Lora
 from ragcache.models.trained_tokens import SECTION, TrainedTokens, grown
 
-ROWS_FILE, LORA_FILE = "adapter.safetensors", "adapter_model.safetensors"
-ROWS_ALONE, WITH_LORA = VERSIONS = (1, 2)
+ROWS_FILE = "adapter.safetensors"
+ROWS_ALONE, WITH_LORA, ON_PASSAGES = VERSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Adapter:
     """The contents of adapter.json.
 
     directory: the adapter's directory; spec: the way of reuse that it was trained for, None for none
-    has_lora:  whether LoRA's matrices belong to it
+    has_lora:  whether LoRA's matrices belong to it; on_passages: whether they act on passages alone
     tokens:    the added tokens by ascending id; empty in the first adapters
     """
 
@@ -75,6 +75,7 @@ class Adapter:
     spec: TrainedTokens | None
     has_lora: bool = False
     tokens: tuple[str, ...] = ()
+    on_passages: bool = False
 
     @classmethod
     def find(cls, where: str | Path) -> Adapter | None:
@@ -88,10 +89,10 @@ class Adapter:
             if version in VERSIONS:
                 base, tokens = Base(**found["base"]), tuple(map(str, found.get("tokens", ())))
                 trained = None if spec is None else TrainedTokens.read(spec)
-                return cls(Path(where), base, trained, version == WITH_LORA, tokens)
+                return cls(Path(where), base, trained, version != ROWS_ALONE, tokens, version == ON_PASSAGES)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
-        readable = " and ".join(map(str, VERSIONS))
+        readable = ", ".join(map(str, VERSIONS))
         raise AdapterError(f"{path} has version {version!r}, this ragcache reads {readable}; install a newer ragcache")
 
     @property
@@ -149,7 +150,7 @@ class Adapter:
 
     @torch.no_grad()
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the base with the rows in its embedding and LoRA's matrices in its weights.
+        """Return the base with the rows in its embedding, and LoRA's matrices in its weights if they act on all tokens.
 
         New rows of a separate output head are zero, because no answer may contain their ids. New rows of other tables
         (Gemma 4 has one for all layers) are copies of the first row, as in training.
@@ -169,13 +170,16 @@ class Adapter:
             weight: Tensor = model.get_input_embeddings().weight
             weight[list(rows)] = torch.stack(list(rows.values())).to(weight)
         self.extend(model.config)
-        if self.has_lora:
-            lora = Lora.find(self.directory)
-            if lora is None:
-                raise _damaged(self.directory / Lora.FILE, "it is not there")
-            model = lora.merge(model)
+        if self.has_lora and not self.on_passages:
+            model = self.lora().merge(model)
         model.requires_grad_(False)
         return model
+
+    def lora(self) -> Lora:
+        """Return the matrices. Raises AdapterError if peft's file of them is not there."""
+        if (found := Lora.find(self.directory)) is None:
+            raise _damaged(self.directory / Lora.FILE, "it is not there")
+        return found
 
     def rows(self) -> dict[int, Tensor]:
         """Load the trained rows by id, ascending: float32 [hidden_size]. Raises AdapterError if they cannot be used."""
@@ -204,17 +208,20 @@ def write_adapter(
     spec: TrainedTokens | None,
     rows: dict[int, Tensor] | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    on_passages: bool = False,
 ) -> None:
     """Write rows by id, and adapter.json last, which makes the directory an adapter.
 
     rows: None: they and LoRA's matrices were already written by peft
     tokenizer: with the added tokens
+    on_passages: whether the matrices act on passages alone
     """
     if rows is not None:
         ids = sorted(rows)
         stacked = torch.stack([rows[id].detach().float().cpu() for id in ids])
         save_file({"ids": torch.tensor(ids), "rows": stacked.contiguous()}, out / ROWS_FILE, {"format": "pt"})
-    content: dict[str, Any] = {"version": WITH_LORA if rows is None else ROWS_ALONE, "base": asdict(base)}
+    version = ROWS_ALONE if rows is not None else ON_PASSAGES if on_passages else WITH_LORA
+    content: dict[str, Any] = {"version": version, "base": asdict(base)}
     content[SECTION] = None if spec is None else spec.section()
     if tokenizer is not None and spec is not None:
         content["tokens"] = tokenizer.convert_ids_to_tokens(sorted(spec.added_ids))

@@ -99,7 +99,8 @@ def load_lm(
         model = lora.merge(model)
     if file := split_file(base_of(name))[1]:  # as transformers states it: a file and its copy are the same model
         model.config.quantization_config = {"quant_method": "gguf", **file, "dequantize": False}
-    return _learn(model, own_tokenizer, str(name), reuse, packed)
+    beside = adapter.lora() if adapter is not None and adapter.on_passages else None
+    return _learn(model, own_tokenizer, str(name), reuse, packed, beside)
 
 
 def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | None) -> LanguageModel:
@@ -118,8 +119,14 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
 
 
 def _learn(
-    model: PreTrainedModel, tokenizer: Tokenizer | None, name: str, reuse: TrainedTokens | None, packed: bool | None
+    model: PreTrainedModel,
+    tokenizer: Tokenizer | None,
+    name: str,
+    reuse: TrainedTokens | None,
+    packed: bool | None,
+    beside: Lora | None = None,
 ) -> LanguageModel:
+    """beside: matrices that act on passages alone; inspection compares passages with the base's own keys"""
     stated = getattr(model.config, "quantization_config", None)
     if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
         raise UnsupportedModelError(
@@ -129,6 +136,8 @@ def _learn(
     if not hasattr(model, INSPECTED):  # once: it hooks the model's modules
         setattr(model, INSPECTED, inspect(model, name))
     rope, shape = getattr(model, INSPECTED)
+    if beside is not None:
+        beside.attach(model)
     mark = fingerprint(model, tokenizer)
     pack(model, packed)
     lm = LanguageModel(model, tokenizer, rope, shape, mark, name, reuse)

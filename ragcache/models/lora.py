@@ -1,6 +1,7 @@
-"""A LoRA adapter as peft saves it: a directory for a base model, into whose weights it is merged (Hu et al., 2021).
+"""A LoRA adapter as peft saves it: a directory for a base model (Hu et al., 2021).
 
-The fingerprint is that of the merged weights, so blocks of the base are never used for the adapter, or vice versa.
+Its matrices are merged into the base's weights, or stay beside them and act only where passages are encoded. The
+fingerprint covers them either way, so blocks of the base are never used for the adapter, or vice versa.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from ragcache.errors import AdapterError, ConfigError
+from ragcache.models.attention import CURRENT, EncodePass
 
+LORA_FILE = "adapter_model.safetensors"
+ROOT = "base_model.model."  # begins the names in peft's file
 DELTA = ".token_adapter.trainable_tokens_delta"  # ends the name of the rows in peft's file
 
 
@@ -76,6 +83,57 @@ class Lora:
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
             raise _damaged_lora(self.directory, error) from error
         return merged.eval().requires_grad_(False)
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Put the matrices beside the base's linear layers, where they act on passages alone (`PassageMatrices`).
+
+        Raises AdapterError for an adapter that is damaged or does not fit.
+        """
+        try:
+            stated = json.loads((self.directory / self.FILE).read_text(encoding="utf-8"))
+            scale = stated["lora_alpha"] / stated["r"]
+            held = load_file(self.directory / LORA_FILE)
+            layers = [name.removesuffix(".lora_A.weight") for name in held if name.endswith(".lora_A.weight")]
+            if not layers:
+                raise ValueError("it holds no matrices")
+            for name in layers:
+                layer: Any = model.get_submodule(name.removeprefix(ROOT))
+                matrices = PassageMatrices(held[f"{name}.lora_A.weight"], held[f"{name}.lora_B.weight"], scale)
+                matrices.add_to(layer, model)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+            raise _damaged_lora(self.directory, error) from error
+
+
+class PassageMatrices(nn.Module):
+    """The matrices beside a linear layer, in passes that encode passages; all other passes run the base's weights.
+
+    So questions, answers and prompts that are read as a single text are the base model's own.
+
+    down: [rank, in_features]; up: [out_features, rank]; scale: of their product
+    """
+
+    down: Tensor
+    up: Tensor
+
+    def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("down", down)
+        self.register_buffer("up", up * scale)
+
+    def add_to(self, layer: nn.Linear, model: PreTrainedModel) -> None:
+        """Let the matrices act on what this layer returns. Raises ValueError if their sizes are not the layer's."""
+        sizes = self.down.shape[1], self.up.shape[0]
+        if (found := (layer.in_features, layer.out_features)) != sizes:
+            raise ValueError(f"a layer has {found} features and its matrices {sizes}")
+        self.to(device=model.device, dtype=model.dtype)
+        layer.add_module("on_passages", self)
+        layer.register_forward_hook(self._act)
+
+    def _act(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        current = CURRENT.get()
+        if not isinstance(current, EncodePass) or current.rope is None:
+            return output
+        return output + F.linear(F.linear(args[0], self.down), self.up)
 
 
 def _damaged_lora(directory: Path, error: Exception) -> AdapterError:

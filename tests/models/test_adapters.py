@@ -230,8 +230,8 @@ def test_another_model_is_refused_by_what_differs(adapter, changes, reason):
 
 
 def test_a_newer_one_is_refused(adapter):
-    edit(adapter, version=3)
-    refused(adapter, "version 3, this ragcache reads 1 and 2; install a newer ragcache")
+    edit(adapter, version=4)
+    refused(adapter, "version 4, this ragcache reads 1, 2, 3; install a newer ragcache")
 
 
 def test_a_tokenizer_that_is_gone_is_named(adapter):

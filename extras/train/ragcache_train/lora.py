@@ -1,6 +1,7 @@
 """LoRA by peft: low-rank matrices beside every linear layer, and the rows of new tokens, trained.
 
-What comes out is an adapter, or the whole model with them in its weights.
+The matrices act on every token, or on passages' tokens alone (`PassageGate`). What comes out is an adapter, or the
+whole model with them in its weights.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragcache.errors import AdapterError, ConfigError
-from ragcache.models.adapter import LORA_FILE, Adapter, Base, write_adapter
+from ragcache.models.adapter import Adapter, Base, write_adapter
 from ragcache.models.language_model import LanguageModel
-from ragcache.models.lora import Lora
+from ragcache.models.lora import LORA_FILE, Lora
 from ragcache.models.named import NAMED
 from ragcache.models.trained_tokens import TrainedTokens
 
@@ -34,6 +35,7 @@ def add_lora(
     alpha: int | None,
     earlier: Adapter | None = None,
     mixed: bool = False,
+    on_passages: bool = False,
 ) -> nn.Module:
     """Return the model with LoRA's matrices. Matrices and rows are float32, whatever the model's weights are.
 
@@ -41,9 +43,10 @@ def add_lora(
 
     earlier: the adapter whose matrices are trained further; the embedding has its rows already
     mixed:   whether passes use mixed precision, which casts the operands of products
+    on_passages: whether the matrices act on passages' tokens alone
 
-    Raises ConfigError if peft is not installed, or the earlier adapter has another rank or alpha, AdapterError if the
-    earlier adapter is damaged.
+    Raises ConfigError if peft is not installed, or the earlier adapter has another rank or alpha or acts on other
+    tokens, AdapterError if the earlier adapter is damaged.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -53,6 +56,12 @@ def add_lora(
         raise ConfigError("LoRA needs peft; install ragcache-kv[train]") from error
     if earlier is not None and earlier.has_lora:
         alpha = _same_scale(earlier, rank, alpha)
+        if earlier.on_passages != on_passages:
+            acts, wanted = (("all", "passages")[on] for on in (earlier.on_passages, on_passages))
+            raise ConfigError(
+                f"lora_on is {wanted!r} and the matrices of {earlier.directory} were trained with {acts!r}; train with "
+                f"lora_on={acts!r}, or from its base, {earlier.base.name}"
+            )
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     added = sorted(spec.added_ids) if spec is not None else []
     config = LoraConfig(
@@ -73,7 +82,30 @@ def add_lora(
             own.get_merged_weights = partial(_rows_in_place, layer, ids)
         elif isinstance(layer, BaseTunerLayer) and mixed:
             own.cast_input_dtype_enabled = False  # to float32, of which mixed precision makes 16 bits again
+    if on_passages:
+        PassageGate().add_to(adapted)
     return adapted
+
+
+class PassageGate:
+    """Lets LoRA's matrices act on the tokens of passages that are read apart; all others run the base's weights.
+
+    Inference does the same (`ragcache/models/lora.py`). Which tokens these are is stated by each pass's `Visibility`.
+    """
+
+    _acts: Tensor
+
+    def add_to(self, adapted: nn.Module) -> None:
+        adapted.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, module in adapted.named_modules():
+            if name.endswith("lora_B.default"):
+                module.register_forward_hook(self._limit)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._acts = kwargs["visibility"].apart[None, :, None]
+
+    def _limit(self, matrix: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output * self._acts
 
 
 def _rows_in_place(layer: Any, ids: Tensor, adapters: Sequence[str]) -> Tensor:
@@ -115,7 +147,13 @@ def _load_matrices(adapted: nn.Module, earlier: Adapter) -> None:
 
 
 def save_lora(
-    lm: LanguageModel, model: Any, base: Base, spec: TrainedTokens | None, dtype: torch.dtype, out: Path
+    lm: LanguageModel,
+    model: Any,
+    base: Base,
+    spec: TrainedTokens | None,
+    dtype: torch.dtype,
+    on_passages: bool,
+    out: Path,
 ) -> None:
     """Write an adapter: matrices in `dtype` and rows in float32 as peft writes them, adapter.json, the tokenizer."""
     from peft import get_peft_model_state_dict
@@ -131,7 +169,7 @@ def save_lora(
     config.inference_mode = True
     config.save_pretrained(out)
     lm.tokenizer.save_pretrained(out)
-    write_adapter(out, base, spec, None, lm.tokenizer)
+    write_adapter(out, base, spec, None, lm.tokenizer, on_passages)
 
 
 def merge_lora(model: Any) -> Any:

@@ -111,6 +111,11 @@ class Visibility:
         """Return the positions at which queries outside passages see the tokens."""
         return self.positions if self.shifts is None else self.positions + self.shifts
 
+    @property
+    def apart(self) -> Tensor:
+        """Return whether tokens are those of a passage read apart, bool [length]."""
+        return (self.segments > OPEN) & ~is_shared(self.segments)
+
     def masks(self, window: int | None = None) -> list[Tensor]:
         """Return each row's mask, bool [tokens, memory + tokens]: the rule for every pair.
 

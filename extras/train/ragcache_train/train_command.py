@@ -144,6 +144,10 @@ class ScheduleOptions:
     warmup: Annotated[float, option("--warmup", "Share of the steps over which the learning rate rises.")] = 0.03
     lora_rank: Annotated[int, option("--lora-rank", "Rank of LoRA's matrices; 0 trains all weights.")] = 0
     lora_alpha: Annotated[float | None, option("--lora-alpha", "Scale of LoRA; twice the rank if not given.")] = None
+    lora_on: Annotated[
+        Literal["all", "passages"] | None,
+        option("--lora-on", "Tokens that LoRA acts on; with distill passages', all others if not given."),
+    ] = None
     merge: Annotated[bool, option("--merge", "With LoRA: write the whole model, in place of an adapter.")] = False
     checkpointing: Annotated[bool, option("--checkpointing", "Compute activations twice to save memory.")] = False
     seed: Annotated[int, option("--seed", "Of new rows, order and batches.")] = 0

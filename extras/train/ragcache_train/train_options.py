@@ -18,6 +18,7 @@ from ragcache_train.train_batches import BatchOptions
 PRECISIONS = ("float32", "bfloat16")
 LEARNING_RATES = {False: 1e-5, True: 2e-4}  # full fine-tuning, LoRA
 OBJECTIVES = ("labels", "distill")
+LORA_ON = ("all", "passages")
 DISTILL_RATE = 1e-4  # all weights; the teacher's distribution says more of a token than its label does
 FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
 DISTILL_BETA2 = 0.98
@@ -63,7 +64,8 @@ class TrainOptions:
                      password
     link_tokens:     K, after each passage; link_slots: passages that have their own link tokens
     positions:       of markers: "reordered" or "composite"
-    separate_share:  share of "qa" rows whose passages are encoded separately; the others in standard encoding
+    separate_share:  share of "qa" rows whose passages are encoded separately; the others in standard encoding. All are
+                     where weights are frozen or LoRA acts on passages alone
     mixture:         share of each kind of row; None: as the data has them
     shuffle_passages: put the passages of "qa" rows in another order each epoch
     system, question_format, segment_tokens: see EncodingOptions; max_tokens: longest sequence, link tokens not counted;
@@ -75,6 +77,9 @@ class TrainOptions:
     learning_rate:   None: 1e-5, or 2e-4 with LoRA, or 2e-2 on frozen weights
     warmup:          share of the steps over which the learning rate rises; it falls to 0 linearly after that
     lora_rank:       0: train all weights; else the rank of LoRA's matrices: the result is an adapter with them
+    lora_on:         tokens that the matrices act on: "all", or with "distill" those of "passages" read apart, so that
+                     the model which reads questions, and all as a single text, stays the one to start from; None:
+                     "passages" with "distill", unless merge is given
     merge:           with LoRA: the result is the whole model with the matrices in its weights
     resume:          go on from the last checkpoint in `out`
     device:          "auto" (see `load_lm`), "cuda", "cpu", ...
@@ -129,6 +134,7 @@ class TrainOptions:
     warmup: float = 0.03
     lora_rank: int = 0
     lora_alpha: int | None = None
+    lora_on: str | None = None
     merge: bool = False
     checkpointing: bool = False
     seed: int = 0
@@ -158,6 +164,15 @@ class TrainOptions:
             raise ConfigError(f"lora_rank is {self.lora_rank}; it must be at least 0 (0: train all weights)")
         if self.merge and not self.lora_rank:
             raise ConfigError("merge goes with lora_rank: all weights are written whole anyway")
+        if self.lora_on is not None:
+            check_choice("lora_on", self.lora_on, LORA_ON)
+            if not self.lora_rank:
+                raise ConfigError(f"lora_on is {self.lora_on!r} and no matrices are trained; add lora_rank")
+        if self.lora_on == "passages" and (self.merge or not self.distills):
+            raise ConfigError(
+                "lora_on is 'passages', which needs objective='distill' and cannot be merged into the weights that "
+                "questions share; add objective, and leave merge out"
+            )
         if self.precision not in (None, *PRECISIONS):
             raise ConfigError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
         for name in ("dtype", "save_dtype"):
@@ -256,6 +271,12 @@ class TrainOptions:
         return self.lora_rank > 0 and not self.merge
 
     @property
+    def lora_on_passages(self) -> bool:
+        """Return whether LoRA's matrices act on passages alone."""
+        chosen = "passages" if self.distills and not self.merge else "all"
+        return self.lora_rank > 0 and (self.lora_on or chosen) == "passages"
+
+    @property
     def packet(self) -> tuple[int, int]:
         """Return the tokens of a passage's header and trailer."""
         header, trailer = PACKETS.get(self.reuse, (0, 0)) if self.is_frozen and not self.anchor_tokens else (0, 0)
@@ -265,7 +286,8 @@ class TrainOptions:
         )
 
     def batches(self) -> BatchOptions:
-        share = 1.0 if self.is_frozen else self.separate_share
+        always = self.is_frozen or self.lora_on_passages  # a row that is read as a single text would teach nothing
+        share = 1.0 if always else self.separate_share
         return BatchOptions(self.batch_tokens, self.batch_size, share, self.mixture, self.most)
 
     @property

@@ -409,14 +409,15 @@ def on_weights(
     if options.lora_rank:
         set_seed(options.seed)  # of the matrices that start random
         mixed = options.runs_bfloat16(str(lm.device))
-        model = add_lora(lm.model, spec, options.lora_rank, options.lora_alpha, earlier, mixed)
+        scale = options.lora_rank, options.lora_alpha
+        model = add_lora(lm.model, spec, *scale, earlier, mixed, options.lora_on_passages)
     elif teacher is None:
         model.requires_grad_(True)
     else:
         apart = train_layers(lm.model, spec)
     save = partial(_save, lm, model, dtype, out)
     if options.makes_lora_adapter:
-        save = partial(save_lora, lm, model, base, spec, dtype, out)
+        save = partial(save_lora, lm, model, base, spec, dtype, options.lora_on_passages, out)
     if teacher is None or spec is None:
         loss = partial(answer_loss, rope=lm.rope)
         return Way(model, lm.model, DrawnRows(rows, spec, options.shuffle_passages), collate, loss, save)

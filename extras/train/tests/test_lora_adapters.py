@@ -376,8 +376,8 @@ def test_a_newer_form_and_a_missing_configuration_are_named(adapter):
     refused(adapter, "is missing or damaged")
     (adapter / "kept").rename(adapter / "adapter_config.json")
     path = adapter / "adapter.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 3}))
-    refused(adapter, "has version 3, this ragcache reads 1 and 2; install a newer ragcache")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 4}))
+    refused(adapter, "has version 4, this ragcache reads 1, 2, 3; install a newer ragcache")
 
 
 def test_rows_of_ids_that_the_tokenizer_has_otherwise_are_named(adapter):

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
 from ragcache.ingest.document import headed
-from ragcache.models.adapter import LORA_FILE, Base, write_adapter
+from ragcache.models.adapter import Base, write_adapter
 from ragcache.models.checkpoint_digest import checkpoint_digest
+from ragcache.models.lora import LORA_FILE
 from ragcache.models.named import cached
 from ragcache.prompt import encode_text, prompt_format
 from ragcache_train.row_encoder import passage_text

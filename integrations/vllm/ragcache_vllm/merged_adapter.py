@@ -34,15 +34,17 @@ def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
     checkpoint: expected digest of the model
     into: folder for merged directories
 
-    A model that is not an adapter is returned as it is. Raises ModelMismatchError, AdapterError.
+    A model that is not an adapter is returned as it is. Matrices that act on passages alone are left out: blocks hold
+    what they did, and an engine reads the rest with the base's weights. Raises ModelMismatchError, AdapterError.
     """
     where = resolve(name)
-    if where.startswith(LOADED) or split_file(where)[1] or (where and Lora.find(where) is not None):
+    adapter = Adapter.find(where) if where else None
+    is_merged = where and Lora.find(where) is not None and not (adapter is not None and adapter.on_passages)
+    if where.startswith(LOADED) or split_file(where)[1] or is_merged:
         raise AdapterError(
             f"{name}: no directory holds this model's weights; write them with load_lm(...).model.save_pretrained and "
             "make the store with that"
         )
-    adapter = Adapter.find(where) if where else None
     if adapter is None:
         return where, checkpoint
     if checkpoint:
@@ -137,8 +139,8 @@ def _write_weights(adapter: Adapter, path: Path, tables: Mapping[str, bool], out
         old = tensors[name]
         grown = torch.zeros(max(adapter.vocab_size, len(old)), old.shape[1], dtype=old.dtype)
         grown[: len(old)] = old
-        if tables[name]:
-            grown, rows = grown.float(), adapter.rows()
+        if tables[name] and (rows := adapter.rows()):
+            grown = grown.float()
             grown[list(rows)] = torch.stack(list(rows.values()))
         tensors[name] = grown
     save_file(tensors, out, metadata)
