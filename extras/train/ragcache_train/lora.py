@@ -165,7 +165,7 @@ def save_lora(
     }
     save_file(tensors, out / LORA_FILE, {"format": "pt"})
     config = model.peft_config["default"]
-    config.base_model_name_or_path = NAMED[base.name].hub if base.name in NAMED else base.name
+    config.base_model_name_or_path = (NAMED[base.name].hub if base.name in NAMED else None) or base.name
     config.inference_mode = True
     config.save_pretrained(out)
     lm.tokenizer.save_pretrained(out)

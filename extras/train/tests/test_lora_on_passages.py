@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 import ragcache as rc
 from ragcache.errors import AdapterError, ConfigError
 from ragcache.kv.block_key import Recipe
+from ragcache.models.lora import LORA_FILE
 from ragcache_train.lora import add_lora
 from ragcache_train.masked_pass import NAME, answer_logits, register
 from ragcache_train.train_batches import collate, lay_out
 from ragcache_train.trainer import train
 from ragcache_vllm.merged_adapter import servable
+from tools.shrink_adapter import shrink
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +154,16 @@ def test_damaged_matrices_are_named(trained, tmp_path):
     path.write_bytes(b"half")
     with pytest.raises(AdapterError, match="damaged"):
         rc.load_lm(path.parent)
+
+
+def test_a_smaller_adapter_reads_nearly_as_the_whole_one(trained, tmp_path):
+    """Three ranks of three: nothing but float8's rounding is lost, 3 bits of each number."""
+    assert shrink(trained, tmp_path / "small", 3) == pytest.approx(1)
+    whole, small = rc.load_lm(trained), rc.load_lm(tmp_path / "small")
+    chunk = engine_prompt(whole.tokenizer).chunk_ids[0]
+    theirs, ours = (lm.encode([chunk])[0].layer_values(1) for lm in (whole, small))
+    base = rc.load_lm(json.loads((trained / "adapter.json").read_text())["base"]["name"])
+    moved = (theirs - base.encode([chunk])[0].layer_values(1)).norm()
+    assert 0 < (ours - theirs).norm() < 0.1 * moved
+    files = [path.stat().st_size for path in (trained / LORA_FILE, tmp_path / "small" / LORA_FILE)]
+    assert files[1] < 0.7 * files[0]

@@ -1,0 +1,66 @@
+"""Make an adapter small enough to ship: LoRA's matrices of a lower rank, in float8.
+
+    python -m tools.shrink_adapter ADAPTER OUT --rank 12
+
+Of each product of two matrices the nearest one of that rank is kept (its singular value decomposition, cut), half of
+each singular value in either factor. Both are scaled to float8's range by a power of two, which `lora_alpha` takes
+back. Products that are 0 go: nothing after the last layer's keys and values is trained on passages alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ragcache.models.lora import LORA_FILE, Lora
+
+FLOAT8 = torch.float8_e4m3fn
+HIGHEST = 1 << 4
+"""Numbers are scaled to at most this: float8 has 13 powers of two below it before it loses bits."""
+
+
+def shrink(adapter: Path, out: Path, rank: int) -> float:
+    """Write the smaller adapter. Returns the share of the products' squared length that is left, the least of all."""
+    shutil.copytree(adapter, out, ignore=lambda where, names: {"checkpoints", *(n for n in names if "jsonl" in n)})
+    stated = json.loads((adapter / Lora.FILE).read_text(encoding="utf-8"))
+    held = load_file(adapter / LORA_FILE)
+    layers = [name.removesuffix(".lora_A.weight") for name in held if name.endswith(".lora_A.weight")]
+    pairs = {name: [held.pop(f"{name}.lora_{side}.weight").double() for side in "AB"] for name in layers}
+    cut = {name: _cut(down, up, rank) for name, (down, up) in pairs.items() if up.any()}
+    most = max(matrix.abs().max().item() for down, up, _ in cut.values() for matrix in (down, up))
+    factor = 2.0 ** math.floor(math.log2(HIGHEST / most))
+    for name, (down, up, _) in cut.items():
+        held[f"{name}.lora_A.weight"] = (down * factor).to(FLOAT8)
+        held[f"{name}.lora_B.weight"] = (up * factor).to(FLOAT8)
+    save_file(held, out / LORA_FILE, {"format": "pt"})
+    stated |= {"r": rank, "lora_alpha": rank * stated["lora_alpha"] / stated["r"] / factor**2}
+    (out / Lora.FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    return min(left for _, _, left in cut.values())
+
+
+def _cut(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+    left, sizes, right = torch.linalg.svd(up @ down, full_matrices=False)
+    roots = sizes[:rank].sqrt()
+    kept = sizes[:rank].square().sum() / sizes.square().sum()
+    return (roots[:, None] * right[:rank]).contiguous(), (left[:, :rank] * roots).contiguous(), kept.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rank", type=int, default=12)
+    options = parser.parse_args()
+    left = shrink(options.adapter, options.out, options.rank)
+    print(f"{options.out}: rank {options.rank}, at least {left:.3f} of each product's squared length")
+
+
+if __name__ == "__main__":
+    main()
