@@ -150,14 +150,6 @@ def test_a_passage_added_again_leaves_its_document_alone(store):
 # What is found
 
 
-def test_scores_are_inner_products(filled):
-    embedder = BagOfWords()
-    expected = {id: float(embedder.embed_query(QUESTION) @ embedder.embed_query(text)) for id, text in REGISTRY.items()}
-    found = filled.similarity_search_with_score(QUESTION, 4)
-    assert [document.id for document, _ in found] == sorted(expected, key=expected.get, reverse=True)[:4]
-    assert [score for _, score in found] == pytest.approx([expected[document.id] for document, _ in found], abs=1e-5)
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_relevance_is_the_cosine(tmp_path, mini, normalize):
     embeddings = DeterministicFakeEmbedding(size=6)
