@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGE_READERS
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -29,7 +38,7 @@ LOADED = "loaded:"  # begins the name of a model that was not loaded here
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError, struct.error)
 
 
-def load_config(where: str, name: str | Path) -> transformers.PreTrainedConfig:
+def load_config(where: str, name: str | Path) -> PreTrainedConfig:
     place, file = split_file(where)
     if not file and Path(where).exists() and not (Path(where) / "config.json").is_file():
         files = sorted(path.name for path in Path(where).glob(f"*{GGUF}"))
@@ -42,9 +51,9 @@ def load_config(where: str, name: str | Path) -> transformers.PreTrainedConfig:
     refuse_absent(place, str(name), BUNDLED)
     try:
         if not file:
-            return transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
+            return AutoConfig.from_pretrained(place, trust_remote_code=False)
         refuse_arrays(header := read_header(Path(where)))
-        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **file)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **file)
         amend_config(config, header)
         return config
     except UNREADABLE as error:
@@ -55,18 +64,16 @@ def load_config(where: str, name: str | Path) -> transformers.PreTrainedConfig:
         raise ModelNotFoundError(f"cannot load a model under {str(name)!r}: {first_line(error)}{again}") from error
 
 
-def auto_class(config: transformers.PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """Return the transformers class that makes a model of this configuration.
 
     A model that also reads images, and has no class for text alone, is loaded as a whole; only its text part is used.
     """
-    alone = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in IMAGE_READERS
-    return transformers.AutoModelForCausalLM if alone else transformers.AutoModelForImageTextToText
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in IMAGE_READERS
+    return AutoModelForCausalLM if alone else AutoModelForImageTextToText
 
 
-def load_weights(
-    where: str, config: transformers.PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> transformers.PreTrainedModel:
+def load_weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     place, file = split_file(where)
     try:
         model, report = auto_class(config).from_pretrained(
@@ -80,7 +87,7 @@ def load_weights(
         )
     except UNREADABLE as error:
         refuse_own_code(place, where, error)
-        if type(config) not in {*transformers.MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
+        if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *IMAGE_READERS}:
             raise unsupported(config, where, "transformers has no causal language model of this kind") from error
         if isinstance(error, KeyError) and NAME in error.args:  # a family with attention classes of its own
             raise unsupported(config, where, "it does not use transformers' attention interface") from error
@@ -102,7 +109,7 @@ def load_weights(
     return model.to(device)
 
 
-def _other_weights(where: str, config: transformers.PreTrainedConfig, reason: str) -> ModelNotFoundError:
+def _other_weights(where: str, config: PreTrainedConfig, reason: str) -> ModelNotFoundError:
     return ModelNotFoundError(
         f"{where}: its config.json says {config.model_type}, and its weights are not of such a model: {reason}; get "
         "the config.json that belongs to them"
@@ -115,7 +122,7 @@ def load_tokenizer(where: str) -> Tokenizer | None:
     if Path(place).is_dir() and not file and not any(found):
         return None  # transformers makes up an empty one for some families
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, **file)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **file)
     except (OSError, ValueError, KeyError) as error:
         refuse_own_code(place, where, error)
         return None  # a model without tokenizer files still runs on ids
@@ -158,11 +165,11 @@ def refuse_own_code(where: str, name: str, error: Exception) -> None:
     ) from error
 
 
-def load_generation(where: str) -> transformers.GenerationConfig | None:
+def load_generation(where: str) -> GenerationConfig | None:
     place, file = split_file(where)
     if file:
-        return transformers.GenerationConfig(eos_token_id=end_ids(read_header(Path(where))) or None)
+        return GenerationConfig(eos_token_id=end_ids(read_header(Path(where))) or None)
     try:
-        return transformers.GenerationConfig.from_pretrained(place)
+        return GenerationConfig.from_pretrained(place)
     except (OSError, ValueError):
         return None  # transformers then makes one of the model's configuration, which is read anyway
