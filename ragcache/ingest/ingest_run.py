@@ -21,16 +21,7 @@ from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, Progr
 from ragcache.ingest.sample_basis import calibrate
 from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
-from ragcache.ingest.worker import (
-    ChunkedDocument,
-    EncodeJob,
-    Record,
-    Say,
-    Source,
-    Vectors,
-    Work,
-    Worker,
-)
+from ragcache.ingest.worker import ChunkedDocument, EncodeJob, Record, Say, Source, Vectors, Work, Worker
 from ragcache.models.deadline import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
@@ -261,12 +252,7 @@ class IngestRun:
         return [{**document.metadata, **chunk.metadata} for chunk in chunks]
 
     def _rename(
-        self,
-        id: str,
-        document: Document,
-        content_hash: str | None,
-        file: str,
-        metadata: Sequence[Mapping[str, Any]],
+        self, id: str, document: Document, content_hash: str | None, file: str, metadata: Sequence[Mapping[str, Any]]
     ) -> None:
         """Give a stored document its current id, source and file, and its chunks `metadata`, unless that is empty.
 

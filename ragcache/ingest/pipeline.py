@@ -24,11 +24,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
-from ragcache.ingest.worker import (
-    LocalWorkers,
-    Worker,
-    Workers,
-)
+from ragcache.ingest.worker import LocalWorkers, Worker, Workers
 from ragcache.models.deadline import Limit, limited
 from ragcache.store.documents import DocumentStore
 
@@ -110,12 +106,7 @@ class Ingestor(StoreWriter):
             )
 
     def copy(
-        self,
-        source: DocumentStore,
-        *,
-        kv: str = "eager",
-        progress: Progress | None = None,
-        timeout_s: float = 30.0,
+        self, source: DocumentStore, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
         """Copy the documents of `source`, a store that may belong to another model, into this store.
 

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ragcache import errors

@@ -253,12 +253,7 @@ class Writer:
 
     def common(self) -> dict[str, Any]:
         fingerprint = f"fp_{self.service.kb.lm.fingerprint[:12]}"
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": fingerprint,
-        }
+        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": fingerprint}
 
     def costs(self, answer: Answer) -> dict[str, Any]:
         note(

@@ -8,11 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ragcache.store.schema import (
-    chunks,
-    garbage,
-    neighbours,
-)
+from ragcache.store.schema import chunks, garbage, neighbours
 
 
 def discard_chunks(connection: sa.Connection, collection: str, document_ids: Sequence[str]) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 
-from sqlalchemy import (
-    Connection,
-    select,
-)
+from sqlalchemy import Connection, select
 
 from ragcache import errors
-from ragcache.store.schema import (
-    properties,
-)
+from ragcache.store.schema import properties
 
 # The error for a property that does not match; StoreMismatchError for other names.
 MISMATCHES: dict[str, type[errors.StoreMismatchError]] = {
