@@ -21,15 +21,21 @@ from ragcache.models.packed import pack
 from ragcache.models.support import inspect
 
 
-def _llama3_rope(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    """Return a Llama's sizes: hidden and inner width, layers, heads, and heads of keys and values."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": True, **more}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    """Return what all models of Llama 3 share."""
+    shares = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, **shares}
+    return {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_parameters": rope}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
 
 
 @dataclass(frozen=True)
@@ -61,52 +67,12 @@ SCORE_STD = 2.0
 # From the config.json of each model's published directory. "toy" is for tests of the benchmarks themselves.
 GRAPH_MEMORY = "RAGCACHE_GRAPH_MEMORY"  # bytes, as the command line's option of that name; 0: no CUDA graphs
 SHAPES: dict[str, dict[str, Any]] = {
-    "toy": {
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "SmolLM2-135M": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    },
-    "Llama-3.2-1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-        "rope_parameters": _llama3_rope(32.0),
-    },
-    "Llama-3.1-8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "rope_parameters": _llama3_rope(8.0),
-    },
+    "toy": _llama(48, 96, 2, 4, 2, vocab_size=512, max_position_embeddings=4096, rope_parameters=_rope(10000.0)),
+    "SmolLM2-135M": _llama(
+        *(576, 1536, 30, 9, 3), vocab_size=49152, max_position_embeddings=8192, rope_parameters=_rope(100000.0)
+    ),
+    "Llama-3.2-1B": _llama(2048, 8192, 16, 32, 8, head_dim=64, **_llama3(32.0)),
+    "Llama-3.1-8B": _llama(4096, 14336, 32, 32, 8, head_dim=128, **_llama3(8.0) | {"tie_word_embeddings": False}),
 }
 
 

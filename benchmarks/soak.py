@@ -31,41 +31,11 @@ import numpy as np
 import torch
 
 import ragcache as rc
+from benchmarks import soak_checks, soak_load
 from benchmarks.files import file_system
 from benchmarks.malloc import allocated_bytes
 from benchmarks.report import Result, goal_lines, where_line
 from benchmarks.runner import Run as Surroundings
-from benchmarks.soak_checks import (
-    ANSWERED,
-    MIB,
-    OPEN,
-    Asked,
-    Counts,
-    Deleted,
-    Ending,
-    Expected,
-    Limits,
-    Sample,
-    count,
-    goals,
-    growth,
-    of,
-    processes,
-    read_lines,
-)
-from benchmarks.soak_load import (
-    Asker,
-    Changer,
-    Corpus,
-    Door,
-    EngineDoor,
-    Heard,
-    Journal,
-    Pace,
-    Recent,
-    ServerDoor,
-    draw_corpus,
-)
 from ragcache.engine.doctor import DoctorReport
 from ragcache.errors import ConfigError
 
@@ -93,8 +63,8 @@ class Settings:
     askers: int = 8
     think_s: float = 3.0
     change_s: float = 4.0
-    memory: int = 4 * MIB
-    prefix_memory: int = 8 * MIB
+    memory: int = 4 * soak_checks.MIB
+    prefix_memory: int = 8 * soak_checks.MIB
     codec: str = "int8"
     eviction: str = "lru"
     admission: str = "all"
@@ -114,11 +84,11 @@ class Settings:
             raise ConfigError("a soak takes time, 2 askers, 4 passing documents and at least as many that stay")
 
     @property
-    def limits(self) -> Limits:
-        return Limits(warmup_s=min(900.0, 15.0 * self.minutes) if self.warmup_s is None else self.warmup_s)
+    def limits(self) -> soak_checks.Limits:
+        return soak_checks.Limits(warmup_s=min(900.0, 15.0 * self.minutes) if self.warmup_s is None else self.warmup_s)
 
-    def corpus(self) -> Corpus:
-        return draw_corpus(self.staying, self.passing, self.questions, self.seed)
+    def corpus(self) -> soak_load.Corpus:
+        return soak_load.draw_corpus(self.staying, self.passing, self.questions, self.seed)
 
     def store(self, memory: int, prefix_memory: int) -> rc.StoreConfig:
         return rc.StoreConfig(
@@ -130,25 +100,25 @@ class Settings:
         )
 
 
-def expected_answers(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
+def expected_answers(settings: Settings, directory: Path) -> dict[tuple[str, int, str], soak_checks.Expected]:
     """Run `ask_one_by_one` in its own process: memory that this process had freed would hide later leaks."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(ask_one_by_one, settings, directory).result()
 
 
-def ask_one_by_one(settings: Settings, directory: Path) -> dict[tuple[str, int, str], Expected]:
+def ask_one_by_one(settings: Settings, directory: Path) -> dict[tuple[str, int, str], soak_checks.Expected]:
     """By kind, number and method: a fresh engine over all documents, with memory for all blocks and no prefix tree."""
     torch.set_num_threads(settings.threads)
     corpus, found = settings.corpus(), {}
     with rc.RagCache.open(directory, model="mini", store=settings.store(1 << 30, 0)) as kb:
         kb.ingest([*corpus.staying, *corpus.passing])
-        door = EngineDoor(kb)
-        asked = [one for kind, own in corpus.questions.items() if kind != OPEN for one in own]
+        door = soak_load.EngineDoor(kb)
+        asked = [one for kind, own in corpus.questions.items() if kind != soak_checks.OPEN for one in own]
         for done, question in enumerate(asked, 1):
             for method in settings.methods:
-                heard = Heard()
+                heard = soak_load.Heard()
                 door.ask(question, method, heard)
-                found[question.kind, question.number, method] = Expected(heard.text, heard.sources)
+                found[question.kind, question.number, method] = soak_checks.Expected(heard.text, heard.sources)
             print(f"\rexpected answers: {done} of {len(asked)} questions", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return found
@@ -208,11 +178,11 @@ def serving(settings: Settings, store: Path, log: Path) -> Iterator[Serving]:
         process.stdout.close()
 
 
-def sample(process: str, pid: int, at_s: float, tier_bytes: int) -> Sample:
+def sample(process: str, pid: int, at_s: float, tier_bytes: int) -> soak_checks.Sample:
     """Look at a process through /proc (Linux)."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return Sample(
+    return soak_checks.Sample(
         process, at_s,
         rss_bytes=1024 * int(status["VmRSS"].split()[0]),
         anonymous_bytes=1024 * int(status["RssAnon"].split()[0]),
@@ -229,21 +199,23 @@ class Run:
     """A soak: the store, its two doors, and all their users."""
 
     settings: Settings
-    corpus: Corpus
-    journal: Journal
-    doors: dict[str, Door]
+    corpus: soak_load.Corpus
+    journal: soak_load.Journal
+    doors: dict[str, soak_load.Door]
     pids: dict[str, int]
     stop: threading.Event = field(default_factory=threading.Event)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[soak_checks.Sample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings, doors, recent = self.settings, list(self.doors.values()), Recent()
+        settings, doors, recent = self.settings, list(self.doors.values()), soak_load.Recent()
         self.askers = [
-            Asker(n, doors[n % len(doors)], self.corpus, settings.methods, self.journal, recent, settings.seed)
+            soak_load.Asker(
+                n, doors[n % len(doors)], self.corpus, settings.methods, self.journal, recent, settings.seed
+            )
             for n in range(settings.askers)
         ]
         self.changers = [
-            Changer(door, dict(list(enumerate(self.corpus.passing))[n :: len(doors)]), self.journal, recent,
+            soak_load.Changer(door, dict(list(enumerate(self.corpus.passing))[n :: len(doors)]), self.journal, recent,
                     f"{settings.seed}/changes/{n}")
             for n, door in enumerate(doors)
         ]  # fmt: skip
@@ -252,8 +224,14 @@ class Run:
         """Ask and change for the time that was set; then delete every passing document."""
         settings = self.settings
         workers = [
-            *(threading.Thread(target=one.run, args=[Pace(settings.think_s, self.stop)]) for one in self.askers),
-            *(threading.Thread(target=one.run, args=[Pace(settings.change_s, self.stop)]) for one in self.changers),
+            *(
+                threading.Thread(target=one.run, args=[soak_load.Pace(settings.think_s, self.stop)])
+                for one in self.askers
+            ),
+            *(
+                threading.Thread(target=one.run, args=[soak_load.Pace(settings.change_s, self.stop)])
+                for one in self.changers
+            ),
         ]
         for worker in workers:
             worker.start()
@@ -274,14 +252,16 @@ class Run:
             self.samples += [
                 sample(name, self.pids[name], at, door.tier_bytes()) for name, door in self.doors.items()
             ]  # fmt: skip
-            sizes = " and ".join(f"{one.rss_bytes / MIB:.0f}" for one in self.samples[-len(self.doors) :])
+            sizes = " and ".join(f"{one.rss_bytes / soak_checks.MIB:.0f}" for one in self.samples[-len(self.doors) :])
             said = f"{at / 60:6.1f} min: {journal.questions} questions, {journal.failures} failed, {journal.added} "
             said += f"documents added, {journal.deleted} deleted, {sizes} MiB"
             print(f"\r{said}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
 
 
-def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, DoctorReport, dict[str, Any]]:
+def soak(
+    settings: Settings, directory: Path
+) -> tuple[Run, soak_checks.Counts, soak_checks.Ending, DoctorReport, dict[str, Any]]:
     """Everything but the report. directory: for stores, journals and the server's log; empty."""
     expected = expected_answers(settings, directory / "expected")
     corpus, store = settings.corpus(), directory / "kb"
@@ -290,11 +270,11 @@ def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, Doct
         kb = stack.enter_context(rc.RagCache.open(store, model="mini", store=config))
         kb.ingest(corpus.staying)
         server = stack.enter_context(serving(settings, store, directory / "server.log"))
-        door = ServerDoor(server.url, "mini")
+        door = soak_load.ServerDoor(server.url, "mini")
         stack.callback(door.close)
-        journal = Journal(directory)
+        journal = soak_load.Journal(directory)
         stack.callback(journal.close)
-        run = Run(settings, corpus, journal, {"engine": EngineDoor(kb), "server": door},
+        run = Run(settings, corpus, journal, {"engine": soak_load.EngineDoor(kb), "server": door},
                   {"engine": os.getpid(), "server": server.process.pid})  # fmt: skip
         run.go()
         status = server.stop()
@@ -303,7 +283,7 @@ def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, Doct
         unreferenced = set(kb.store.kv.keys()) - set(kb.store.documents.handles())
         report = kb.doctor()
     repairs = [*report.damaged, *report.missing, *report.orphans]
-    ending = Ending(
+    ending = soak_checks.Ending(
         unreferenced=len(unreferenced),
         repairs=len(repairs) + report.leftovers + (not report.sound and not repairs and not report.leftovers),
         damaged=stats.damaged,
@@ -311,25 +291,28 @@ def soak(settings: Settings, directory: Path) -> tuple[Run, Counts, Ending, Doct
         exit_status=status,
         logged=server.logged_errors(),
     )
-    asked, deleted = read_lines(journal.asked_path, Asked), read_lines(journal.deleted_path, Deleted)
+    asked, deleted = (
+        soak_checks.read_lines(journal.asked_path, soak_checks.Asked),
+        soak_checks.read_lines(journal.deleted_path, soak_checks.Deleted),
+    )
     return (
         run,
-        count(asked, deleted, expected),
+        soak_checks.count(asked, deleted, expected),
         ending,
         report,
         {"kv": asdict(stats), "file_system": file_system(store)},
     )
 
 
-def figures(run: Run, counts: Counts, ending: Ending, report: DoctorReport) -> dict[str, Any]:
-    settings, journal = run.settings, run.journal
+def figures(run: Run, counts: soak_checks.Counts, ending: soak_checks.Ending, report: DoctorReport) -> dict[str, Any]:
+    settings, journal, warmup_s = run.settings, run.journal, run.settings.limits.warmup_s
     flat = {
         process: {
-            name: None if (found := growth(of(run.samples, process), name, settings.limits.warmup_s)) is None
+            name: None if (found := soak_checks.growth(soak_checks.of(run.samples, process), name, warmup_s)) is None
             else {**found._asdict(), "rise": found.rise}
             for name in ("rss_bytes", "anonymous_bytes", "allocated_bytes", "descriptors", "threads")
         }
-        for process in processes(run.samples)
+        for process in soak_checks.processes(run.samples)
     }  # fmt: skip
     return {
         "questions": counts.asked, "answered": counts.answered, "cancelled": counts.cancelled,
@@ -346,8 +329,8 @@ def figures(run: Run, counts: Counts, ending: Ending, report: DoctorReport) -> d
 def ttft(path: Path) -> dict[str, dict[str, float]]:
     """Return milliseconds to the first token by door, as the engine measured them, over answered questions."""
     seconds: dict[str, list[float]] = {}
-    for one in read_lines(path, Asked):
-        if one.outcome == ANSWERED and one.ttft_s is not None:
+    for one in soak_checks.read_lines(path, soak_checks.Asked):
+        if one.outcome == soak_checks.ANSWERED and one.ttft_s is not None:
             for name in (one.via, "all"):
                 seconds.setdefault(name, []).append(1000 * one.ttft_s)
     quantiles = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -359,33 +342,34 @@ def ttft(path: Path) -> dict[str, dict[str, float]]:
 
 def by_method(path: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    for one in read_lines(path, Asked):
+    for one in soak_checks.read_lines(path, soak_checks.Asked):
         found[one.method] = found.get(one.method, 0) + 1
     return dict(sorted(found.items()))
 
 
-def cores_used(samples: Sequence[Sample]) -> dict[str, float]:
+def cores_used(samples: Sequence[soak_checks.Sample]) -> dict[str, float]:
     """Processor seconds a second, between the first sample and the last."""
     found = {}
-    for process in processes(samples):
-        own = of(samples, process)
+    for process in soak_checks.processes(samples):
+        own = soak_checks.of(samples, process)
         if len(own) > 1:
             found[process] = round((own[-1].cpu_s - own[0].cpu_s) / (own[-1].at_s - own[0].at_s), 3)
     return found
 
 
-def curve(samples: Sequence[Sample]) -> dict[str, list[dict[str, float]]]:
+def curve(samples: Sequence[soak_checks.Sample]) -> dict[str, list[dict[str, float]]]:
     """Return the samples thinned out: at most this many points per process, the last always included."""
     found = {}
-    for process in processes(samples):
-        own = of(samples, process)
+    for process in soak_checks.processes(samples):
+        own = soak_checks.of(samples, process)
         step = max(1, -(-len(own) // CURVE_POINTS))
         found[process] = [
             {
-                "at_s": round(one.at_s, 1), "rss_mib": round(one.rss_bytes / MIB, 1),
-                "anonymous_mib": round(one.anonymous_bytes / MIB, 1), "descriptors": one.descriptors,
+                "at_s": round(one.at_s, 1), "rss_mib": round(one.rss_bytes / soak_checks.MIB, 1),
+                "anonymous_mib": round(one.anonymous_bytes / soak_checks.MIB, 1), "descriptors": one.descriptors,
                 "threads": one.threads,
-                **({} if one.allocated_bytes is None else {"allocated_mib": round(one.allocated_bytes / MIB, 1)}),
+                **({} if one.allocated_bytes is None
+                   else {"allocated_mib": round(one.allocated_bytes / soak_checks.MIB, 1)}),
             }
             for one in own[::-step][::-1]
         ]  # fmt: skip
@@ -402,7 +386,7 @@ def measure(settings: Settings, surroundings: Surroundings) -> Result:
     directory.mkdir(parents=True, exist_ok=True)
     run, counts, ending, report, more = soak(settings, directory)
     measured = {**figures(run, counts, ending, report), **more}
-    held = goals(counts, run.journal.failed_changes, run.samples, ending, settings.limits, settings.memory)
+    held = soak_checks.goals(counts, run.journal.failed_changes, run.samples, ending, settings.limits, settings.memory)
     return surroundings.result(figures=measured, goals=held)
 
 

@@ -12,12 +12,7 @@ from ragcache.models.trained_tokens import TrainedTokens
 
 
 def save_adapter(
-    directory: Path,
-    base: Path,
-    spec: TrainedTokens,
-    *,
-    seed: int = 0,
-    rows: dict[int, Tensor] | None = None,
+    directory: Path, base: Path, spec: TrainedTokens, *, seed: int = 0, rows: dict[int, Tensor] | None = None
 ) -> dict[int, Tensor]:
     """An adapter of `base` in `directory`; its tokenizer is the base's with tokens up to the last id, where it has one.
 

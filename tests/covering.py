@@ -12,9 +12,7 @@ LEFT_OUT = False
 
 
 def covering(
-    *axes: Iterable[Any],
-    together: Iterable[tuple[int, int]] = (),
-    where: Callable[..., bool] = lambda *case: True,
+    *axes: Iterable[Any], together: Iterable[tuple[int, int]] = (), where: Callable[..., bool] = lambda *case: True
 ) -> list[Any]:
     """Every case of the product for `parametrize`. Unmarked are few that have each value of each axis, and each pair of
     values of two axes that work `together` (axes by their places); the others are slow."""

@@ -165,11 +165,7 @@ FAMILIES |= {
     ),
     "ministral3": (
         "ministral3",
-        {
-            "head_dim": 12,
-            "sliding_window": None,
-            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
-        },
+        {"head_dim": 12, "sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     ),
     "phi3-long": (
         "phi3",

@@ -1,5 +1,6 @@
 """A real server on a free loopback port, in a thread."""
 
+import asyncio
 import json
 import os
 import socket
@@ -9,7 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+import httpx2
 from fastapi import FastAPI
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import stacks
 from waiting import until as wait_for
@@ -46,6 +50,39 @@ class Served:
     def chat(self, question: str, **fields: object) -> httpx.Response:
         body = {"model": self.service.chat_model, "messages": [{"role": "user", "content": question}], **fields}
         return self.http.post("/v1/chat/completions", json=body)
+
+
+class Caller:
+    """A client with a key. question: what it asks where a test does not say"""
+
+    def __init__(self, served: Served, secret: str, question: str) -> None:
+        self.served, self.secret, self.question = served, secret, question
+
+    def send(self, method: str, path: str, body=None, **more) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.secret}"}
+        return self.served.http.request(method, path, json=body, headers=headers, **more)
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.send("POST", path, body)
+
+    def chat(self, content: str = "", **extension) -> httpx.Response:
+        messages = [{"role": "user", "content": content or self.question}]
+        return self.post("/v1/chat/completions", model="tiny", messages=messages, max_tokens=1, ragcache=extension)
+
+    def ollama(self) -> httpx.Response:
+        messages = [{"role": "user", "content": self.question}]
+        return self.post("/api/chat", model="tiny", messages=messages, stream=False, options={"num_predict": 1})
+
+    def mcp(self, tool: str, **arguments) -> str:
+        async def call() -> str:
+            async with (
+                httpx2.AsyncClient(headers={"Authorization": f"Bearer {self.secret}"}) as http,
+                Client(streamable_http_client(f"{self.served.url}/mcp", http_client=http)) as client,
+            ):
+                told = await client.call_tool(tool, arguments)
+                return json.dumps(told.structured_content or [part.text for part in told.content])
+
+        return asyncio.run(call())
 
 
 @contextmanager

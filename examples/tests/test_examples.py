@@ -99,10 +99,7 @@ def test_a_method_of_ones_own_has_the_limits_of_every_recompute_method():
     longest = max(len(chunk) for chunk in prompt.chunk_ids)
     for method, same_as in ((names["Edges"](0, 0), "reposition"), (names["Edges"](longest, 0), "full")):
         torch.testing.assert_close(
-            rc.fuse(lm, prompt, method).next_logits,
-            rc.fuse(lm, prompt, same_as).next_logits,
-            atol=2e-4,
-            rtol=1e-4,
+            rc.fuse(lm, prompt, method).next_logits, rc.fuse(lm, prompt, same_as).next_logits, atol=2e-4, rtol=1e-4
         )
     starts = [len(prompt.prefix_ids)]
     for chunk in prompt.chunk_ids:

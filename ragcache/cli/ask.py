@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragcache.cli import flags
 from ragcache.cli.client import NotServedError, ask_server, find_server
-from ragcache.cli.flags import (
-    Collection,
-    EngineOptions,
-    Json,
-    ReadLimitOptions,
-    StoreOptions,
-    Timeout,
-    method_options,
-    open_with_models,
-    option,
-)
 from ragcache.cli.serve import AddressOptions, run_server
 from ragcache.cli.terminal import command, print_json, printable, say, say_error, seconds_text
 from ragcache.engine.options import AnswerDefaults, AnswerOptions
@@ -38,16 +28,17 @@ LEAVE = ("/exit", "/quit")
 @command
 def ask(
     question: Annotated[str, typer.Argument(help="What to answer from the store.")],
-    store: StoreOptions,
-    models: EngineOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
     answer: AnswerOptions,
-    collection: Collection = None,
-    timeout_s: Timeout = None,
+    collection: flags.Collection = None,
+    timeout_s: flags.Timeout = None,
     whole: Annotated[
-        bool, option("--whole", "Read every passage of a small store, from KV of all of them that is kept on disk.")
+        bool,
+        flags.option("--whole", "Read every passage of a small store, from KV of all of them that is kept on disk."),
     ] = False,
-    as_json: Json = False,
-    local: Annotated[bool, option("--local", "Open the store here, also where a server runs over it.")] = False,
+    as_json: flags.Json = False,
+    local: Annotated[bool, flags.option("--local", "Open the store here, also where a server runs over it.")] = False,
 ) -> None:
     """Answer a question from the store; the answer is written as it comes, then its sources.
 
@@ -62,7 +53,7 @@ def ask(
             print_json(found) if as_json else print_answer(found)
             return
     options = {**answer.call_options(), "timeout_s": timeout_s, "whole": whole}
-    with open_with_models(store, models) as opened:
+    with flags.open_with_models(store, models) as opened:
         kb = opened if collection is None else opened.collection(collection, create=False)
         if as_json:
             print_json(kb.ask(question, **options).to_json())
@@ -73,17 +64,17 @@ def ask(
 @command
 def why(
     question: Annotated[str, typer.Argument(help="A question, or - for a whole prompt on standard input.")],
-    store: StoreOptions,
-    models: EngineOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
     answer: AnswerOptions,
-    as_json: Json = False,
+    as_json: flags.Json = False,
 ) -> None:
     """Say for each passage of a question why it is, or is not, read from stored KV. Nothing is answered."""
     asked = [{"role": "user", "content": sys.stdin.read()}] if question == "-" else question
     options = answer.call_options()
     if not isinstance(asked, str):
         options.pop("k", None)
-    with open_with_models(store, models) as kb:
+    with flags.open_with_models(store, models) as kb:
         reasons = kb.why(asked, **options)
     if as_json:
         print_json({"reasons": [asdict(one) for one in reasons]})
@@ -97,8 +88,8 @@ def why(
 
 def _served(
     question: str,
-    store: StoreOptions,
-    models: EngineOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
     answer: AnswerOptions,
     more: dict[str, Any],
     *,
@@ -111,11 +102,11 @@ def _served(
         server = find_server(store.store)
         if server is None:
             return None
-        other = _differing(store, StoreOptions(store=store.store)) + _differing(models, EngineOptions())
+        other = _differing(store, flags.StoreOptions(store=store.store)) + _differing(models, flags.EngineOptions())
         if models.model == server.weights:
             other.remove("model")
         if models.method is not None:
-            more |= {"method": models.method, "method_options": method_options(models.option or ())}
+            more |= {"method": models.method, "method_options": flags.method_options(models.option or ())}
             other = [name for name in other if name not in ("method", "option")]
         if other:
             raise NotServedError(f"the server at {server.url} has its own {', '.join(other)}")
@@ -128,7 +119,9 @@ def _served(
     return found
 
 
-def _differing(given: StoreOptions | EngineOptions, plain: StoreOptions | EngineOptions) -> list[str]:
+def _differing(
+    given: flags.StoreOptions | flags.EngineOptions, plain: flags.StoreOptions | flags.EngineOptions
+) -> list[str]:
     return [name for name, value in vars(given).items() if (value or None) != (vars(plain)[name] or None)]
 
 
@@ -144,12 +137,14 @@ def _print_piece(kind: str, text: str) -> None:
 
 @command
 def chat(
-    store: StoreOptions,
-    models: EngineOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
     answer: AnswerDefaults,
     address: AddressOptions,
-    timeout_s: Timeout = None,
-    web: Annotated[bool, option("--web", "Chat in a web page: the API and the page, on --host and --port.")] = False,
+    timeout_s: flags.Timeout = None,
+    web: Annotated[
+        bool, flags.option("--web", "Chat in a web page: the API and the page, on --host and --port.")
+    ] = False,
 ) -> None:
     """Ask one question after another. Each stands for itself: passages are read, earlier questions are not.
 
@@ -160,10 +155,10 @@ def chat(
     if web:
         settings = ServerSettings(answers=answer)
         settings = settings if timeout_s is None else replace(settings, timeout_s=timeout_s)
-        run_server(store, models, address, ReadLimitOptions(), settings, web=True)
+        run_server(store, models, address, flags.ReadLimitOptions(), settings, web=True)
         return
     options = {**answer.call_options(), "timeout_s": timeout_s}
-    with open_with_models(store, models) as kb:
+    with flags.open_with_models(store, models) as kb:
         ask_next: Callable[[str], Iterator[Event]] = partial(kb.stream, **options)
         if answer.context == "keep":
             ask_next = _conversation(kb, {**options, "drop_turns": answer.drop_turns})

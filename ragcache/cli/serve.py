@@ -10,15 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from ragcache.cli import flags
 from ragcache.cli.client import Address, announced
-from ragcache.cli.flags import (
-    EngineOptions,
-    ReadLimitOptions,
-    StoreOptions,
-    hide_bars_in_pipes,
-    open_with_models,
-    option,
-)
 from ragcache.cli.terminal import command, say
 from ragcache.engine.keys import read_key_file
 from ragcache.engine.options import AnswerDefaults
@@ -33,27 +26,27 @@ EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 class AddressOptions:
     """The address on which the server listens, and its API keys."""
 
-    host: Annotated[str, option("--host", "Address to listen on; others than this machine's own need API keys.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, option("--port", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000
+    host: Annotated[
+        str, flags.option("--host", "Address to listen on; others than this machine's own need API keys.")
+    ] = "127.0.0.1"
+    port: Annotated[int, flags.option("--port", "Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000
     api_keys_file: Annotated[
-        Path | None, option("--api-keys-file", "API keys, one a line; RAGCACHE_API_KEYS holds keys themselves.")
+        Path | None, flags.option("--api-keys-file", "API keys, one a line; RAGCACHE_API_KEYS holds keys themselves.")
     ] = None
     key_file: Annotated[
-        Path | None, option("--keys", "Key file of `ragcache keys`: who may ask and write, in which collections.")
+        Path | None, flags.option("--keys", "Key file of `ragcache keys`: who may ask and write, in which collections.")
     ] = None
 
 
 @command
 def serve(
-    store: StoreOptions,
-    models: EngineOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
     answer: AnswerDefaults,
     address: AddressOptions,
     settings: ServerSettings,
-    reading: ReadLimitOptions,
-    web: Annotated[bool, option("--web", "Serve the chat page too.")] = False,
+    reading: flags.ReadLimitOptions,
+    web: Annotated[bool, flags.option("--web", "Serve the chat page too.")] = False,
 ) -> None:
     """Serve OpenAI's HTTP API over the store: chat completions, embeddings, documents, metrics.
 
@@ -64,10 +57,10 @@ def serve(
 
 
 def run_server(
-    store: StoreOptions,
-    models: EngineOptions,
+    store: flags.StoreOptions,
+    models: flags.EngineOptions,
     address: AddressOptions,
-    reading: ReadLimitOptions,
+    reading: flags.ReadLimitOptions,
     settings: ServerSettings,
     *,
     web: bool,
@@ -100,12 +93,12 @@ def run_server(
     limit_arenas()
     raise_file_limit()
     log_as_json()
-    hide_bars_in_pipes()
+    flags.hide_bars_in_pipes()
     is_shared = len(settings.api_keys) > 1 or settings.key_file is not None
     store = replace(store, is_shared=is_shared)
     with (
         listen(address.host, address.port) as bound,
-        open_with_models(store, models, reading=reading, create=True) as kb,
+        flags.open_with_models(store, models, reading=reading, create=True) as kb,
     ):
         from ragcache.server.app import create_app
         from ragcache.server.run import Server

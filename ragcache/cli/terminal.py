@@ -32,43 +32,12 @@ Function = Callable[..., None]
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-ENVIRONMENT = frozenset(
-    {
-        "store",
-        "model",
-        "database",
-        "remote",
-        "embedder",
-        "reranker",
-        "engine",
-        "device",
-        "dtype",
-        "method",
-        "k",
-        "system",
-        "recipe",
-        "codec",
-        "memory",
-        "device-memory",
-        "disk",
-        "answer-memory",
-        "prefix-memory",
-        "host",
-        "port",
-        "api-keys-file",
-        "model-name",
-        "web",
-        "open-metrics",
-        "queue",
-        "slots",
-        "drain",
-        "timeout",
-        "max-tokens",
-        "temperature",
-        "max-body",
-        "max-upload",
-    }
+_DEPLOYMENT = (
+    "store model database remote embedder reranker engine device dtype method k system recipe codec memory "
+    "device-memory disk answer-memory prefix-memory host port api-keys-file model-name web open-metrics queue slots "
+    "drain timeout max-tokens temperature max-body max-upload"
 )
+ENVIRONMENT = frozenset(_DEPLOYMENT.split())
 """Options that a deployment sets for all commands: each can be set by an environment variable too."""
 
 

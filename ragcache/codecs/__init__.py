@@ -13,8 +13,7 @@ from ragcache.codecs.none import RawCodec as RawCodec
 from ragcache.plugins import Registry, load
 
 CODECS: Registry[type[Codec]] = Registry(
-    plugins.CODECS,
-    {"raw": RawCodec, "bfloat16": Bfloat16Codec, "int8": Int8Codec, "int4": Int4Codec, "fp8": Fp8Codec},
+    plugins.CODECS, {"raw": RawCodec, "bfloat16": Bfloat16Codec, "int8": Int8Codec, "int4": Int4Codec, "fp8": Fp8Codec}
 )
 
 

@@ -18,15 +18,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from ragcache import errors
 from ragcache.engine.store import Store
-from ragcache.errors import (
-    SchemaVersionError,
-    StoreBusyError,
-    StoreError,
-    StoreNotFoundError,
-    check_type,
-    translate_os_errors,
-)
 from ragcache.files import file_digest, final_path, flush_directory, make_directory, write_all
 from ragcache.store.directory import FORMAT_VERSION
 from ragcache.store.schema import SCHEMA_VERSION
@@ -95,10 +88,10 @@ def restore(backup: Path, root: Path) -> Backup:
         for name, described in files.items():
             path = Path(name)
             if path.is_absolute() or ".." in path.parts or not (backup / path).is_file():
-                raise StoreError(f"{backup}: {name} is missing; take another backup")
+                raise errors.StoreError(f"{backup}: {name} is missing; take another backup")
             _copy(backup / path, partial / path)
             if list(_described(partial, path)) != described:
-                raise StoreError(f"{backup}: {name} is damaged; take another backup")
+                raise errors.StoreError(f"{backup}: {name} is damaged; take another backup")
     return Backup(str(root), len(files), sum(int(size) for size, _ in files.values()), manifest["database"])
 
 
@@ -106,16 +99,16 @@ def _manifest(backup: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((backup / MANIFEST).read_bytes())
         versions = {name: manifest[name] for name in VERSIONS}
-        check_type("files", manifest["files"], dict, "take another backup")
+        errors.check_type("files", manifest["files"], dict, "take another backup")
         manifest["database"]
     except OSError as error:
-        raise StoreNotFoundError(
+        raise errors.StoreNotFoundError(
             f"{backup}: no whole backup ({MANIFEST}: {error.strerror}); name the directory of `ragcache backup`"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{backup / MANIFEST}: damaged; take another backup") from error
+        raise errors.StoreError(f"{backup / MANIFEST}: damaged; take another backup") from error
     if versions != VERSIONS:
-        raise SchemaVersionError(
+        raise errors.SchemaVersionError(
             f"{backup}: a backup of other versions ({versions}); this version of ragcache reads {VERSIONS}: use the "
             "version that made it"
         )
@@ -127,15 +120,17 @@ def _whole(target: Path) -> Iterator[Path]:
     """Yield a directory that becomes `target` when the body ends without an error. A killed process leaves it under
     another name, for the next call to delete."""
     partial = target.with_name(f".{target.name}.partial")
-    with translate_os_errors(target):
+    with errors.translate_os_errors(target):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise StoreNotFoundError(f"{target}: it is not empty; name a new directory, or move it away")
+            raise errors.StoreNotFoundError(f"{target}: it is not empty; name a new directory, or move it away")
         make_directory(target.parent)
         lock = FileLock(target.with_name(f".{target.name}.lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise StoreBusyError(f"{target}: another process writes it; wait for it, or name another one") from error
+            raise errors.StoreBusyError(
+                f"{target}: another process writes it; wait for it, or name another one"
+            ) from error
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(mode=0o700)

@@ -8,15 +8,9 @@ from functools import partial
 from random import sample
 from typing import TYPE_CHECKING, Any
 
+from ragcache import errors
 from ragcache.codecs.block_file import codec_of
 from ragcache.engine.store_config import StoreParts
-from ragcache.errors import (
-    ConfigError,
-    DamagedBlockError,
-    DamagedIndexError,
-    MissingBlockError,
-    SchemaVersionError,
-)
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
 from ragcache.models.machine import advice_on
@@ -92,7 +86,7 @@ def doctor(
     Raises StoreBusyError, StoreReadOnlyError, StoreFullError; ConfigError if there is no encoder for `recompute`.
     """
     if recompute and (encoder is None or not encoder.recipe.is_dense):
-        raise ConfigError(
+        raise errors.ConfigError(
             "recompute compares whole KV with the model's: open the store with its models (RagCache.open), and "
             "a store that keeps all of its KV",
             "recompute",
@@ -132,12 +126,12 @@ def _verify_blocks(store: StoreParts) -> tuple[list[str], list[str], int]:
         checked += 1
         try:
             store.kv.verify(key)
-        except DamagedBlockError:
+        except errors.DamagedBlockError:
             store.kv.delete(key)
             damaged.append(key)
-        except SchemaVersionError:
+        except errors.SchemaVersionError:
             newer.append(key)
-        except MissingBlockError:  # deleted by a reader that found it damaged a moment ago
+        except errors.MissingBlockError:  # deleted by a reader that found it damaged a moment ago
             continue
     return damaged, newer, checked
 
@@ -233,7 +227,7 @@ def _index_fault(store: StoreParts, stored: Stored) -> str | None:
         return "rebuilt: it was absent"
     try:
         index = VectorIndex.load(path, stored, store.kv.seal)
-    except DamagedIndexError as error:
+    except errors.DamagedIndexError as error:
         return f"rebuilt: {error}"
     if index.ids != store.documents.vector_ids():
         return "rebuilt: it held other chunks than the documents"

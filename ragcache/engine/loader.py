@@ -15,21 +15,9 @@ from itertools import accumulate, takewhile
 
 import torch
 
+from ragcache import errors
 from ragcache.engine.load_plan import BlockSize, LoadPlan
 from ragcache.engine.rates import ALWAYS, AUTO, LOADS, NEVER, Rates
-from ragcache.errors import (
-    NoSuchDocumentError,
-    StaleBlockError,
-    StoreBusyError,
-    StoreError,
-    StoreFailedError,
-    StoreFullError,
-    StoreNotFoundError,
-    StoreReadOnlyError,
-    StoreUnreachableError,
-    check_choice,
-    check_least,
-)
 from ragcache.fusion.fuse import check_block
 from ragcache.ingest.encoder import ModelEncoder
 from ragcache.kv.block import KVBlock, part_of_block
@@ -54,12 +42,12 @@ POLL_S = 0.02
 AHEAD_S = 0.25
 # Errors of keeping a block that may not recur at the next question, or the next day.
 NOT_KEPT = (
-    StoreReadOnlyError,
-    StoreFullError,
-    StoreFailedError,
-    StoreBusyError,
-    StoreUnreachableError,
-    StoreNotFoundError,
+    errors.StoreReadOnlyError,
+    errors.StoreFullError,
+    errors.StoreFailedError,
+    errors.StoreBusyError,
+    errors.StoreUnreachableError,
+    errors.StoreNotFoundError,
 )
 
 
@@ -108,8 +96,8 @@ class BlockLoader:
         self, kv_store: KVStore, rates: Rates | None = None, *, policy: str = AUTO, ahead_bytes: int = 0
     ) -> None:
         """Create a loader. Raises ConfigError for an unknown policy, or a negative number of bytes."""
-        check_choice("load", policy, LOADS)
-        check_least("speculative_bytes", ahead_bytes, 0)
+        errors.check_choice("load", policy, LOADS)
+        errors.check_least("speculative_bytes", ahead_bytes, 0)
         self.kv = kv_store
         self.rates = rates or Rates()
         self.policy = policy
@@ -413,7 +401,7 @@ class _Question:
         try:
             if isinstance(lm, LanguageModel):  # another engine checks its own states when it sets them
                 check_block(lm, "a passage", loaded.block, tokens, num_kept(recipe, tokens))
-        except StaleBlockError as error:
+        except errors.StaleBlockError as error:
             self._kv.reject(handle, error)
             return None
         return loaded
@@ -471,11 +459,11 @@ class _Question:
             if chunk.neighbours and self._encoder.keys([chunk]) != [handle]:
                 self._documents.set_handle(chunk.vector_id, None)
                 self._forget(handle)
-        except NoSuchDocumentError:
+        except errors.NoSuchDocumentError:
             self._forget(handle)
         except NOT_KEPT as error:
             log.warning("the block of chunk %s is kept in memory only: %s", chunk.id, error)
-            with suppress(StoreError, OSError):  # the block may be stored, and its chunk not name it
+            with suppress(errors.StoreError, OSError):  # the block may be stored, and its chunk not name it
                 self._forget(handle)
             stored = self._kv.put(handle, block, "memory")
         return stored

@@ -160,9 +160,7 @@ class LocalEngine:
         room, most = self.prompts.room_at_first(read, options), self._most(read, options)
         whole, own = (
             Size(
-                before + room,
-                kv_bytes(self.lm, before + room),
-                kv_bytes(self.lm, before + most) if most > room else 0,
+                before + room, kv_bytes(self.lm, before + room), kv_bytes(self.lm, before + most) if most > room else 0
             )
             for before in (read, len(request.prompt.suffix_ids))
         )

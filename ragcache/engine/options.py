@@ -151,8 +151,7 @@ class StoreConfig(Config):
     encrypt: Annotated[
         bool | None,
         Option(
-            "--encrypt/--no-encrypt",
-            "Encrypt a new store's KV and index (AES-256-GCM); as it was made if not given.",
+            "--encrypt/--no-encrypt", "Encrypt a new store's KV and index (AES-256-GCM); as it was made if not given."
         ),
     ] = None
     learn: Annotated[

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcache.engine import verdict
 from ragcache.engine.answer import Done, Event, Source, Sources
 from ragcache.engine.assemble import Components
 from ragcache.engine.caches.learner import Learner
@@ -27,14 +28,6 @@ from ragcache.engine.options import DEFAULT_K, AskOptions, ChatOptions, ContextM
 from ragcache.engine.passages import Passage, find_passages
 from ragcache.engine.request import Clock, EarlierTurns, Request, RequestOptions
 from ragcache.engine.tool_use import ToolUse, tool_use
-from ragcache.engine.verdict import (
-    AUTO,
-    FULL,
-    Choice,
-    cannot_keep,
-    choose_method,
-    warn_if_unchecked,
-)
 from ragcache.errors import ConfigError, StoreError, blaming, check_choice, check_text, check_type
 from ragcache.fusion.layout import NO_ADDITIONS
 from ragcache.fusion.method import FusionMethod
@@ -115,7 +108,7 @@ class Questions:
     def _ask_whole(self, question: str, keywords: AskOptions) -> Iterator[Event]:
         """Answer a question over every passage, by full prefill."""
         named = keywords.get("method")
-        chosen: AskOptions = {**keywords, "method": FULL if named in (None, AUTO) else named}
+        chosen: AskOptions = {**keywords, "method": verdict.FULL if named in (None, verdict.AUTO) else named}
         options, ends = self._question(question, chosen)
         check_whole(keywords, options.method)
         documents, prompts = self._parts.store.documents, self._parts.engine.prompts
@@ -263,11 +256,11 @@ class Questions:
             parts.engine.check(options)
         return options
 
-    def _choice(self, name: str | FusionMethod | None, method_options: Mapping[str, Any]) -> Choice:
+    def _choice(self, name: str | FusionMethod | None, method_options: Mapping[str, Any]) -> verdict.Choice:
         own = self._parts.choice
         if not method_options and name is None:
             return own
-        chosen = choose_method(self._parts.card, name or own.method.name, method_options, self._parts.stored)
+        chosen = verdict.choose_method(self._parts.card, name or own.method.name, method_options, self._parts.stored)
         same = chosen.method == own.method
         return replace(chosen, method=own.method) if same else chosen  # the object that keeps KV of earlier prompts
 
@@ -380,7 +373,7 @@ class Questions:
     ) -> Iterator[Event]:
         parts, engine, tokenizer = self._parts, self._parts.engine, self._parts.card.tokenizer
         if options.choice.gives_way and not options.method.keeps_context_with(parts.card):
-            options = options.exactly(cannot_keep(options.method))
+            options = options.exactly(verdict.cannot_keep(options.method))
 
         def prepare(clock: Clock) -> Request:
             engine.prompts.check_continues(options)
@@ -431,7 +424,7 @@ class Questions:
             ):
                 for event in events:
                     if self._warns_of_unchecked and isinstance(event, Sources) and event.hits:
-                        self._warns_of_unchecked = not warn_if_unchecked(
+                        self._warns_of_unchecked = not verdict.warn_if_unchecked(
                             model, root, request.options.choice, event.method
                         )
                     yield self._explained(event, request, last) if isinstance(event, Done) else event
@@ -458,7 +451,9 @@ class Questions:
         return Done(replace(done.answer, reasons=reasons))
 
 
-def _explain(parts: Components, prompt: Prompt, choice: Choice, hits: Sequence[Source], last: int) -> Sequence[Reason]:
+def _explain(
+    parts: Components, prompt: Prompt, choice: verdict.Choice, hits: Sequence[Source], last: int
+) -> Sequence[Reason]:
     from ragcache.engine.why import explain_read
 
     return explain_read(parts, prompt, choice, [(hit.chunk, hit.tier) for hit in hits], last)

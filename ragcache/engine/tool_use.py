@@ -82,8 +82,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     names = [tool["function"]["name"] for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
-            f"two tools are named {twice[0]!r}; a call could be to either, so give them names of their own",
-            "tools",
+            f"two tools are named {twice[0]!r}; a call could be to either, so give them names of their own", "tools"
         )
     return tuple({"type": "function", "function": _filled(function)} for function in functions)
 

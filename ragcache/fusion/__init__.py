@@ -18,14 +18,7 @@ from ragcache.plugins import Registry, load
 
 METHODS: Registry[type[FusionMethod]] = Registry(
     plugins.METHODS,
-    {
-        "full": Full,
-        "reposition": Reposition,
-        "concat": Concat,
-        "link": Link,
-        "cacheblend": CacheBlend,
-        "epic": Epic,
-    },
+    {"full": Full, "reposition": Reposition, "concat": Concat, "link": Link, "cacheblend": CacheBlend, "epic": Epic},
 )
 
 

@@ -6,16 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError
+from ragcache.fusion import recompute
 from ragcache.fusion.layout import Layout
-from ragcache.fusion.recompute import (
-    Choose,
-    RecomputeContext,
-    RecomputeMethod,
-    Running,
-    check_ratio,
-    check_tokens,
-    chosen,
-)
 from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -26,7 +18,7 @@ WIDER = 0.25  # gradual filtering begins this much above the ratio and ends this
 
 
 @dataclass(frozen=True)
-class CacheBlend(RecomputeMethod):
+class CacheBlend(recompute.RecomputeMethod):
     """Runs high-KV-deviation tokens again (CacheBlend, section 4.3).
 
     Layer 0 runs in full: its keys and values depend only on the token, so layer 1 is the first in which they depend on
@@ -56,34 +48,34 @@ class CacheBlend(RecomputeMethod):
     narrows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
+        recompute.check_ratio(self.ratio)
+        recompute.check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
         if not isinstance(self.gradual, bool):
             raise ConfigError(f"gradual is {self.gradual!r}; choose True or False")
 
     def num_reruns(self, layout: Layout) -> int:
         return round(self.ratio * sum(len(piece.ids) for piece in layout.passages))
 
-    def candidates(self, context: RecomputeContext) -> Tensor:
+    def candidates(self, context: recompute.RecomputeContext) -> Tensor:
         slots = context.chunk_slots()
         some = any(self._counts(context)[CHECK_LAYER:]) or self._edges(context).numel()
         return slots if some else slots[:0]
 
-    def chooser(self, context: RecomputeContext) -> Choose | None:
+    def chooser(self, context: recompute.RecomputeContext) -> recompute.Choose | None:
         counts, always = self._counts(context), self._edges(context)
 
-        def choose(running: Running) -> Tensor | None:
+        def choose(running: recompute.Running) -> Tensor | None:
             count = max(counts[running.layer], always.shape[0])
             if running.layer < CHECK_LAYER or count == running.slots.shape[0]:
                 return None
-            return chosen(_deviation(running), running.slots, count, always)
+            return recompute.chosen(_deviation(running), running.slots, count, always)
 
         return choose
 
-    def _edges(self, context: RecomputeContext) -> Tensor:
+    def _edges(self, context: recompute.RecomputeContext) -> Tensor:
         return context.edges(self.boundary_tokens, self.tail_tokens)
 
-    def _counts(self, context: RecomputeContext) -> list[int]:
+    def _counts(self, context: recompute.RecomputeContext) -> list[int]:
         """Return how many chunk tokens run in each layer."""
         num_tokens, layers = sum(context.chunk_tokens), context.lm.shape.num_layers
         above = layers - CHECK_LAYER
@@ -94,7 +86,7 @@ class CacheBlend(RecomputeMethod):
         return [num_tokens] * CHECK_LAYER + [round(share * num_tokens) for share in shares]
 
 
-def _deviation(running: Running) -> Tensor:
+def _deviation(running: recompute.Running) -> Tensor:
     """Return the KV deviation (CacheBlend, section 4.1) of the running context tokens: float32 [num_slots].
 
     It is the squared L2 distance between a token's new keys and values and the placed ones, over all heads. Both keys

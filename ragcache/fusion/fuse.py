@@ -298,10 +298,7 @@ def _used_recipe(
 
 
 def _parts(
-    lm: ModelCard,
-    method: FusionMethod,
-    prompt: Prompt | Sequence[Part],
-    evict: SnapKV | int | None,
+    lm: ModelCard, method: FusionMethod, prompt: Prompt | Sequence[Part], evict: SnapKV | int | None
 ) -> Sequence[Part]:
     """Return the prompt's parts. Raises ConfigError or PromptError if the method cannot read them."""
     if evict is not None and method.reruns_in_answers:

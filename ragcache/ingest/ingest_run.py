@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ragcache.errors import (
-    DocumentExistsError,
-    DuplicateDocumentError,
-    IngestError,
-    PromptError,
-    ReaderError,
-    StoreError,
-)
+from ragcache import errors
 from ragcache.ingest.changes import DocumentChanges, sync_roots
 from ragcache.ingest.chunker import TextChunk, headings_above
 from ragcache.ingest.document import Document, hash_parts
@@ -28,16 +21,7 @@ from ragcache.ingest.report import Failure, IngestReport, Moved, Progress, Progr
 from ragcache.ingest.sample_basis import calibrate
 from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
-from ragcache.ingest.worker import (
-    ChunkedDocument,
-    EncodeJob,
-    Record,
-    Say,
-    Source,
-    Vectors,
-    Work,
-    Worker,
-)
+from ragcache.ingest.worker import ChunkedDocument, EncodeJob, Record, Say, Source, Vectors, Work, Worker
 from ragcache.models.deadline import LIMIT
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
@@ -142,7 +126,7 @@ class IngestRun:
         try:
             for key in self._uncommitted - self.to.documents.referenced(self._uncommitted):
                 self.to.kv.delete(key)
-        except (StoreError, OSError) as error:
+        except (errors.StoreError, OSError) as error:
             log.warning(
                 "blocks of documents that were not stored may be left; `ragcache doctor` collects them: %s", error
             )
@@ -167,7 +151,7 @@ class IngestRun:
             yield from self._copies(*self.copied)
             return
         for record, file in self._records(inputs):
-            if isinstance(record.found, ReaderError):
+            if isinstance(record.found, errors.ReaderError):
                 self._fail(record.found.path, record.found, file)
             elif (prepared := self._prepare(record.found, file, record)) is not None:
                 yield prepared
@@ -216,7 +200,7 @@ class IngestRun:
             LIMIT.get().check()
             self.worker.check(document)
             if document.id in self._seen:
-                raise DuplicateDocumentError(
+                raise errors.DuplicateDocumentError(
                     f"{document.where}: the id {document.id!r} was given before in this call; give every document its "
                     "own id"
                 )
@@ -228,7 +212,7 @@ class IngestRun:
                 metadata = self._placed_anew(found.id, document, content_hash, record)
                 found = found._replace(same=metadata is not None)
             if found is not None and not found.same and not self.replace:
-                raise DocumentExistsError(
+                raise errors.DocumentExistsError(
                     f"{document.where}: another text is stored under the id {document.id!r}; name this one otherwise, "
                     "or let it replace the other (replace=true)"
                 )
@@ -240,7 +224,7 @@ class IngestRun:
             tokens = sum(len(chunk.token_ids) for chunk in cut.chunks)
             self.limits.check(tokens, self._new_tokens, document.where)
             self._new_tokens += tokens
-        except (IngestError, PromptError) as error:
+        except (errors.IngestError, errors.PromptError) as error:
             self._fail(document.where, error, file)
             return None
         return PendingDocument(document, file, content_hash, cut.chunks, cut.keys, found is not None)
@@ -268,12 +252,7 @@ class IngestRun:
         return [{**document.metadata, **chunk.metadata} for chunk in chunks]
 
     def _rename(
-        self,
-        id: str,
-        document: Document,
-        content_hash: str | None,
-        file: str,
-        metadata: Sequence[Mapping[str, Any]],
+        self, id: str, document: Document, content_hash: str | None, file: str, metadata: Sequence[Mapping[str, Any]]
     ) -> None:
         """Give a stored document its current id, source and file, and its chunks `metadata`, unless that is empty.
 
@@ -320,7 +299,7 @@ class IngestRun:
                 rows = whole.encode([chunk.text for chunk in stored])
                 for ids in rows:
                     self.to.block_keys.check(ids, made.where)
-            except PromptError as error:  # too long for this model
+            except errors.PromptError as error:  # too long for this model
                 self._fail(made.where, error, "")
                 continue
             chunks = [as_cut(chunk, ids, document.metadata) for chunk, ids in zip(stored, rows, strict=True)]
@@ -428,7 +407,7 @@ class IngestRun:
             before = self.to.documents.vector_ids_of([document.id]) if pending.replaces else []
             try:
                 added = self.to.documents.replace_document(new, chunks)
-            except IngestError as error:
+            except errors.IngestError as error:
                 self._fail(document.where, error, pending.file)
                 return
             searched = [own[len(own) > 1 :] for own in vectors]  # windows only, without their mean
@@ -486,7 +465,7 @@ class IngestRun:
         if id not in self._told:
             self.report.unchanged.append(id)
 
-    def _fail(self, source: str, error: IngestError | PromptError, file: str) -> None:
+    def _fail(self, source: str, error: errors.IngestError | errors.PromptError, file: str) -> None:
         """Report a failed input. file: the place of its file; "" if it has no file"""
         self.report.failed.append(Failure(source, error))
         if file:

@@ -16,11 +16,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from ragcache.errors import (
-    BasisError,
-    ConfigError,
-    check_choice,
-)
+from ragcache import errors
 from ragcache.ingest.chunker import Chunker
 from ragcache.ingest.ingest_run import IngestRun, Input
 from ragcache.ingest.read_limits import NO_TOKEN_LIMITS, TokenLimits
@@ -28,11 +24,7 @@ from ragcache.ingest.report import IngestReport, Progress
 from ragcache.ingest.sandbox import IsolatedReader
 from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
-from ragcache.ingest.worker import (
-    LocalWorkers,
-    Worker,
-    Workers,
-)
+from ragcache.ingest.worker import LocalWorkers, Worker, Workers
 from ragcache.models.deadline import Limit, limited
 from ragcache.store.documents import DocumentStore
 
@@ -90,16 +82,16 @@ class Ingestor(StoreWriter):
         BasisError when the first passages have too few tokens for the codec; documents that were committed stay. With
         sync, raises ReaderError for a given path that does not exist or cannot be read; then nothing was changed.
         """
-        check_choice("kv", kv, KV_MODES)
+        errors.check_choice("kv", kv, KV_MODES)
         _ = self.documents.into
         if kv == "eager":
             _ = self.block_keys.encoder
         if cluster is not None and kv == "eager" and self.kv.lacks_basis:
-            raise BasisError(
+            raise errors.BasisError(
                 "the store's codec has no basis yet, which no cluster makes; ingest some documents without one first"
             )
         if cluster is not None and self.block_keys.neighbourhood is not None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "this store's chunks are encoded behind their neighbours, which are known when all documents are "
                 "stored; ingest without a cluster"
             )
@@ -114,12 +106,7 @@ class Ingestor(StoreWriter):
             )
 
     def copy(
-        self,
-        source: DocumentStore,
-        *,
-        kv: str = "eager",
-        progress: Progress | None = None,
-        timeout_s: float = 30.0,
+        self, source: DocumentStore, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
         """Copy the documents of `source`, a store that may belong to another model, into this store.
 
@@ -127,7 +114,7 @@ class Ingestor(StoreWriter):
         document with a passage that is too long for the model is listed in the report's `failed`. To finish an
         interrupted copy, run it again. Options and errors are those of `ingest`.
         """
-        check_choice("kv", kv, KV_MODES)
+        errors.check_choice("kv", kv, KV_MODES)
         _ = self.documents.into
         if kv == "eager":
             _ = self.block_keys.encoder

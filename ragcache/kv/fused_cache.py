@@ -65,11 +65,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        pool: BufferPool,
-        capacity: int,
-        fill: Place | None = None,
-        base: SharedContext | None = None,
+        self, pool: BufferPool, capacity: int, fill: Place | None = None, base: SharedContext | None = None
     ) -> None:
         super().__init__(layers=[])
         self._pool = pool

@@ -449,13 +449,7 @@ def _sees_all_of_base(current: FusedPass, window: int | None) -> bool:
 
 
 def _attend_fused(
-    current: FusedPass,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    scoring: Scoring,
+    current: FusedPass, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring
 ) -> Tensor:
     change = current.cache.adjust
     if change is not None:

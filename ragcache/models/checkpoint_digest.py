@@ -9,9 +9,7 @@ import hashlib
 from ragcache.files import file_digest
 from ragcache.kv.block_key import digest
 from ragcache.models.adapter import ROWS_FILE, Adapter
-from ragcache.models.checkpoint import (
-    find_directory,
-)
+from ragcache.models.checkpoint import find_directory
 from ragcache.models.hub import split_file
 from ragcache.models.lora import Lora
 

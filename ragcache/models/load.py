@@ -9,32 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ragcache.errors import (
-    AdapterError,
-    ConfigError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    check_choice,
-    check_type,
-)
+from ragcache import errors
 from ragcache.kv.block_key import digest
+from ragcache.models import checkpoint
 from ragcache.models.adapter import Adapter
 from ragcache.models.attention import NAME, register
 from ragcache.models.card import ModelCard
-from ragcache.models.checkpoint import (
-    LOADED,
-    find_directory,
-    load_config,
-    load_generation,
-    load_tokenizer,
-    load_weights,
-)
 from ragcache.models.checkpoint_digest import checkpoint_digest
 from ragcache.models.hub import ADAPTER, BUNDLED, resolve, split_file
 from ragcache.models.language_model import LanguageModel
@@ -87,11 +70,11 @@ def load_lm(
     register()
     if isinstance(name, PreTrainedModel):
         return _take(name, tokenizer, packed)
-    check_type("model", name, (str, Path), WAY_OUT)
+    errors.check_type("model", name, (str, Path), WAY_OUT)
     base, adapter, lora, config, own_tokenizer, reuse = _find(name)
     place = find_device(device)
     usual = "float32" if base in map(resolve, BUNDLED) else AUTO  # the bundled models are in bfloat16 to be small
-    model = load_weights(base, config, _dtype(dtype or usual, config, place, str(name)), place)
+    model = checkpoint.load_weights(base, config, _dtype(dtype or usual, config, place, str(name)), place)
     if adapter is not None:
         adapter.check_base(checkpoint_digest(resolve(adapter.base.name)))
         model = adapter.apply(model)
@@ -109,10 +92,10 @@ def _take(model: PreTrainedModel, tokenizer: Tokenizer | None, packed: bool | No
     Its name is marked so that it is never loaded by name: the place it came from may hold other weights by then.
     """
     origin = model.name_or_path
-    name = f"{LOADED}{Path(origin).name or model.config.model_type}"
+    name = f"{checkpoint.LOADED}{Path(origin).name or model.config.model_type}"
     refuse_by_config(model.config, name)
-    if tokenizer is None and origin and (directory := find_directory(origin)) is not None:
-        tokenizer = load_tokenizer(str(directory))
+    if tokenizer is None and origin and (directory := checkpoint.find_directory(origin)) is not None:
+        tokenizer = checkpoint.load_tokenizer(str(directory))
     model.set_attn_implementation(NAME)
     model.eval().requires_grad_(False)
     return _learn(model, tokenizer, name, _reuse(model.config, name), packed)
@@ -129,7 +112,7 @@ def _learn(
     """beside: matrices that act on passages alone; inspection compares passages with the base's own keys"""
     stated = getattr(model.config, "quantization_config", None)
     if getattr(stated, "quant_method", None) == "bitsandbytes" and model.device.type == "cpu":
-        raise UnsupportedModelError(
+        raise errors.UnsupportedModelError(
             f"{name} is not supported: bitsandbytes' weights on a CPU change when they are read; use a GGUF file, "
             "torchao's weights or a GPU"
         )
@@ -157,7 +140,7 @@ def load_card(name: str | Path, fingerprint: str) -> ModelCard:
     if adapter is not None:
         adapter.extend(config)
     vocab_size = int(config.get_text_config(decoder=True).vocab_size)
-    card = ModelCard(config, load_generation(base), tokenizer, vocab_size, fingerprint, str(name), reuse)
+    card = ModelCard(config, checkpoint.load_generation(base), tokenizer, vocab_size, fingerprint, str(name), reuse)
     if reuse is not None:
         reuse.check(vocab_size, tokenizer, str(name))
     return card
@@ -187,16 +170,18 @@ def _find(name: str | Path) -> _Found:
     beside = adapter.base.name if adapter is not None else lora.base if lora is not None else None
     base = where if beside is None else obtain(beside)
     try:
-        config = load_config(base, name if beside is None else beside)
-    except ModelNotFoundError as error:
+        config = checkpoint.load_config(base, name if beside is None else beside)
+    except errors.ModelNotFoundError as error:
         if beside is None:
             raise
         place = f'{ADAPTER} under "base"' if adapter is not None else f'{Lora.FILE} under "{Lora.BASE}"'
-        raise AdapterError(f"{name}: {error}; put the base model there, or write where it is into {place}") from error
+        raise errors.AdapterError(
+            f"{name}: {error}; put the base model there, or write where it is into {place}"
+        ) from error
     refuse_by_config(config, str(name))
-    tokenizer = load_tokenizer(where)
+    tokenizer = checkpoint.load_tokenizer(where)
     if adapter is None:
-        tokenizer = tokenizer or (load_tokenizer(base) if lora is not None else None)
+        tokenizer = tokenizer or (checkpoint.load_tokenizer(base) if lora is not None else None)
         return _Found(base, None, lora, config, tokenizer, _reuse(config, str(name)))
     adapter.check(config, tokenizer)
     return _Found(base, adapter, None, config, tokenizer, adapter.spec)
@@ -226,15 +211,15 @@ def _dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.dev
             *(name, kind, kind),
         )
         return torch.float32
-    check_choice("dtype", dtype, ("auto", *DTYPES))
+    errors.check_choice("dtype", dtype, ("auto", *DTYPES))
     return DTYPES[dtype]
 
 
 def _reuse(config: PreTrainedConfig, name: str) -> TrainedTokens | None:
     try:
         return TrainedTokens.of(config)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    except errors.ConfigError as error:
+        raise errors.ConfigError(f"{name}: {error}") from error
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Tokenizer | None) -> str:

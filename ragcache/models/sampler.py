@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 from ragcache.errors import Config, ConfigError, check_type
 from ragcache.models.structured import as_json, choice_grammar, json_grammar, regex_grammar
@@ -185,13 +180,13 @@ class Sampler:
         self._warpers = LogitsProcessorList()
         if self._greedy:
             return
-        self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        self._warpers.append(logits_process.TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k is not None:
-            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+            self._warpers.append(logits_process.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p is not None:
-            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+            self._warpers.append(logits_process.TopPLogitsWarper(sampling.top_p))
         if sampling.min_p is not None:
-            self._warpers.append(MinPLogitsWarper(sampling.min_p))
+            self._warpers.append(logits_process.MinPLogitsWarper(sampling.min_p))
         self._generator = torch.Generator(device)
         if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)

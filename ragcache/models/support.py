@@ -23,16 +23,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ragcache.errors import UnsupportedModelError
+from ragcache.kv import cache_shape
 from ragcache.kv.buffers import BufferPool
-from ragcache.kv.cache_shape import (
-    CacheShape,
-    LayerShape,
-    StateShape,
-    keeps_kv,
-    keeps_state,
-    layer_kind,
-    refuse_unbuilt,
-)
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Apply, Rope, Source, ask, takes_layer_type, turn_pairs
 from ragcache.models.attention import CURRENT, RANK, EncodePass, FusedPass, hook_latent, hook_rotary
@@ -58,7 +50,7 @@ def refuse_by_config(config: PreTrainedConfig, name: str) -> None:
         raise unsupported(config, name, "it is an encoder-decoder model; ragcache needs a causal language model")
     text = config.get_text_config(decoder=True)
     types = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
-    refuse_unbuilt(f"{name} ({config.model_type})", {kind: layer_kind(kind) for kind in types})
+    cache_shape.refuse_unbuilt(f"{name} ({config.model_type})", {kind: cache_shape.layer_kind(kind) for kind in types})
     obstacle = STATE_OBSTACLES.get(text.model_type)
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
         obstacle = obstacle or "ALiBi adds a bias by distance to the scores; there is no rotation to move"
@@ -84,7 +76,7 @@ class _Plain(NamedTuple):
     watch: Watch
 
 
-def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, CacheShape]:
+def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, cache_shape.CacheShape]:
     """Run a few tokens and find out the model's rotation. Raises UnsupportedModelError naming the obstacle."""
     try:
         return _inspect(model)
@@ -93,7 +85,7 @@ def inspect(model: PreTrainedModel, name: str) -> tuple[Rope, CacheShape]:
 
 
 @torch.inference_mode()
-def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
+def _inspect(model: PreTrainedModel) -> tuple[Rope, cache_shape.CacheShape]:
     """Do `inspect`. Here and below an UnsupportedModelError gives the reason alone; `inspect` adds the model's name."""
     mixers = hook_mixers(model)
     if not mixers and not _rotary_modules(model):
@@ -105,7 +97,7 @@ def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
         raise UnsupportedModelError("it gives out logits of every token, not of those that are asked for alone")
     calls, layers = plain.watch.calls, sorted(plain.seen)
     kinds = _layer_types(model) or []
-    kept = [kind for kind in kinds if keeps_kv(kind)]  # numbered like attention modules
+    kept = [kind for kind in kinds if cache_shape.keeps_kv(kind)]  # numbered like attention modules
     expected = len(kept) if mixers and kinds else int(text_config(model).num_hidden_layers)
     if layers != list(range(expected)):
         raise UnsupportedModelError(f"only {len(layers)} of {expected} layers keep keys and values")
@@ -139,8 +131,8 @@ def _inspect(model: PreTrainedModel) -> tuple[Rope, CacheShape]:
     return rope, shape
 
 
-def _learn_states(model: PreTrainedModel, mixers: Sequence[Mixer]) -> tuple[StateShape, ...]:
-    expected = sum(map(keeps_state, _layer_types(model) or ()))
+def _learn_states(model: PreTrainedModel, mixers: Sequence[Mixer]) -> tuple[cache_shape.StateShape, ...]:
+    expected = sum(map(cache_shape.keeps_state, _layer_types(model) or ()))
     if expected != len(mixers):
         raise UnsupportedModelError(f"{len(mixers)} of {expected} recurrent layers have a short convolution")
     shapes = []
@@ -285,16 +277,16 @@ def _rotates(model: PreTrainedModel, call: Call, source: Source | None, layer: i
     return None if torch.equal(keys[0], keys[1]) else source
 
 
-def _shape(seen: dict[int, tuple[Tensor, Tensor]], latent: frozenset[int]) -> CacheShape:
+def _shape(seen: dict[int, tuple[Tensor, Tensor]], latent: frozenset[int]) -> cache_shape.CacheShape:
     shapes = []
     for layer, (keys, values) in sorted(seen.items()):
         if keys.shape[1] != values.shape[1]:
             raise UnsupportedModelError(f"keys and values of layer {layer} have different numbers of heads")
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-    return CacheShape(tuple(shapes), seen[0][0].dtype, seen[0][0].device, latent)
+        shapes.append(cache_shape.LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    return cache_shape.CacheShape(tuple(shapes), seen[0][0].dtype, seen[0][0].device, latent)
 
 
-def _verify(model: PreTrainedModel, rope: Rope, shape: CacheShape, plain: _Plain) -> None:
+def _verify(model: PreTrainedModel, rope: Rope, shape: cache_shape.CacheShape, plain: _Plain) -> None:
     """Encode the probe's tokens by every recipe, as in normal use, and compare with the plain pass.
 
     A model is causal, so the beginning of a row is the same in a longer row: each batch has a shorter chunk, with
@@ -310,7 +302,7 @@ def _verify(model: PreTrainedModel, rope: Rope, shape: CacheShape, plain: _Plain
 def _verify_recipe(
     model: PreTrainedModel,
     rope: Rope,
-    shape: CacheShape,
+    shape: cache_shape.CacheShape,
     plain: _Plain,
     chunks: list[list[int]],
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
@@ -338,7 +330,7 @@ def _verify_recipe(
             raise UnsupportedModelError(f"{reason} (recipe {recipe})")
 
 
-def _verify_narrowing(model: PreTrainedModel, shape: CacheShape, plain: _Plain) -> None:
+def _verify_narrowing(model: PreTrainedModel, shape: cache_shape.CacheShape, plain: _Plain) -> None:
     """Run the last tokens over the others' keys, with two more tokens skipped, as recompute methods run chosen tokens.
 
     A family whose layers take more per-token inputs than are narrowed fails here.

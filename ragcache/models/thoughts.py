@@ -74,12 +74,7 @@ def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
     return next((form for form in FORMS if any(sign in written for sign in form.signs)), None)
 
 
-def template_variables(
-    tokenizer: PreTrainedTokenizerBase,
-    effort: Any,
-    enable: Any,
-    given: Any,
-) -> dict[str, Any]:
+def template_variables(tokenizer: PreTrainedTokenizerBase, effort: Any, enable: Any, given: Any) -> dict[str, Any]:
     """Return the chat template's variables about thinking, together with those that the caller gives.
 
     Raises ConfigError for an unknown effort, for values that contradict each other, for names reserved for a template's

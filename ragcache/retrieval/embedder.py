@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragcache.errors import (
-    ConfigError,
-    EmbedderError,
-    EmbedderMismatchError,
-    check_least,
-    check_text,
-)
+from ragcache.errors import ConfigError, EmbedderError, EmbedderMismatchError, check_least, check_text
 from ragcache.models.batches import plan_batches
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device

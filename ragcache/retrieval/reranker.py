@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import (
-    RerankerError,
-)
+from ragcache.errors import RerankerError
 from ragcache.models.deadline import LIMIT
 from ragcache.models.machine import AUTO, find_device
 from ragcache.retrieval.embedder import LONG_TEXT, NO_LIMIT_TOKENS, fast_tokenizer, text_lengths
@@ -109,11 +107,7 @@ class CrossEncoderReranker:
 
         with self._lock.hold(QUESTION), team_ends():
             logits = self._model.predict(
-                pairs,
-                batch_size=PAIRS,
-                show_progress_bar=False,
-                activation_fn=Identity(),
-                convert_to_numpy=True,
+                pairs, batch_size=PAIRS, show_progress_bar=False, activation_fn=Identity(), convert_to_numpy=True
             )
         return np.asarray(logits, dtype=np.float32)
 

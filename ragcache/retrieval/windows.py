@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ragcache.errors import (
-    ContextTooLongError,
-)
+from ragcache.errors import ContextTooLongError
 from ragcache.models.deadline import LIMIT
 from ragcache.prompt import exceeds
 from ragcache.retrieval.embedder_types import BoundedEmbedder, Embedder, Vectors

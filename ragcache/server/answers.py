@@ -12,28 +12,7 @@ from pydantic import JsonValue
 from ragcache import Answer, Chunk, GenerationOptions, Passage, RagCache, RetrieveOptions, Sampling, Source
 from ragcache.engine.answer import TokenLogprob, source_to_json
 from ragcache.engine.options import AnswerDefaults, names
-from ragcache.server.chat_types import (
-    ChatRequest,
-    ChatUsage,
-    ChoiceLogprobs,
-    CompletionTokensDetails,
-    Extension,
-    GivenDocument,
-    JsonFormat,
-    LikelyToken,
-    Message,
-    NamedTool,
-    PhaseSeconds,
-    PlainFormat,
-    PromptTokensDetails,
-    ReadFields,
-    RetrieveFields,
-    SampledRequest,
-    SchemaFormat,
-    ScoredToken,
-    SourceItem,
-    TemplateFields,
-)
+from ragcache.server import chat_types
 
 # `Sampling` has OpenAI's fields, a client that hangs up cancels, and `Work` applies the time limit, because it includes
 # the wait for a slot.
@@ -47,7 +26,9 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: int, *, retrieves: bool = True) -> Call:
+def engine_call(
+    request: chat_types.ChatRequest, defaults: AnswerDefaults, max_positions: int, *, retrieves: bool = True
+) -> Call:
     """Return the engine call for a chat request.
 
     max_positions: longest prompt with its answer, and so the most tokens that a request may ask for
@@ -57,7 +38,7 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
     options = {
         "sampling": sampling(request, defaults, max_positions),
         **_given(READ, extension, defaults),
-        **request.model_dump(include=set(TemplateFields.model_fields), exclude_none=True),
+        **request.model_dump(include=set(chat_types.TemplateFields.model_fields), exclude_none=True),
         "context": extension.context or ("last" if extension.documents is not None else defaults.context),
         "drop_turns": defaults.drop_turns if extension.drop_turns is None else extension.drop_turns,
         **_passages(extension, defaults, retrieves),
@@ -66,7 +47,7 @@ def engine_call(request: ChatRequest, defaults: AnswerDefaults, max_positions: i
     return Call(turns(request.messages), options)
 
 
-def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def turns(messages: Sequence[chat_types.Message]) -> list[dict[str, Any]]:
     """Return messages with role, text and tool calls. System messages at the beginning are joined, as chat templates
     expect.
     """
@@ -85,24 +66,24 @@ def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def _tools(request: ChatRequest) -> dict[str, Any]:
+def _tools(request: chat_types.ChatRequest) -> dict[str, Any]:
     """Return the options about tools. `strict` is left out, because it is not part of the prompt."""
     if not request.tools and request.tool_choice in (None, "auto", "none"):
         return {}
     choice, unsaid = request.tool_choice, {"function": {"strict"}}
     return {
         "tools": [tool.model_dump(exclude_none=True, exclude=unsaid) for tool in request.tools or ()],
-        "tool_choice": choice.function.name if isinstance(choice, NamedTool) else choice,
+        "tool_choice": choice.function.name if isinstance(choice, chat_types.NamedTool) else choice,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "tool_format": request.extension.tool_format,
     }
 
 
-def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
+def sampling(request: chat_types.SampledRequest, defaults: AnswerDefaults, max_positions: int) -> Sampling:
     """Return the sampling options of a request. Raises ConfigError for invalid values."""
     stop = _first(request.stop, defaults.stop)
     top_k = _first(request.top_k, request.extension.top_k, defaults.top_k)
-    completion_tokens = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    completion_tokens = request.max_completion_tokens if isinstance(request, chat_types.ChatRequest) else None
     most = _first(completion_tokens, request.max_tokens, defaults.max_tokens)
     return Sampling(
         max_tokens=None if most is None else min(most, max_positions),
@@ -111,7 +92,7 @@ def sampling(request: SampledRequest, defaults: AnswerDefaults, max_positions: i
         top_k=None if top_k in (0, -1) else top_k,
         seed=_first(request.seed, defaults.seed),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        json_schema=_schema(request.response_format) if isinstance(request, ChatRequest) else None,
+        json_schema=_schema(request.response_format) if isinstance(request, chat_types.ChatRequest) else None,
         min_p=request.min_p,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -130,36 +111,40 @@ def each_of(options: dict[str, Any], n: int | None) -> Iterator[dict[str, Any]]:
         yield {**options, "sampling": replace(sampling, seed=seed)}
 
 
-def _schema(response_format: PlainFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
-    if isinstance(response_format, JsonFormat):
+def _schema(
+    response_format: chat_types.PlainFormat | chat_types.JsonFormat | chat_types.SchemaFormat | None,
+) -> dict[str, Any] | None:
+    if isinstance(response_format, chat_types.JsonFormat):
         return {"type": "object"}
-    return response_format.json_schema.schema_ if isinstance(response_format, SchemaFormat) else None
+    return response_format.json_schema.schema_ if isinstance(response_format, chat_types.SchemaFormat) else None
 
 
-def _passages(extension: Extension, defaults: AnswerDefaults, retrieves: bool) -> dict[str, Any]:
+def _passages(extension: chat_types.Extension, defaults: AnswerDefaults, retrieves: bool) -> dict[str, Any]:
     """Return the request's documents, the arguments of a retrieval, or nothing."""
     if extension.documents is not None:
         return {"passages": [_passage(document) for document in extension.documents]}
     return retrieval(extension, defaults) if _first(extension.retrieve, retrieves) else {}
 
 
-def retrieval(fields: RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
+def retrieval(fields: chat_types.RetrieveFields, defaults: AnswerDefaults) -> dict[str, Any]:
     """Return the arguments of `RagCache.retrieve`."""
     return {"k": _first(fields.k, defaults.k), **_given(names(RetrieveOptions), fields, defaults)}
 
 
-def read_options(request: SampledRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
+def read_options(request: chat_types.SampledRequest, defaults: AnswerDefaults, max_positions: int) -> dict[str, Any]:
     """Return the arguments of `RagCache.stream_completion`; see `engine_call`."""
     return {"sampling": sampling(request, defaults, max_positions), **_given(READ, request.extension, defaults)}
 
 
-def _given(options: Iterable[str], fields: RetrieveFields | ReadFields, defaults: AnswerDefaults) -> dict[str, Any]:
+def _given(
+    options: Iterable[str], fields: chat_types.RetrieveFields | chat_types.ReadFields, defaults: AnswerDefaults
+) -> dict[str, Any]:
     """Return options that the request or the server's defaults set; the engine has defaults for the rest."""
     found = {name: _first(getattr(fields, name), getattr(defaults, name, None)) for name in options}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _passage(document: GivenDocument) -> Passage:
+def _passage(document: chat_types.GivenDocument) -> Passage:
     return Passage(document.text, document.id, document.handle, document.score, document.metadata)
 
 
@@ -168,7 +153,7 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
+def usage_of(answers: Sequence[Answer], prompts: int = 1) -> chat_types.ChatUsage:
     """Return the usage of answers to as many prompts, in their order. Each prompt counts once, as read by the answer
     that computed the most of its tokens.
     """
@@ -176,14 +161,14 @@ def usage_of(answers: Sequence[Answer], prompts: int = 1) -> ChatUsage:
     read = [dearest(answers[start : start + each]).usage for start in range(0, len(answers), each)]
     prompt_tokens = sum(usage.prompt_tokens for usage in read)
     completion_tokens = sum(answer.usage.completion_tokens for answer in answers)
-    return ChatUsage(
+    return chat_types.ChatUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(
+        prompt_tokens_details=chat_types.PromptTokensDetails(
             cached_tokens=sum(usage.cached_tokens for usage in read), audio_tokens=0
         ),
-        completion_tokens_details=CompletionTokensDetails(
+        completion_tokens_details=chat_types.CompletionTokensDetails(
             reasoning_tokens=sum(answer.usage.reasoning_tokens for answer in answers),
             audio_tokens=0,
             accepted_prediction_tokens=0,
@@ -197,8 +182,8 @@ def dearest(answers: Sequence[Answer]) -> Answer:
     return min(answers, key=lambda answer: answer.usage.cached_tokens)
 
 
-def sources_of(hits: Sequence[Source]) -> list[SourceItem]:
-    return [SourceItem(**source_to_json(hit)) for hit in hits]
+def sources_of(hits: Sequence[Source]) -> list[chat_types.SourceItem]:
+    return [chat_types.SourceItem(**source_to_json(hit)) for hit in hits]
 
 
 def citations(answer: Answer) -> list[dict[str, JsonValue]]:
@@ -263,7 +248,7 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
         "method_reason": answer.method_reason,
         "dropped": answer.dropped,
         "dropped_turns": answer.dropped_turns,
-        "timings": PhaseSeconds(**asdict(answer.timings)),
+        "timings": chat_types.PhaseSeconds(**asdict(answer.timings)),
         "full_prefill_estimate_s": kb.full_prefill_estimate_s(usage.prompt_tokens),
         "full_prefill_samples": kb.full_prefill_samples,
     }
@@ -272,17 +257,17 @@ def costs_of(answer: Answer, kb: RagCache) -> dict[str, Any]:
 LEAST = -9999.0  # for minus infinity, which JSON lacks
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> chat_types.ChoiceLogprobs:
     content = [
-        ScoredToken(**_likely(token).model_dump(), top_logprobs=[_likely(near) for near in token.top])
+        chat_types.ScoredToken(**_likely(token).model_dump(), top_logprobs=[_likely(near) for near in token.top])
         for token in tokens
     ]
-    return ChoiceLogprobs(content=content, refusal=None)
+    return chat_types.ChoiceLogprobs(content=content, refusal=None)
 
 
-def _likely(token: TokenLogprob) -> LikelyToken:
+def _likely(token: TokenLogprob) -> chat_types.LikelyToken:
     whole = None if "\ufffd" in token.text else list(token.text.encode())
-    return LikelyToken(token=token.text, logprob=number_of(token), bytes=whole)
+    return chat_types.LikelyToken(token=token.text, logprob=number_of(token), bytes=whole)
 
 
 def number_of(token: TokenLogprob) -> float:

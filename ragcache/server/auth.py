@@ -93,12 +93,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys,
-        open_paths: Sequence[str],
-        allowed_hosts: Sequence[str],
-        quotas: Quotas,
+        self, app: ASGIApp, keys: ApiKeys, open_paths: Sequence[str], allowed_hosts: Sequence[str], quotas: Quotas
     ) -> None:
         self.app = app
         self.quotas = quotas

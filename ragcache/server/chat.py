@@ -19,6 +19,7 @@ from starlette.responses import Response
 from ragcache import Answer, Done, Reasoning, Sources, Token, ToolCall
 from ragcache.engine.answer import Event
 from ragcache.engine.options import AnswerDefaults
+from ragcache.server import chat_types
 from ragcache.server.answers import (
     Call,
     chat_citations,
@@ -32,22 +33,6 @@ from ragcache.server.answers import (
     usage_of,
 )
 from ragcache.server.body import JsonRoute
-from ragcache.server.chat_types import (
-    AnswerMessage,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatExtension,
-    ChatRequest,
-    Choice,
-    ChunkChoice,
-    Delta,
-    DeltaCall,
-    MessageCall,
-    NamedTool,
-    ReasonItem,
-    SampledRequest,
-    SchemaFormat,
-)
 from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
@@ -77,22 +62,24 @@ EXPLAINS = Depends(_explains)
     dependencies=[EXPLAINS],
     summary="Answer the last user message, from the store or from given documents",
     responses={
-        200: streamed(ChatCompletion, "The answer; with stream: true, events", ChatCompletionChunk),
+        200: streamed(
+            chat_types.ChatCompletion, "The answer; with stream: true, events", chat_types.ChatCompletionChunk
+        ),
         **errors(400, 404, 409, 413, 415, 503, 504),
     },
 )
-async def create_chat_completion(request: Request, service: ServiceParam, body: ChatRequest) -> Response:
+async def create_chat_completion(request: Request, service: ServiceParam, body: chat_types.ChatRequest) -> Response:
     retrieves = service.retrieves(body.model)
     call = await call_of(service, body, service.settings.answers, retrieves=retrieves)
     events = [service.kb.astream_chat(call.messages, **options) for options in each_of(call.options, body.n)]
-    writer = Writer(service, request, body.model, names_tool=isinstance(body.tool_choice, NamedTool))
+    writer = Writer(service, request, body.model, names_tool=isinstance(body.tool_choice, chat_types.NamedTool))
     return await respond(writer, body, events, body.extension.timeout_s)
 
 
-async def call_of(service: Service, body: ChatRequest, defaults: AnswerDefaults, *, retrieves: bool) -> Call:
+async def call_of(service: Service, body: chat_types.ChatRequest, defaults: AnswerDefaults, *, retrieves: bool) -> Call:
     """Return `engine_call`. A schema is compiled in a thread: a large one takes a second."""
     make = partial(engine_call, body, defaults, service.kb.lm.max_positions, retrieves=retrieves)
-    return await service.in_thread(make) if isinstance(body.response_format, SchemaFormat) else make()
+    return await service.in_thread(make) if isinstance(body.response_format, chat_types.SchemaFormat) else make()
 
 
 HEADERS_S = 1.0
@@ -100,7 +87,7 @@ HEADERS_S = 1.0
 
 
 async def respond(
-    writer: Writer, body: SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
+    writer: Writer, body: chat_types.SampledRequest, events: Sequence[AsyncIterator[Event]], timeout_s: float | None
 ) -> Response:
     """Return the response to a request, whole or as a stream. Each answer runs in its own slot. Answers share a placed
     context, as those of different users do.
@@ -136,7 +123,7 @@ async def _answers(work: Work[Event]) -> list[Answer]:
 
 
 async def _counted(
-    service: Service, request: Request, body: SampledRequest, events: AsyncIterator[Event]
+    service: Service, request: Request, body: chat_types.SampledRequest, events: AsyncIterator[Event]
 ) -> AsyncGenerator[Event, None]:
     """Yield the events with timings that begin at the request's arrival. The answer is counted, and recorded if there
     is a log of requests, even if its reader has hung up.
@@ -151,7 +138,7 @@ async def _counted(
                     answer = replace(answer, reasons=partial(tuple, reasons))
                 service.count_answer(answer)
                 trace(answer, request.headers, service.chat_model)
-                if service.log is not None and isinstance(body, ChatRequest):
+                if service.log is not None and isinstance(body, chat_types.ChatRequest):
                     await service.in_thread(service.log.write, body.messages, answer)  # it counts tokens
                 yield Done(answer)
             else:
@@ -190,41 +177,41 @@ class Writer:
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         costliest = dearest(answers)
-        return ChatCompletion(
+        return chat_types.ChatCompletion(
             object="chat.completion",
             choices=[self.choice(index, answer) for index, answer in enumerate(answers)],
             usage=usage_of(answers),
-            ragcache=ChatExtension(sources=sources_of(costliest.hits), **self.costs(costliest)),
+            ragcache=chat_types.ChatExtension(sources=sources_of(costliest.hits), **self.costs(costliest)),
             **self.common(),
         )
 
-    def choice(self, index: int, answer: Answer) -> Choice:
-        calls = [MessageCall(**call.to_json()) for call in answer.tool_calls]
+    def choice(self, index: int, answer: Answer) -> chat_types.Choice:
+        calls = [chat_types.MessageCall(**call.to_json()) for call in answer.tool_calls]
         content = answer.text or (None if calls else "")
         more: dict[str, Any] = {"annotations": chat_citations(answer), **({"tool_calls": calls} if calls else {})}
         if answer.reasoning:
             more["reasoning_content"] = answer.reasoning
-        message = AnswerMessage(role="assistant", content=content, refusal=None, **more)
+        message = chat_types.AnswerMessage(role="assistant", content=content, refusal=None, **more)
         logprobs = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
-        return Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
+        return chat_types.Choice(index=index, message=message, logprobs=logprobs, finish_reason=self.reason(answer))
 
     def piece(self, index: int, event: Event) -> Any:
         """Return an event as a choice of a chunk."""
-        delta, logprobs = Delta(), None
+        delta, logprobs = chat_types.Delta(), None
         if isinstance(event, Sources):
-            delta = Delta(role="assistant", content="", refusal=None)
+            delta = chat_types.Delta(role="assistant", content="", refusal=None)
         elif isinstance(event, Token):
-            delta = Delta(content=event.text) if event.text else delta
+            delta = chat_types.Delta(content=event.text) if event.text else delta
             logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
         elif isinstance(event, Reasoning):
-            delta = Delta(reasoning_content=event.text)
+            delta = chat_types.Delta(reasoning_content=event.text)
         elif isinstance(event, ToolCall):
-            delta = Delta(tool_calls=[DeltaCall(index=self.calls[index], **event.to_json())])
+            delta = chat_types.Delta(tool_calls=[chat_types.DeltaCall(index=self.calls[index], **event.to_json())])
             self.calls[index] += 1
         elif isinstance(event, Done) and (cited := chat_citations(event.answer)):
-            delta = Delta(annotations=cited)
+            delta = chat_types.Delta(annotations=cited)
         reason = self.reason(event.answer) if isinstance(event, Done) else None
-        return ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+        return chat_types.ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def reason(self, answer: Answer) -> Literal["stop", "length", "tool_calls"]:
         if answer.finish_reason == "tool_calls":
@@ -238,7 +225,7 @@ class Writer:
         """
         more: dict[str, Any] = {"usage": None} if usage else {}  # as OpenAI does: only the last chunk has a value
         first = first if isinstance(first, Sources) else Sources([])
-        found = ChatExtension(sources=sources_of(first.hits))
+        found = chat_types.ChatExtension(sources=sources_of(first.hits))
         shown = {"event": shown} if (shown := source_event(first.hits)) else {}
         yield _event(self.event([self.piece(rank, first)], ragcache=found, **shown, **more))
         answers: dict[int, Answer] = {}
@@ -246,7 +233,7 @@ class Writer:
             costs = {}
             if isinstance(item, Done):
                 answers[index] = item.answer
-                costs = {"ragcache": ChatExtension(**self.costs(item.answer))}
+                costs = {"ragcache": chat_types.ChatExtension(**self.costs(item.answer))}
             yield _event(self.event([self.piece(index, item)], **costs, **more))
         if usage:
             yield _event(self.event([], usage=usage_of([answers[rank] for rank in sorted(answers)], self.prompts)))
@@ -262,16 +249,11 @@ class Writer:
         return problem
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
-        return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self.common())
+        return chat_types.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self.common())
 
     def common(self) -> dict[str, Any]:
         fingerprint = f"fp_{self.service.kb.lm.fingerprint[:12]}"
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": fingerprint,
-        }
+        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": fingerprint}
 
     def costs(self, answer: Answer) -> dict[str, Any]:
         note(
@@ -283,7 +265,7 @@ class Writer:
             finish_reason=answer.finish_reason,
         )
         explains = getattr(self.request.state, "explains", False)
-        reasons = [ReasonItem(**asdict(one)) for one in answer.explain()] if explains else []
+        reasons = [chat_types.ReasonItem(**asdict(one)) for one in answer.explain()] if explains else []
         return {**costs_of(answer, self.service.kb), **({"reasons": reasons} if explains else {})}
 
 

@@ -75,12 +75,7 @@ def _read_uploads(service: Service, uploads: Sequence[Upload], left: threading.E
 
 
 async def add_documents(
-    service: Service,
-    documents: Sequence[Document],
-    *,
-    split: bool,
-    replace: bool = True,
-    to: RagCache | None = None,
+    service: Service, documents: Sequence[Document], *, split: bool, replace: bool = True, to: RagCache | None = None
 ) -> AsyncGenerator[Said, None]:
     """Add documents. Yields progress, then the report.
 

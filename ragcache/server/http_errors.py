@@ -37,12 +37,7 @@ class ApiError(HTTPException):
     """An error response. It is an HTTPException, so that the framework's own parsers let it pass."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
         self.code = code
@@ -119,11 +114,7 @@ def from_engine(error: engine.RagCacheError, body: BaseModel | None = None) -> A
         message, headers = UNAVAILABLE, {"Retry-After": str(max(1, math.ceil(error.retry_s)))}
     option = error.option if isinstance(error, engine.ConfigError) else meaning.option
     return ApiError(
-        meaning.status,
-        message,
-        meaning.code,
-        None if option is None else place_of(option, body),
-        headers=headers,
+        meaning.status, message, meaning.code, None if option is None else place_of(option, body), headers=headers
     )
 
 

@@ -74,8 +74,7 @@ class ServerSettings:
     api_keys: Sequence[str] = ()
     key_file: Path | None = None
     retrieve: Annotated[
-        Literal["on", "off"],
-        Option("--retrieve", "off: answer without passages unless a request asks for them."),
+        Literal["on", "off"], Option("--retrieve", "off: answer without passages unless a request asks for them.")
     ] = "on"
     keep_responses: Annotated[
         int, Option("--keep-responses", "Answers of /v1/responses that are kept for each API key, the newest; 0: none.")

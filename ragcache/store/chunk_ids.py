@@ -9,42 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from sqlalchemy import (
-    Connection,
-    and_,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
 from ragcache.store.rows import parts_of
 from ragcache.store.schema import chunks, documents
 
 
-def free_chunk_ids(connection: Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> list[str]:
+def free_chunk_ids(connection: sa.Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> list[str]:
     """Return `chunk_ids` for chunks of a stored document, with a suffix on each that is taken.
 
     An id is taken if another document or any chunk of the collection has it. A chunk of another document whose id is
     `document_id` is renamed in the same way; its text, vector id and handle stay.
     """
-    same = and_(chunks.c.collection == collection, chunks.c.id == document_id)
-    owner = connection.scalar(select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
+    same = sa.and_(chunks.c.collection == collection, chunks.c.id == document_id)
+    owner = connection.scalar(sa.select(chunks.c.document_id).where(same, chunks.c.document_id != document_id))
     if owner is not None:
         name = _free(connection, collection, owner, [document_id])[document_id]
-        connection.execute(update(chunks).where(same).values(id=name))
+        connection.execute(sa.update(chunks).where(same).values(id=name))
     found = _free(connection, collection, document_id, chunk_ids)
     return [found[id] for id in chunk_ids]
 
 
-def _free(connection: Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> dict[str, str]:
+def _free(connection: sa.Connection, collection: str, document_id: str, chunk_ids: Sequence[str]) -> dict[str, str]:
     """Return the first of x, x##1, x##2, ... that is free, for each x in `chunk_ids`."""
     found: dict[str, str] = {}
     left = {id: id for id in chunk_ids}
     for number in count(1):
         taken: set[str] = set()
         for part in parts_of(list(left.values())):
-            others = select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
+            others = sa.select(documents.c.id).where(documents.c.id.in_(part), documents.c.id != document_id)
             others = others.where(documents.c.collection == collection)
-            named = select(chunks.c.id).where(chunks.c.collection == collection, chunks.c.id.in_(part))
+            named = sa.select(chunks.c.id).where(chunks.c.collection == collection, chunks.c.id.in_(part))
             taken.update(connection.scalars(named.union(others)))
         if number > 1:  # a free name may be the wanted id of another of these chunks
             taken.update(set(chunk_ids) & set(left.values()))

@@ -14,12 +14,7 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError
 
-from ragcache.errors import (
-    ConfigError,
-    StoreBusyError,
-    StoreNotFoundError,
-    StoreReadOnlyError,
-)
+from ragcache.errors import ConfigError, StoreBusyError, StoreNotFoundError, StoreReadOnlyError
 from ragcache.forks import Home
 from ragcache.store import schema, words
 from ragcache.store.database_errors import translate_sql_errors

@@ -9,24 +9,15 @@ from contextlib import contextmanager
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ragcache.errors import (
-    SchemaVersionError,
-    StoreBusyError,
-    StoreError,
-    StoreFailedError,
-    StoreFullError,
-    StoreNotFoundError,
-    StoreReadOnlyError,
-    StoreUnreachableError,
-)
+from ragcache import errors
 
-_Translation = tuple[type[StoreError], str]
+_Translation = tuple[type[errors.StoreError], str]
 
-_BUSY: _Translation = (StoreBusyError, "another process is writing to it; try again when it has finished")
-_FULL: _Translation = (StoreFullError, "no space left on the device; free some space and run again")
-_READ_ONLY: _Translation = (StoreReadOnlyError, "cannot be written; check its permissions, or open it read-only")
-_UNREACHABLE: _Translation = (StoreNotFoundError, "cannot be opened; check that it exists and can be reached")
-_LOST: _Translation = (StoreUnreachableError, "does not answer; check that the server runs and can be reached")
+_BUSY: _Translation = (errors.StoreBusyError, "another process is writing to it; try again when it has finished")
+_FULL: _Translation = (errors.StoreFullError, "no space left on the device; free some space and run again")
+_READ_ONLY: _Translation = (errors.StoreReadOnlyError, "cannot be written; check its permissions, or open it read-only")
+_UNREACHABLE: _Translation = (errors.StoreNotFoundError, "cannot be opened; check that it exists and can be reached")
+_LOST: _Translation = (errors.StoreUnreachableError, "does not answer; check that the server runs and can be reached")
 
 # Primary result codes, https://www.sqlite.org/rescode.html
 _SQLITE: dict[int, _Translation] = {
@@ -36,9 +27,9 @@ _SQLITE: dict[int, _Translation] = {
     sqlite3.SQLITE_READONLY: _READ_ONLY,
     sqlite3.SQLITE_PERM: _READ_ONLY,
     sqlite3.SQLITE_CANTOPEN: _UNREACHABLE,
-    sqlite3.SQLITE_IOERR: (StoreFailedError, "the device fails; look at the system's log"),
-    sqlite3.SQLITE_NOTADB: (SchemaVersionError, "not a database of ragcache; name another file"),
-    sqlite3.SQLITE_CORRUPT: (StoreError, "the database is damaged; restore it from a copy, or ingest again"),
+    sqlite3.SQLITE_IOERR: (errors.StoreFailedError, "the device fails; look at the system's log"),
+    sqlite3.SQLITE_NOTADB: (errors.SchemaVersionError, "not a database of ragcache; name another file"),
+    sqlite3.SQLITE_CORRUPT: (errors.StoreError, "the database is damaged; restore it from a copy, or ingest again"),
 }
 # SQLSTATE values or classes, https://www.postgresql.org/docs/current/errcodes-appendix.html
 _POSTGRES: dict[str, _Translation] = {
@@ -51,8 +42,8 @@ _POSTGRES: dict[str, _Translation] = {
     "08": _LOST,
     "57P": _LOST,
     "3D": _UNREACHABLE,
-    "42P01": (StoreNotFoundError, "its tables were removed; restore them from a copy, or make a new store"),
-    "28": (StoreError, "the server refuses the login; check user and password"),
+    "42P01": (errors.StoreNotFoundError, "its tables were removed; restore them from a copy, or make a new store"),
+    "28": (errors.StoreError, "the server refuses the login; check user and password"),
 }
 
 
@@ -65,7 +56,7 @@ def translate_sql_errors(where: str) -> Iterator[None]:
     except IntegrityError:
         raise
     except PoolTimeoutError as error:
-        raise StoreBusyError(f"{where}: all connections are in use; try again later") from error
+        raise errors.StoreBusyError(f"{where}: all connections are in use; try again later") from error
     except (DBAPIError, sqlite3.Error) as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
         kind, advice = _translation(cause)
@@ -75,10 +66,10 @@ def translate_sql_errors(where: str) -> Iterator[None]:
 def _translation(error: BaseException | None) -> _Translation:
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:
-        return _SQLITE.get(code & 0xFF, (StoreError, "the database reports an error"))
+        return _SQLITE.get(code & 0xFF, (errors.StoreError, "the database reports an error"))
     state = getattr(error, "sqlstate", None)
     if state is None:  # not connected: a server that refuses says FATAL, also while it starts or stops
         message = str(error)
         return _UNREACHABLE if "FATAL" in message and "the database system is" not in message else _LOST
     known = (_POSTGRES.get(state[:length]) for length in (5, 3, 2))
-    return next(filter(None, known), None) or (StoreError, "the database reports an error")
+    return next(filter(None, known), None) or (errors.StoreError, "the database reports an error")

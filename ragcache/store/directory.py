@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from ragcache.errors import (
-    ConfigError,
-    SchemaVersionError,
-    SealError,
-    StoreBusyError,
-    StoreError,
-    StoreNotFoundError,
-    translate_os_errors,
-)
+from ragcache import errors
 from ragcache.files import STORE_MARK, atomic_write, make_directory, write_all
 from ragcache.forks import Home
 from ragcache.seal import VARIABLE, Seal, new_secret, open_seal, write_key
@@ -80,11 +72,13 @@ class StoreLayout:
         encrypt: whether a new store encrypts its blocks and its index
         """
         if not self.exists():
-            with translate_os_errors(self.root):
+            with errors.translate_os_errors(self.root):
                 taken = self.root.exists() and (not self.root.is_dir() or any(self._foreign_entries()))
                 # Check again: another process may have created a store here meanwhile; it writes the marker first.
                 if taken and not self.exists():
-                    raise StoreNotFoundError(f"{self.root}: neither a store nor an empty directory; name another one")
+                    raise errors.StoreNotFoundError(
+                        f"{self.root}: neither a store nor an empty directory; name another one"
+                    )
                 if not taken:
                     make_directory(self.root)
                     with self._locked(30.0):
@@ -109,12 +103,12 @@ class StoreLayout:
         marker = self._read_marker()
         encrypts = bool(marker.get("encrypt"))
         if encrypt not in (None, encrypts):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{self.root}: {'is' if encrypts else 'is not'} encrypted; `ragcache reencrypt` changes that", "encrypt"
             )
         seal = open_seal(self.key, encrypts=encrypts)
         if marker.get("seal") not in seal.known:
-            raise SealError(
+            raise errors.SealError(
                 f"{self.root}: sealed with the key {marker.get('seal')}, not with {seal.id} of {seal.file or VARIABLE}"
                 f"; restore {self.key.name} from a copy, or set {VARIABLE}. Where the key is lost, `ragcache reencrypt "
                 "--lost` makes another, and KV is computed again"
@@ -134,7 +128,7 @@ class StoreLayout:
         if VARIABLE in os.environ:
             seal = open_seal(self.key)
             if not lost and encrypts == bool(marker.get("encrypt")) and next(reversed(seal.known)) == seal.id:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"write a new key before the old: {VARIABLE}=NEW,OLD, NEW from `openssl rand -hex 32`"
                 )
         else:
@@ -166,20 +160,22 @@ class StoreLayout:
         try:
             marker: dict[str, Any] = json.loads(self.marker.read_bytes())
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise StoreNotFoundError(f"{self.root}: no store here; ingest something to make one") from error
+            raise errors.StoreNotFoundError(f"{self.root}: no store here; ingest something to make one") from error
         except OSError as error:
-            raise StoreError(f"{self.marker}: cannot be read ({error.strerror}); check its permissions") from error
+            raise errors.StoreError(
+                f"{self.marker}: cannot be read ({error.strerror}); check its permissions"
+            ) from error
         except ValueError as error:
-            raise SchemaVersionError(f"{self.marker}: not a store ({error}); name another directory") from error
+            raise errors.SchemaVersionError(f"{self.marker}: not a store ({error}); name another directory") from error
         version = marker.get("format") if isinstance(marker, dict) else None
         if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise SchemaVersionError(
+            raise errors.SchemaVersionError(
                 f"{self.root}: store format {version!r}; this version of ragcache reads up to {FORMAT_VERSION}: "
                 "use the version that made it, or a later one"
             )
         noted = marker.get("documents")
         if noted is not None and not (isinstance(noted, dict) and {"where", "id"} <= noted.keys()):
-            raise StoreError(f'{self.marker}: damaged at "documents"; restore it from a copy, or ingest again')
+            raise errors.StoreError(f'{self.marker}: damaged at "documents"; restore it from a copy, or ingest again')
         return marker
 
     @contextmanager
@@ -197,11 +193,11 @@ class StoreLayout:
 
     @contextmanager
     def _locked(self, timeout_s: float) -> Iterator[None]:
-        with translate_os_errors(self.lock):
+        with errors.translate_os_errors(self.lock):
             try:
                 self._lock.acquire(timeout=max(0.0, timeout_s))
             except Timeout as error:
-                raise StoreBusyError(
+                raise errors.StoreBusyError(
                     f"{self.root}: another process or thread is writing to this store; wait for it and run again"
                 ) from error
         try:

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import (
-    Connection,
-    func,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
 from ragcache.store.schema import chunks, counters
 
 
-def advance(connection: Connection, name: str, step: int = 1) -> int:
+def advance(connection: sa.Connection, name: str, step: int = 1) -> int:
     """Raise a counter and return it. Every write calls this first: it makes other writers wait (see schema)."""
-    connection.execute(update(counters).where(counters.c.name == name).values(value=counters.c.value + step))
+    connection.execute(sa.update(counters).where(counters.c.name == name).values(value=counters.c.value + step))
     return current(connection, name)
 
 
-def current(connection: Connection, name: str) -> int:
+def current(connection: sa.Connection, name: str) -> int:
     """Return the counter's value."""
-    return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
+    return int(connection.execute(sa.select(counters.c.value).where(counters.c.name == name)).scalar_one())
 
 
-def chunks_with(connection: Connection, handles: Sequence[str]) -> int:
+def chunks_with(connection: sa.Connection, handles: Sequence[str]) -> int:
     """Count the chunks that have any of these handles (at most a thousand handles)."""
-    query = select(func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
+    query = sa.select(sa.func.count()).select_from(chunks).where(chunks.c.handle.in_(handles))
     return int(connection.execute(query).scalar_one())

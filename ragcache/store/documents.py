@@ -29,11 +29,7 @@ from sqlalchemy import (
     update,
 )
 
-from ragcache.errors import (
-    FilterError,
-    NoSuchDocumentError,
-    NotAllowedError,
-)
+from ragcache.errors import FilterError, NoSuchDocumentError, NotAllowedError
 from ragcache.models.deadline import LIMIT
 from ragcache.store import rows, text_search
 from ragcache.store.chunk_ids import free_chunk_ids

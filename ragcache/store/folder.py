@@ -11,12 +11,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from ragcache.errors import (
-    DatabaseMismatchError,
-    SchemaVersionError,
-    StoreMismatchError,
-    StoreNotFoundError,
-)
+from ragcache import errors
 from ragcache.store.database import Database, address
 from ragcache.store.directory import NamedDatabase, StoreLayout
 from ragcache.store.documents import DocumentStore
@@ -39,15 +34,15 @@ def open_documents(layout: StoreLayout, url: str | None, *, read_only: bool) -> 
     inside = url is None or Path(address(url)).resolve() == layout.database.resolve()
     where = layout.database.name if url is None or inside else address(url)
     if url is None and named is not None and named.where != layout.database.name:
-        raise DatabaseMismatchError(f"{layout.root}: its documents are in {named.where}; {WAY_OUT}")
+        raise errors.DatabaseMismatchError(f"{layout.root}: its documents are in {named.where}; {WAY_OUT}")
     if named is None and layout.has_content():
-        raise DatabaseMismatchError(
+        raise errors.DatabaseMismatchError(
             f"{layout.root}: {layout.marker.name} does not name the database of its documents; restore it from a copy, "
             "or ingest the documents into a new store: ragcache ingest FOLDER --store NEW"
         )
     try:
         database = Database(url or layout.database, read_only=read_only, create=named is None)
-    except (StoreNotFoundError, SchemaVersionError, DatabaseMismatchError) as error:
+    except (errors.StoreNotFoundError, errors.SchemaVersionError, errors.DatabaseMismatchError) as error:
         if named is None or named.where == where:
             raise
         raise _mismatch(layout, named.where, where) from error
@@ -67,7 +62,7 @@ def database_id(documents: DocumentStore) -> str:
     """Return the database's random id, created at first use; "" if it is missing and cannot be created."""
     name = "database_id"
     if name not in documents.properties() and not documents.database.read_only:
-        with suppress(StoreMismatchError):  # another process was faster
+        with suppress(errors.StoreMismatchError):  # another process was faster
             documents.bind(name, secrets.token_hex(16))
     return str(documents.properties().get(name, ""))
 
@@ -80,11 +75,11 @@ def _note(layout: StoreLayout, database: NamedDatabase) -> None:
         layout.note_documents(database)
 
 
-def _mismatch(layout: StoreLayout, named: str, where: str) -> DatabaseMismatchError:
+def _mismatch(layout: StoreLayout, named: str, where: str) -> errors.DatabaseMismatchError:
     if named == where:
-        return DatabaseMismatchError(
+        return errors.DatabaseMismatchError(
             f"{layout.root}: its documents are not in {where} any more, or in another schema of it; restore them from "
             "a copy, or make a new store in another directory"
         )
     way_out = "leave out --database" if named == layout.database.name else "name that one"
-    return DatabaseMismatchError(f"{layout.root}: its documents are in {named}, not in {where}; {way_out}")
+    return errors.DatabaseMismatchError(f"{layout.root}: its documents are in {named}, not in {where}; {way_out}")

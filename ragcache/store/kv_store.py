@@ -8,17 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
+from ragcache import errors
 from ragcache.codecs import Bases, Codec, get_codec
 from ragcache.codecs.basis import basis_name
-from ragcache.errors import (
-    BasisError,
-    BlockError,
-    DamagedBlockError,
-    MissingBlockError,
-    StoreError,
-    StoreReadOnlyError,
-    UnencodableBlockError,
-)
 from ragcache.kv.block import KVBlock
 from ragcache.lazy_torch import torch
 from ragcache.seal import UNSEALED, Seal
@@ -172,7 +164,7 @@ class KVStore:
             try:
                 self.foreign.put(key, held)
                 self.passages.add(Listed(key, owner, token_ids, held.num_bytes))
-            except StoreError as error:
+            except errors.StoreError as error:
                 self._complaints.failed("KV of passages from elsewhere is not kept on disk", error)
         return held
 
@@ -346,7 +338,7 @@ class KVStore:
         self._refuse_if_read_only()
         name = basis_name(basis)
         if self._durable.put(name, basis, encoded=True) is None:
-            raise BasisError(
+            raise errors.BasisError(
                 f"the {self._durable.name} tier has no room for a basis of {basis.num_bytes:,} bytes; give it more"
             )
         self.pin([name])
@@ -382,7 +374,7 @@ class KVStore:
         """
         self._durable.verify(key)
 
-    def reject(self, key: str, error: BlockError) -> None:
+    def reject(self, key: str, error: errors.BlockError) -> None:
         """Drop a block that was read and is not its passage's, wherever it is held; it is computed again."""
         for tier in self._tiers.volatile if self.read_only else self._tiers:
             self._remove(key, tier)
@@ -404,7 +396,7 @@ class KVStore:
                 try:
                     block = self._durable.get(key, _OwnMemory())
                     kept = block and self._durable.put(key, block, encoded=True)
-                except (DamagedBlockError, UnencodableBlockError) as error:
+                except (errors.DamagedBlockError, errors.UnencodableBlockError) as error:
                     log.warning("%s; dropped", error)
                     self._durable.delete(key)
                     kept = None
@@ -491,7 +483,7 @@ class KVStore:
         for tier in (self._tiers.volatile if self.read_only else self._tiers) if over else ():
             try:
                 tier.delete(key)
-            except (StoreError, OSError) as error:
+            except (errors.StoreError, OSError) as error:
                 self._complaints.failed(f"block {key} cannot be removed", error)
         if over and not self.read_only:
             self._expiry.forget(key)
@@ -500,10 +492,12 @@ class KVStore:
     def _refuse_too_many_pins(self, pinned: frozenset[str]) -> None:
         missing = pinned - self._pins.keys - self._tiers.lookup(pinned).keys()
         if missing:
-            raise MissingBlockError(f"no tier has the block {min(missing)}; it has to be computed before it is pinned")
+            raise errors.MissingBlockError(
+                f"no tier has the block {min(missing)}; it has to be computed before it is pinned"
+            )
         self._tiers.refuse_too_many(pinned)
 
-    def _drop(self, key: str, tier: Tier, error: DamagedBlockError) -> None:
+    def _drop(self, key: str, tier: Tier, error: errors.DamagedBlockError) -> None:
         log.warning("%s; dropped from %s", error, tier.name)
         self._counts.found_damaged()
         if not self.read_only:
@@ -512,12 +506,12 @@ class KVStore:
     def _remove(self, key: str, tier: Tier) -> None:
         try:
             tier.delete(key)
-        except (StoreError, OSError) as problem:  # it is not served, whether or not it can be removed
+        except (errors.StoreError, OSError) as problem:  # it is not served, whether or not it can be removed
             log.warning("%s: the damaged block cannot be removed: %s", key, problem)
 
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
-            raise StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
+            raise errors.StoreReadOnlyError(f"{self.root}: opened read-only; open it for writing to change it")
         self._alive()
 
 

@@ -6,53 +6,42 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import (
-    Connection,
-    and_,
-    delete,
-    exists,
-    insert,
-    literal,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
-from ragcache.store.schema import (
-    chunks,
-    garbage,
-    neighbours,
-)
+from ragcache.store.schema import chunks, garbage, neighbours
 
 
-def discard_chunks(connection: Connection, collection: str, document_ids: Sequence[str]) -> None:
+def discard_chunks(connection: sa.Connection, collection: str, document_ids: Sequence[str]) -> None:
     """Delete the chunks of a collection's documents, and the KV that was computed with any of them as a neighbour."""
     discard_read_behind(connection, collection, document_ids)
-    own = and_(chunks.c.collection == collection, chunks.c.document_id.in_(document_ids))
+    own = sa.and_(chunks.c.collection == collection, chunks.c.document_id.in_(document_ids))
     to_garbage(connection, own)
-    connection.execute(delete(chunks).where(own))
+    connection.execute(sa.delete(chunks).where(own))
 
 
-def discard_read_behind(connection: Connection, collection: str, document_ids: Sequence[str]) -> None:
+def discard_read_behind(connection: sa.Connection, collection: str, document_ids: Sequence[str]) -> None:
     """Discard the KV of chunks that have a neighbour in these documents, since the neighbour's text can be recovered
     from it. The chunks lose their neighbours, which are found anew."""
     own, other = chunks.alias(), neighbours.alias()  # without aliases SQL would refer to the tables being changed
-    gone = select(own.c.vector_id).where(own.c.collection == collection, own.c.document_id.in_(document_ids))
-    readers = select(other.c.vector_id).where(other.c.neighbour.in_(gone))
+    gone = sa.select(own.c.vector_id).where(own.c.collection == collection, own.c.document_id.in_(document_ids))
+    readers = sa.select(other.c.vector_id).where(other.c.neighbour.in_(gone))
     to_garbage(connection, chunks.c.vector_id.in_(readers))
-    connection.execute(update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
-    connection.execute(delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers)))
+    connection.execute(sa.update(chunks).where(chunks.c.vector_id.in_(readers)).values(handle=None))
+    connection.execute(
+        sa.delete(neighbours).where(neighbours.c.vector_id.in_(gone) | neighbours.c.vector_id.in_(readers))
+    )
 
 
-def to_garbage(connection: Connection, condition: Any) -> None:
+def to_garbage(connection: sa.Connection, condition: Any) -> None:
     """Add the handles of these chunks to the garbage; `rescue` removes those that are still in use."""
-    known = exists().where(garbage.c.handle == chunks.c.handle)
-    handles = select(chunks.c.handle, literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
-    connection.execute(insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
+    known = sa.exists().where(garbage.c.handle == chunks.c.handle)
+    handles = sa.select(chunks.c.handle, sa.literal(time.time())).where(condition, chunks.c.handle.is_not(None), ~known)
+    connection.execute(sa.insert(garbage).from_select(["handle", "created_at"], handles.distinct()))
 
 
-def rescue(connection: Connection) -> None:
-    connection.execute(delete(garbage).where(is_referenced()))
+def rescue(connection: sa.Connection) -> None:
+    connection.execute(sa.delete(garbage).where(is_referenced()))
 
 
 def is_referenced() -> Any:
-    return exists().where(chunks.c.handle == garbage.c.handle)
+    return sa.exists().where(chunks.c.handle == garbage.c.handle)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 
-from sqlalchemy import (
-    Connection,
-    select,
-)
+from sqlalchemy import Connection, select
 
-from ragcache.errors import (
-    EmbedderMismatchError,
-    ModelMismatchError,
-    StoreMismatchError,
-)
-from ragcache.store.schema import (
-    properties,
-)
+from ragcache import errors
+from ragcache.store.schema import properties
 
 # The error for a property that does not match; StoreMismatchError for other names.
-MISMATCHES: dict[str, type[StoreMismatchError]] = {
-    "embedder": EmbedderMismatchError,
-    "embedding_dim": EmbedderMismatchError,
-    "embedder_probe": EmbedderMismatchError,
-    "model": ModelMismatchError,
-    "fingerprint": ModelMismatchError,
-    "tokenizer": ModelMismatchError,
+MISMATCHES: dict[str, type[errors.StoreMismatchError]] = {
+    "embedder": errors.EmbedderMismatchError,
+    "embedding_dim": errors.EmbedderMismatchError,
+    "embedder_probe": errors.EmbedderMismatchError,
+    "model": errors.ModelMismatchError,
+    "fingerprint": errors.ModelMismatchError,
+    "tokenizer": errors.ModelMismatchError,
 }
 
 HELD = "held:"  # begins the names of properties that hold a handle
@@ -45,6 +36,6 @@ def held_handles(connection: Connection) -> set[str]:
 def refuse_other(bound: object, name: str, value: object, where: str) -> None:
     """Raise the mismatch error of `name` if `value` differs from the bound value."""
     if bound != json.loads(json.dumps(value)):
-        raise MISMATCHES.get(name, StoreMismatchError)(
+        raise MISMATCHES.get(name, errors.StoreMismatchError)(
             f"{where}: made with {name} {bound!r}, not {value!r}; use that one again, or make a new store"
         )

@@ -10,27 +10,7 @@ from __future__ import annotations
 
 import json
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Column,
-    Connection,
-    Double,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    exists,
-    insert,
-    inspect,
-    select,
-    text,
-    union_all,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
 
 from ragcache.errors import DatabaseMismatchError, SchemaVersionError
@@ -41,100 +21,104 @@ DEFAULT = "default"
 PREFIX = "ragcache_"
 
 
-metadata_obj = MetaData()
-_Text = Text().with_variant(Text(collation="C"), "postgresql")
-_Json = JSON().with_variant(JSONB(), "postgresql")
+metadata_obj = sa.MetaData()
+_Text = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
+_Json = sa.JSON().with_variant(JSONB(), "postgresql")
 
-properties = Table(
+properties = sa.Table(
     PREFIX + "properties",
     metadata_obj,
-    Column("name", _Text, primary_key=True),
-    Column("value", _Text, nullable=False),  # JSON, stored as text so that it reads back unchanged
+    sa.Column("name", _Text, primary_key=True),
+    sa.Column("value", _Text, nullable=False),  # JSON, stored as text so that it reads back unchanged
 )
 
 # Numbers that only ever rise: `generation` (commits that changed documents) and `vector_id` (the last id assigned).
 # Every write transaction updates a row here first, which on PostgreSQL makes writers wait for each other.
-counters = Table(
+counters = sa.Table(
     PREFIX + "counters",
     metadata_obj,
-    Column("name", _Text, primary_key=True),
-    Column("value", BigInteger, nullable=False),
+    sa.Column("name", _Text, primary_key=True),
+    sa.Column("value", sa.BigInteger, nullable=False),
 )
 
 # A secret salts the KV of a collection's documents; "": it has no salt. `default`, which has none, needs no row.
-collections = Table(
+collections = sa.Table(
     PREFIX + "collections",
     metadata_obj,
-    Column("name", _Text, primary_key=True),
-    Column("secret", _Text, nullable=False),
-    Column("created_at", Double, nullable=False),
+    sa.Column("name", _Text, primary_key=True),
+    sa.Column("secret", _Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
-documents = Table(
+documents = sa.Table(
     PREFIX + "documents",
     metadata_obj,
-    Column("collection", _Text, primary_key=True),
-    Column("id", _Text, primary_key=True),
-    Column("source", _Text, nullable=False),
-    Column("title", _Text, nullable=False),
-    Column("content_hash", _Text, nullable=False),
-    Column("metadata", _Json, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("updated_at", Double, nullable=False),
-    Column("file", _Text, nullable=False),  # `SourceFile.place` of the file that it was read from; "": none
+    sa.Column("collection", _Text, primary_key=True),
+    sa.Column("id", _Text, primary_key=True),
+    sa.Column("source", _Text, nullable=False),
+    sa.Column("title", _Text, nullable=False),
+    sa.Column("content_hash", _Text, nullable=False),
+    sa.Column("metadata", _Json, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("updated_at", sa.Double, nullable=False),
+    sa.Column("file", _Text, nullable=False),  # `SourceFile.place` of the file that it was read from; "": none
 )
 
-chunks = Table(
+chunks = sa.Table(
     PREFIX + "chunks",
     metadata_obj,
-    Column("collection", _Text, primary_key=True),
-    Column("id", _Text, primary_key=True),
-    Column("document_id", _Text, nullable=False),
-    Column("ordinal", Integer, nullable=False),
-    Column("text", _Text, nullable=False),
-    Column("token_ids", LargeBinary, nullable=False),  # int32, little endian
-    Column("num_tokens", Integer, nullable=False),
-    Column("metadata", _Json, nullable=False),  # the document's, overridden by the chunk's own
-    Column("embedding", LargeBinary, nullable=False),  # float32, little endian
-    Column("vector_id", BigInteger, nullable=False, unique=True),
-    Column("handle", _Text, nullable=True, index=True),  # null: its KV is not computed yet
-    Column("created_at", Double, nullable=False),
-    ForeignKeyConstraint(["collection", "document_id"], [documents.c.collection, documents.c.id], ondelete="CASCADE"),
-    Index(PREFIX + "chunks_of", "collection", "document_id"),
+    sa.Column("collection", _Text, primary_key=True),
+    sa.Column("id", _Text, primary_key=True),
+    sa.Column("document_id", _Text, nullable=False),
+    sa.Column("ordinal", sa.Integer, nullable=False),
+    sa.Column("text", _Text, nullable=False),
+    sa.Column("token_ids", sa.LargeBinary, nullable=False),  # int32, little endian
+    sa.Column("num_tokens", sa.Integer, nullable=False),
+    sa.Column("metadata", _Json, nullable=False),  # the document's, overridden by the chunk's own
+    sa.Column("embedding", sa.LargeBinary, nullable=False),  # float32, little endian
+    sa.Column("vector_id", sa.BigInteger, nullable=False, unique=True),
+    sa.Column("handle", _Text, nullable=True, index=True),  # null: its KV is not computed yet
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.ForeignKeyConstraint(
+        ["collection", "document_id"], [documents.c.collection, documents.c.id], ondelete="CASCADE"
+    ),
+    sa.Index(PREFIX + "chunks_of", "collection", "document_id"),
 )
 
 # Vectors of the windows of chunks that are longer than the embedder reads. The chunk's own embedding is their mean.
-windows = Table(
+windows = sa.Table(
     PREFIX + "windows",
     metadata_obj,
-    Column("vector_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("chunk", BigInteger, ForeignKey(chunks.c.vector_id, ondelete="CASCADE"), nullable=False, index=True),
-    Column("embedding", LargeBinary, nullable=False),
+    sa.Column("vector_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column(
+        "chunk", sa.BigInteger, sa.ForeignKey(chunks.c.vector_id, ondelete="CASCADE"), nullable=False, index=True
+    ),
+    sa.Column("embedding", sa.LargeBinary, nullable=False),
 )
 
 # Every vector that is searched, and the vector id of its chunk: a chunk's windows, or else its own embedding.
-has_windows = exists().where(windows.c.chunk == chunks.c.vector_id)
-searched = union_all(
-    select(chunks.c.vector_id, chunks.c.vector_id.label("chunk"), chunks.c.embedding).where(~has_windows),
-    select(windows.c.vector_id, windows.c.chunk, windows.c.embedding),
+has_windows = sa.exists().where(windows.c.chunk == chunks.c.vector_id)
+searched = sa.union_all(
+    sa.select(chunks.c.vector_id, chunks.c.vector_id.label("chunk"), chunks.c.embedding).where(~has_windows),
+    sa.select(windows.c.vector_id, windows.c.chunk, windows.c.embedding),
 ).subquery("searched")
 
 # Handles that no chunk refers to and whose KV bytes have yet to be deleted.
-garbage = Table(
+garbage = sa.Table(
     PREFIX + "garbage",
     metadata_obj,
-    Column("handle", _Text, primary_key=True),
-    Column("created_at", Double, nullable=False),
+    sa.Column("handle", _Text, primary_key=True),
+    sa.Column("created_at", sa.Double, nullable=False),
 )
 
 # The chunks that precede each chunk when its KV is computed. Both columns hold vector ids, which are never reused.
-neighbours = Table(
+neighbours = sa.Table(
     PREFIX + "neighbours",
     metadata_obj,
-    Column("vector_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("place", Integer, primary_key=True, autoincrement=False),  # 0: the nearest
-    Column("neighbour", BigInteger, nullable=False, index=True),
-    Column("score", Double, nullable=False),  # inner product of the two embeddings, or 0
+    sa.Column("vector_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("place", sa.Integer, primary_key=True, autoincrement=False),  # 0: the nearest
+    sa.Column("neighbour", sa.BigInteger, nullable=False, index=True),
+    sa.Column("score", sa.Double, nullable=False),  # inner product of the two embeddings, or 0
 )
 
 
@@ -145,7 +129,7 @@ neighbours = Table(
 _POSTGRES_LOCK = 7_231_554_190
 
 
-def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
+def prepare(connection: sa.Connection, where: str, *, create: bool = True) -> None:
     """Create the schema if the database has none, in the transaction of `connection`.
 
     Raises:
@@ -153,7 +137,7 @@ def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
         DatabaseMismatchError: there is no store, and `create` is false.
     """
     if connection.dialect.name == "postgresql":  # SQLite's write transaction excludes other writers anyway
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _POSTGRES_LOCK})
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _POSTGRES_LOCK})
     if has_store(connection, where):
         return
     if not create:
@@ -161,17 +145,17 @@ def prepare(connection: Connection, where: str, *, create: bool = True) -> None:
     _create(connection, where)
 
 
-def check(connection: Connection, where: str) -> None:
+def check(connection: sa.Connection, where: str) -> None:
     """Raise SchemaVersionError if the database has no store, or a store of another version."""
     if not has_store(connection, where):
         raise SchemaVersionError(f"{where}: holds no ragcache store; check the name, or open it for writing")
 
 
-def has_store(connection: Connection, where: str) -> bool:
+def has_store(connection: sa.Connection, where: str) -> bool:
     """Return whether the database has a store. Raises SchemaVersionError if another version made it."""
-    if not inspect(connection).has_table(properties.name):
+    if not sa.inspect(connection).has_table(properties.name):
         return False
-    query = select(properties.c.value).where(properties.c.name == "schema")
+    query = sa.select(properties.c.value).where(properties.c.name == "schema")
     value = connection.execute(query).scalar_one_or_none()
     if value is None or int(json.loads(value)) < SCHEMA_VERSION:
         other = " --database NEW" if connection.dialect.name == "postgresql" else ""
@@ -187,10 +171,10 @@ def has_store(connection: Connection, where: str) -> bool:
     return True
 
 
-def _create(connection: Connection, where: str) -> None:
-    names = inspect(connection).get_table_names()
+def _create(connection: sa.Connection, where: str) -> None:
+    names = sa.inspect(connection).get_table_names()
     if names and connection.dialect.name == "sqlite":
         raise SchemaVersionError(f"{where}: a database with other tables ({', '.join(names)}); name another file")
     metadata_obj.create_all(connection)
-    connection.execute(insert(counters), [{"name": "generation", "value": 0}, {"name": "vector_id", "value": 0}])
-    connection.execute(insert(properties), {"name": "schema", "value": json.dumps(SCHEMA_VERSION)})
+    connection.execute(sa.insert(counters), [{"name": "generation", "value": 0}, {"name": "vector_id", "value": 0}])
+    connection.execute(sa.insert(properties), {"name": "schema", "value": json.dumps(SCHEMA_VERSION)})

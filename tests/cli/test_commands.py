@@ -428,14 +428,6 @@ def test_pull_says_where_a_model_is_and_how_large(tmp_path):
     assert found == {"model": str(directory), "path": str(directory), "bytes": num_bytes}
 
 
-def test_pull_of_a_name_that_names_nothing_is_one_line():
-    result = invoke("pull", "nobody/nothing")
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert "'nobody/nothing'" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 # --eviction, --admission and --trace, from the command line to the tier
 
 

@@ -236,11 +236,7 @@ def test_units():
 
 
 # The engine's options by other names on the command line; Ctrl-C cancels.
-ELSEWHERE = {
-    "method_options": ["option"],
-    "cancelled": [],
-    "sampling": ["seed", "max_tokens"],
-}
+ELSEWHERE = {"method_options": ["option"], "cancelled": [], "sampling": ["seed", "max_tokens"]}
 
 
 @pytest.mark.parametrize("name", ["ask", "chat", "serve"])

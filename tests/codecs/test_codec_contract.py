@@ -150,8 +150,7 @@ LAYERS = {
 @pytest.mark.parametrize(
     ("codec", "layers", "num_tokens", "dtype"),
     covering(
-        *(sorted(CODECS), LAYERS, [1, 3, 4, 5, 63, 64, 65, 300, 600], DTYPES),
-        together=[(0, 1), (0, 2), (0, 3), (1, 2)],
+        *(sorted(CODECS), LAYERS, [1, 3, 4, 5, 63, 64, 65, 300, 600], DTYPES), together=[(0, 1), (0, 2), (0, 3), (1, 2)]
     ),
     indirect=["codec"],
     ids=str,
@@ -173,8 +172,7 @@ def test_expected_bytes_are_those_of_a_block(codec: Codec, layers: str, num_toke
 @pytest.mark.parametrize(
     ("codec", "num_tokens", "dims"),
     covering(
-        *(sorted(CODECS), [1, 2, 63, 64, 65, 130], [(1, 1), (3, 5), (64, 64), (80, 130)]),
-        together=[(0, 1), (0, 2)],
+        *(sorted(CODECS), [1, 2, 63, 64, 65, 130], [(1, 1), (3, 5), (64, 64), (80, 130)]), together=[(0, 1), (0, 2)]
     ),
     indirect=["codec"],
     ids=str,

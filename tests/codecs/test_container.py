@@ -21,19 +21,11 @@ from flushes import needs_proc, record_calls
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ragcache import errors
 from ragcache.codecs import RawCodec
 from ragcache.codecs.block_file import read_block, write_block
 from ragcache.codecs.container import DTYPES as CONTAINER_DTYPES
 from ragcache.codecs.container import read_container, write_container
-from ragcache.errors import (
-    DamagedBlockError,
-    MissingBlockError,
-    SchemaVersionError,
-    StoreError,
-    StoreFailedError,
-    StoreFullError,
-    StoreReadOnlyError,
-)
 from ragcache.files import atomic_write, is_leftover, make_directory, write_all
 from ragcache.seal import MARK_LENGTH, UNSEALED, Seal
 
@@ -121,7 +113,7 @@ def test_encrypted_data_is_that_of_aes_gcm(path: Path) -> None:
 def test_other_secrets_and_names_open_nothing(path: Path) -> None:
     write_block(path, KEY, make_block(0), RawCodec(), seal=Seal([b"s" * 32]))
     for key, seal in ((KEY, UNSEALED), (KEY, Seal([b"t" * 32])), (make_key(1), Seal([b"s" * 32]))):
-        with pytest.raises(DamagedBlockError, match="not sealed by this store under this name"):
+        with pytest.raises(errors.DamagedBlockError, match="not sealed by this store under this name"):
             read_block(path, key, seal=seal)
     assert read_block(path, KEY, seal=Seal([b"t" * 32, b"s" * 32])).equal(make_block(0))
 
@@ -147,7 +139,7 @@ def test_every_flipped_byte_is_found(path: Path) -> None:
         damaged = bytearray(data)
         damaged[position] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(DamagedBlockError, match="block"):
+        with pytest.raises(errors.DamagedBlockError, match="block"):
             read_block(path, KEY)
     path.write_bytes(data)
     assert read_block(path, KEY).equal(make_block(0))
@@ -157,10 +149,10 @@ def test_every_truncation_is_found_and_every_addition(path: Path) -> None:
     data = path.read_bytes()
     for length in range(len(data)):
         path.write_bytes(data[:length])
-        with pytest.raises(DamagedBlockError, match="block"):
+        with pytest.raises(errors.DamagedBlockError, match="block"):
             read_block(path, KEY)
     path.write_bytes(data + b"\0")
-    with pytest.raises(DamagedBlockError):
+    with pytest.raises(errors.DamagedBlockError):
         read_block(path, KEY)
 
 
@@ -174,12 +166,15 @@ CONTENTS = [b"", b"text", b"\xff" * 4096, bytes(4096), b'{"__metadata__":{"seal"
 NEWER = [{"format_version": "2"}, {"codec_version": "2"}, {"format_version": "99"}]
 WRONG = [{"num_tokens": "6"}, {"format_version": "one"}, {"codec_version": ""}]
 OTHER_FILES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
-    *((lambda path, content=one: path.write_bytes(content), DamagedBlockError, "block") for one in CONTENTS),
-    (bare, DamagedBlockError, "block"),
-    *((lambda path, one=one: rewrite(path, **one), SchemaVersionError, "use the version that wrote") for one in NEWER),
-    (lambda path: rewrite(path, codec="int3"), SchemaVersionError, "'int3' is needed .* install the package"),
-    *((lambda path, one=one: rewrite(path, **one), DamagedBlockError, "block") for one in WRONG),
-    (lambda path: (path.unlink(), path.mkdir()), DamagedBlockError, "block"),
+    *((lambda path, content=one: path.write_bytes(content), errors.DamagedBlockError, "block") for one in CONTENTS),
+    (bare, errors.DamagedBlockError, "block"),
+    *(
+        (lambda path, one=one: rewrite(path, **one), errors.SchemaVersionError, "use the version that wrote")
+        for one in NEWER
+    ),
+    (lambda path: rewrite(path, codec="int3"), errors.SchemaVersionError, "'int3' is needed .* install the package"),
+    *((lambda path, one=one: rewrite(path, **one), errors.DamagedBlockError, "block") for one in WRONG),
+    (lambda path: (path.unlink(), path.mkdir()), errors.DamagedBlockError, "block"),
 ]
 
 
@@ -215,15 +210,15 @@ def test_headers_that_were_written_wrong_are_damage(path: Path, change: Any) -> 
     head, rest = struct.pack("<Q", len(text)) + text, data[8 + length :]
     mark, _ = UNSEALED.of(KEY).close(head, [memoryview(rest)])
     path.write_bytes(head.replace(b"0" * MARK_LENGTH, mark, 1) + rest)
-    with pytest.raises(DamagedBlockError):
+    with pytest.raises(errors.DamagedBlockError):
         read_block(path, KEY)
 
 
 def test_no_file_is_a_missing_block(tmp_path: Path) -> None:
-    with pytest.raises(MissingBlockError):
+    with pytest.raises(errors.MissingBlockError):
         read_block(tmp_path / "none", KEY)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(MissingBlockError):
+    with pytest.raises(errors.MissingBlockError):
         read_block(tmp_path / "file" / "below", KEY)
 
 
@@ -232,7 +227,7 @@ def test_a_file_nobody_may_open_is_a_store_error(path: Path, monkeypatch: pytest
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreError, match="Permission denied"):
+    with pytest.raises(errors.StoreError, match="Permission denied"):
         read_block(path, KEY)
 
 
@@ -294,10 +289,10 @@ def test_a_failed_body_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.ENOSPC, StoreFullError),
-        (errno.EDQUOT, StoreFullError),
-        (errno.EROFS, StoreReadOnlyError),
-        (errno.EIO, StoreFailedError),
+        (errno.ENOSPC, errors.StoreFullError),
+        (errno.EDQUOT, errors.StoreFullError),
+        (errno.EROFS, errors.StoreReadOnlyError),
+        (errno.EIO, errors.StoreFailedError),
     ],
 )
 @pytest.mark.parametrize("call", ["fsync", "replace"])

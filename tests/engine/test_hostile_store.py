@@ -110,18 +110,3 @@ def test_a_failed_ingestion_leaves_no_orphans(open_kb, tmp_path, monkeypatch, at
     assert set(kb.store.kv.keys()) <= named | kb.store.documents.referenced(kb.store.kv.keys())
     kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
     assert kb.doctor().sound
-
-
-def test_an_ingestion_that_cannot_commit_leaves_no_orphans(open_kb, tmp_path, monkeypatch):
-    kb = open_kb(tmp_path / "uncommitted")
-
-    def refuse(*_arguments):
-        raise StoreFailedError("the device fails")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(kb.store.documents), "replace_document", refuse)
-        with pytest.raises(StoreFailedError):
-            kb.ingest(rc.Document(id, text) for id, text in TEXTS.items())
-    held = kb.store.documents.referenced(kb.store.kv.keys())
-    assert set(kb.store.kv.keys()) == held
-    assert kb.doctor().orphans == []

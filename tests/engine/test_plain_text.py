@@ -142,14 +142,6 @@ def test_retrieved_passages_are_added_to_those_in_the_text(kb, pasted, said, rea
     assert [hit.chunk.id for hit in full.hits] == [hit.chunk.id for hit in unfound.hits] == new
 
 
-def test_a_question_may_quote_passages(kb, pasted, said):
-    held = [hit.chunk.id for hit in kb.retrieve(QUESTION, k=3)]
-    answer = kb.ask(pasted, k=4, sampling=ONE)
-    assert [hit.chunk.id for hit in answer.hits[-3:]] == held
-    assert len({hit.chunk.id for hit in answer.hits}) == len(answer.hits) > 3
-    assert said() == []
-
-
 def test_a_quoted_passage_is_never_left_out_or_moved(kb, pasted, read):
     """Where retrieved passages are trimmed or ordered, the text is read as it stands."""
     room = kb.lm.max_positions - kb.count_tokens(pasted)
@@ -443,14 +435,6 @@ def test_every_passage_is_found_where_it_stands_and_nowhere_else(passages, order
         index.add([(name, ids)])
         index.find(row)
     assert [tuple(one) for one in index.find(row)] == searched(row, known)
-
-
-def test_what_is_cleared_is_found_no_more():
-    index = index_of({1: list(range(30))})
-    assert len(index.find(range(40))) == len(index) == 1
-    index.clear()
-    assert index.find(range(40)) == []
-    assert len(index) == 0
 
 
 def test_a_saved_index_is_the_same_and_a_damaged_one_is_none(tmp_path):

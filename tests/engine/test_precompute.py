@@ -101,12 +101,6 @@ def test_a_store_that_has_the_passage_as_a_document_keeps_one_block(kb):
     assert [hit.kv for hit in kb.complete([rc.Passage(MINE[0]), "What?"], sampling=ONE).hits] != ["computed"]
 
 
-def test_a_dry_run_changes_nothing(kb):
-    report = kb.precompute(MINE, dry_run=True)
-    assert (report.handles, report.computed) == ([None, None], 0)
-    assert kvs(kb) == []
-
-
 def test_an_id_takes_the_place_of_the_one_before(kb):
     kb.precompute([rc.Document("a", MINE[0])], collection="c")
     report = kb.precompute([rc.Document("a", MINE[1])], collection="c")

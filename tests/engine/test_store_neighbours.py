@@ -102,14 +102,6 @@ def test_a_new_document_changes_what_it_is_nearer_to_and_nothing_else(open_near,
     assert kb.ingest(NEARER).computed_tokens == 0
 
 
-def test_documents_one_by_one_are_the_same_as_all_at_once(near, open_near, tmp_path, oracle):
-    other = open_near(path=tmp_path / "other")
-    for id, text in TEXTS.items():
-        other.ingest(rc.Document(id, text))
-    assert_true(other, oracle)
-    assert handles(other) == handles(near)
-
-
 def test_deleting_a_document_deletes_what_was_read_behind_it_at_once(near, open_near, oracle):
     """Law 10: its neighbours' KV holds some of it."""
     other = open_near()
@@ -128,27 +120,6 @@ def test_deleting_a_document_deletes_what_was_read_behind_it_at_once(near, open_
         assert all(tier_of(kb.store.kv, before[id]) is None for id in (*readers, gone.id)), "nor in another's memory"
     assert_true(near, oracle)
     assert near.doctor().sound
-
-
-def test_what_a_deletion_left_without_kv_is_computed_at_the_next_ingestion(near, oracle):
-    near.delete("dogs")
-    near.ingest(rc.Document("cats", TEXTS["cats"]))
-    assert_true(near, oracle)
-
-
-def test_a_document_that_is_replaced_is_another_neighbour(near, oracle):
-    near.ingest(rc.Document("dogs", "Dogs are asleep in Kelbrook.\n"))
-    assert_true(near, oracle)
-
-
-def test_a_library_without_models_deletes_as_well(near):
-    (gone,) = near.chunks_of("dogs")
-    readers = [id for id, some in brute_force(near).items() if tuple(gone.token_ids) in some]
-    near.close()
-    with rc.Store.open(near.store.layout.root) as library:
-        library.delete("dogs")
-        assert {chunk.id for chunk in chunks_of(library) if chunk.handle is None} == set(readers)
-        assert library.doctor().sound
 
 
 def test_neighbours_are_found_at_first_use_where_kv_is(open_near, oracle):
@@ -386,12 +357,6 @@ def test_other_documents_change_nothing(behind, oracle):
     assert handles(behind) == {id: handle for id, handle in now.items() if not id.startswith("second")}
     assert set(behind.store.kv.keys()) == set(handles(behind).values()), "a deletion leaves no KV (law 10)"
     assert_in_order(behind, oracle)
-
-
-def test_a_document_that_is_replaced_is_read_anew(behind, oracle):
-    behind.ingest(document("first", [LINES[4], *LINES[:4]]))
-    assert_in_order(behind, oracle)
-    assert set(behind.store.kv.keys()) == set(handles(behind).values())
 
 
 def test_more_neighbours_than_there_are_chunks_are_all_of_them(open_behind):

@@ -46,8 +46,7 @@ def placed(kernel: type, blocks: list[KVBlock], layer: int, half: int, dtype: to
 
 
 @pytest.mark.parametrize(
-    ("widths", "dtype"),
-    covering([(16, 8), (24, 8), (16, 0), (24, 12)], [torch.float32, torch.bfloat16, torch.float16]),
+    ("widths", "dtype"), covering([(16, 8), (24, 8), (16, 0), (24, 12)], [torch.float32, torch.bfloat16, torch.float16])
 )
 def test_blocks_stand_rotated_one_behind_the_other(kernel, widths, dtype):
     key_dim, half = widths

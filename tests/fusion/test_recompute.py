@@ -187,14 +187,6 @@ def test_all_tokens_are_full_prefill_and_none_is_reposition(load, family, gradua
     assert set(none.computed_tokens) == {len(prompt.suffix_ids)}
 
 
-def test_a_share_that_rounds_to_no_token_is_reposition(load):
-    lm, _ = load("llama")
-    prompt = random_prompt(34)
-    fused = rc.fuse(lm, prompt, "cacheblend", ratio=0.01)
-    assert torch.equal(fused.next_logits, rc.fuse(lm, prompt, "reposition").next_logits)
-    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
-
-
 SHARES = [-0.01, 1.01, math.nan, math.inf, "0.5", None, True]
 REFUSED = [*(("ratio", share, "from 0 to 1") for share in SHARES), ("gradual", 3, "choose True or False")]
 

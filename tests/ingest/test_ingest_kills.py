@@ -130,8 +130,7 @@ def test_a_store_killed_again_and_again_gets_there(runner, finished, lm):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("stride", "neighbours"),
-    [(25, 2), *(pytest.param(1, neighbours, marks=pytest.mark.slow) for neighbours in (0, 2))],
+    ("stride", "neighbours"), [(25, 2), *(pytest.param(1, neighbours, marks=pytest.mark.slow) for neighbours in (0, 2))]
 )
 def test_a_sync_killed_at_any_step_finishes_when_run_again(lm, lm_directory, runner, tmp_path, stride, neighbours):
     """Every document is whole and of one version or the other; nothing but what vanished is ever missing."""

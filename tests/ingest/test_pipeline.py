@@ -60,23 +60,6 @@ def test_a_folder_becomes_documents_chunks_blocks_and_vectors(kit, folder, lm):
     assert seconds.total_s >= max(seconds.encode_s, seconds.commit_s, seconds.chunk_s) > 0
 
 
-def test_blocks_behind_a_prefix_are_those_of_the_model(tmp_path, lm):
-    with Kit(tmp_path / "kb", lm, recipe="prefix") as kit:
-        kit.ingestor.ingest([Document("a", text_of("Tolvik"))])
-        chunk = kit.documents.chunks_of("a")[0]
-        (alone,) = lm.encode([chunk.token_ids], "prefix", [1, 2, 3])
-        torch.testing.assert_close(kit.kv.get(chunk.handle).block.keys, alone.keys, atol=1e-5, rtol=1e-5)
-        assert chunk.handle != lm.block_key(chunk.token_ids, type(kit.encoder.recipe)("isolated"))
-
-
-def test_the_index_is_saved_and_opens_without_sql(kit, folder, tmp_path, lm):
-    kit.ingestor.ingest([folder])
-    with Kit(tmp_path / "kb", lm) as again:
-        assert again.retriever.index.generation == kit.documents.generation()
-        assert again.embedder.texts == 0
-        again.check()
-
-
 def test_unchanged_input_costs_no_model_time(kit, folder):
     kit.ingestor.ingest([folder])
     before = (kit.encoder.tokens, kit.embedder.texts, kit.documents.generation())
@@ -218,15 +201,6 @@ def test_bad_inputs_are_reported_with_their_reason_and_the_others_go_on(kit, fol
     kit.check()
 
 
-def test_a_file_that_turns_bad_leaves_the_stored_document(kit, folder):
-    kit.ingestor.ingest([folder])
-    before = kit.texts()
-    (folder / "a.md").write_bytes(b"\0\0")
-    report = kit.ingestor.ingest([folder])
-    assert [failure.source for failure in report.failed] == [str(folder / "a.md")]
-    assert kit.texts() == before
-
-
 def test_one_enormous_word_and_a_chunk_too_long_for_the_model(tmp_path, lm):
     with Kit(tmp_path / "kb", lm) as kit:
         kit.ingestor.ingest([Document("word", "x" * 20_000)])
@@ -249,27 +223,6 @@ def test_a_failure_before_the_commit_leaves_no_block_and_no_document(kit, monkey
     assert kit.ids() == []
     assert list(kit.kv.keys()) == []
     assert kit.ingestor.ingest([Document("a", text_of("Tolvik"))]).added == ["a"]
-    kit.check()
-
-
-def test_a_full_disk_in_the_middle_loses_nothing(kit, monkeypatch):
-    inputs = [Document(f"d{n}", text_of(f"Town{n}", 3)) for n in range(8)]
-    put, left = kit.kv.put, [12]
-
-    def put_until_full(key, block) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise StoreFullError("/: no space left")
-        put(key, block)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kit.kv, "put", put_until_full)
-        with pytest.raises(StoreFullError):
-            kit.ingestor.ingest(inputs)
-    visible = kit.ids()
-    assert 0 < len(visible) < 8
-    kit.check()
-    assert sorted(kit.ingestor.ingest(inputs).unchanged) == visible
     kit.check()
 
 

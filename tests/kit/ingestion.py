@@ -46,11 +46,7 @@ class DyingEmbedder(BagOfWords):
 class CountingEncoder(ModelEncoder):
     tokens = 0
 
-    def encode(
-        self,
-        chunks: Sequence[Sequence[int]],
-        neighbours: Sequence[Neighbours] | None = None,
-    ) -> list[KVBlock]:
+    def encode(self, chunks: Sequence[Sequence[int]], neighbours: Sequence[Neighbours] | None = None) -> list[KVBlock]:
         self.tokens += sum(map(len, chunks))
         return super().encode(chunks, neighbours)
 

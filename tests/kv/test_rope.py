@@ -50,9 +50,7 @@ def rotated(keys, positions, rope):
 
 
 @pytest.mark.parametrize(
-    "rope",
-    [PLAIN, {**PLAIN, "rope_type": "linear", "factor": 3.0}, LLAMA3, YARN],
-    ids=lambda rope: rope["rope_type"],
+    "rope", [PLAIN, {**PLAIN, "rope_type": "linear", "factor": 3.0}, LLAMA3, YARN], ids=lambda rope: rope["rope_type"]
 )
 def test_any_position_whatever_was_asked_before(tmp_path, rope):
     """One more than before, as decoding asks; beyond what was computed so far; scattered, and in a row across an

@@ -6,20 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import transformers
 from covering import few
 from gguf_files import BOS, EOS, EOT, TOKENS, llama_cpp_logits, write
 from kit.makers import made_by
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    Phi3Config,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 import ragcache as rc
 from ragcache.errors import UnsupportedModelError
@@ -47,16 +37,19 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 FAMILIES = {
-    "llama": (LlamaConfig, {}),
-    "qwen3": (Qwen3Config, {}),
-    "qwen2moe": (Qwen2MoeConfig, EXPERTS | {"shared_expert_intermediate_size": 24}),
-    "qwen3moe": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True}),
-    "gemma2": (Gemma2Config, {"tie_word_embeddings": True, "query_pre_attn_scalar": 8, "sliding_window": 2048}),
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "qwen2moe": (transformers.Qwen2MoeConfig, EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3moe": (transformers.Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": True}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"tie_word_embeddings": True, "query_pre_attn_scalar": 8, "sliding_window": 2048},
+    ),
     "gemma3": (
-        Gemma3TextConfig,
+        transformers.Gemma3TextConfig,
         {"tie_word_embeddings": True, "query_pre_attn_scalar": 8, "sliding_window": 16, "num_hidden_layers": 6},
     ),
-    "phi3": (Phi3Config, {}),
+    "phi3": (transformers.Phi3Config, {}),
 }
 
 
@@ -66,11 +59,11 @@ def _no_copies(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
 
-def make(family: str, settings: dict[str, Any] | None = None) -> PreTrainedModel:
+def make(family: str, settings: dict[str, Any] | None = None) -> transformers.PreTrainedModel:
     kind, own = FAMILIES[family]
     torch.manual_seed(0)
     config = kind(**SIZES | own | (settings or {}))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
@@ -78,7 +71,7 @@ def make(family: str, settings: dict[str, Any] | None = None) -> PreTrainedModel
     return model
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0, -1]
 
@@ -183,7 +176,7 @@ def test_a_key_is_honoured(case, tmp_path):
         assert (logits(make(family)) - logits(truth)).abs().max() > 1e-2
 
 
-def check(path: Path, truth: PreTrainedModel, by_llama_cpp: bool = True) -> None:
+def check(path: Path, truth: transformers.PreTrainedModel, by_llama_cpp: bool = True) -> None:
     right = logits(truth)
     fused = rc.fuse(rc.load_lm(path), rc.Prompt(IDS[:2], [], IDS[2:]), method="full")
     torch.testing.assert_close(fused.next_logits, right, atol=1e-4, rtol=1e-4)

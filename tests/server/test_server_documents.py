@@ -2,7 +2,6 @@
 
 import base64
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
@@ -193,25 +192,6 @@ def test_writers_take_turns(served: Served, kb):
     with ThreadPoolExecutor(8) as pool:
         reports = list(pool.map(add, range(8)))
     assert sorted(id for report in reports for id in report["added"]) == [f"n{rank}" for rank in range(8)]
-
-
-def test_questions_are_answered_while_documents_come_in(served: Served):
-    many = [{"id": f"d{rank}", "text": f"Document {rank} is about {rank}. " * 20} for rank in range(24)]
-    done = threading.Event()
-
-    def add():
-        try:
-            return served.http.post(PATH, json={"documents": many}).json()
-        finally:
-            done.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        adding = pool.submit(add)
-        statuses = {served.chat("Cats?", max_tokens=1).status_code}
-        while not done.is_set():
-            statuses.add(served.chat("Cats?", max_tokens=1).status_code)
-        assert len(adding.result()["added"]) == 24
-    assert statuses == {200}
 
 
 def test_an_uploader_that_hangs_up_lets_the_next_one_in(served: Served, kb):

@@ -87,11 +87,7 @@ for package in ("obstore.store", "redis"):
     with suppress(ImportError):
         import_module(package)
 
-JOBS = {
-    "put_blocks": put_blocks,
-    "put_blocks_remotely": put_blocks_remotely,
-    "replace_documents": replace_documents,
-}
+JOBS = {"put_blocks": put_blocks, "put_blocks_remotely": put_blocks_remotely, "replace_documents": replace_documents}
 
 
 def fork(job: str, *arguments: str) -> int:

@@ -27,22 +27,12 @@ from torch import Tensor
 from ragcache.codecs import RawCodec
 from ragcache.errors import MissingBlockError, PinError, StoreFullError
 from ragcache.kv.block import KVBlock
+from ragcache.store import tiers
 from ragcache.store.counters import Loaded
 from ragcache.store.eviction import POLICIES, Entry, get_policy
 from ragcache.store.kv_store import KVStore
 from ragcache.store.last_use import leased
 from ragcache.store.lru import LRU
-from ragcache.store.tiers import (
-    BudgetedTier,
-    DeviceTier,
-    DiskTier,
-    MemoryTier,
-    Tier,
-    TierUsage,
-    block_names,
-    budgeted,
-    disk_budget,
-)
 from ragcache.store.tiers.block_names import BlockFiles
 
 ONE = make_block(0).num_bytes
@@ -57,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def one(tmp_path: Path) -> int:
     """Bytes of a block's file."""
-    tier = DiskTier(tmp_path / "one", RawCodec())
+    tier = tiers.DiskTier(tmp_path / "one", RawCodec())
     tier.put(make_key(0), make_block(0))
     return tier.path(make_key(0)).stat().st_size
 
@@ -79,7 +69,7 @@ def keys(*numbers: int) -> list[str]:
 
 # Every tier
 
-Make = Callable[..., Tier]
+Make = Callable[..., tiers.Tier]
 
 
 @pytest.fixture(params=["memory", "device", "disk"])
@@ -87,12 +77,12 @@ def make(request: pytest.FixtureRequest, root: Path, one: int) -> Make:
     """Opens tiers with room for so many blocks of five tokens, less some bytes."""
     folders = count()
 
-    def open_one(blocks: int, missing: int = 0) -> Tier:
+    def open_one(blocks: int, missing: int = 0) -> tiers.Tier:
         if request.param == "memory":
-            return MemoryTier(blocks * ONE - missing, LRU())
+            return tiers.MemoryTier(blocks * ONE - missing, LRU())
         if request.param == "device":
-            return DeviceTier(torch.device("cpu"), blocks * ONE - missing, LRU())
-        return DiskTier(root / str(next(folders)), RawCodec(), blocks * one - missing)
+            return tiers.DeviceTier(torch.device("cpu"), blocks * ONE - missing, LRU())
+        return tiers.DiskTier(root / str(next(folders)), RawCodec(), blocks * one - missing)
 
     return open_one
 
@@ -129,8 +119,8 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(make):
     tier.delete(make_key(0))
     del other
     assert make_key(0) not in tier
-    if isinstance(tier, BudgetedTier):
-        assert tier.usage() == TierUsage(0, ONE)
+    if isinstance(tier, tiers.BudgetedTier):
+        assert tier.usage() == tiers.TierUsage(0, ONE)
     assert tier.put(make_key(1), make_block(1)) is None
     assert same(used, make_block(0))
     del used
@@ -149,7 +139,7 @@ def test_what_is_deleted_while_in_use_is_counted_until_it_is_not(make):
 @example(budget_tokens=10, operations=[("put", 5), ("put", 4), ("look", 5), ("put", 3)])
 def test_what_is_held_equals_a_model(budget_tokens, operations):
     """Block n has n tokens. The model: a list by last use, from which the front goes until the newcomer fits."""
-    tier, model = MemoryTier(budget_tokens * BYTES_PER_TOKEN, LRU()), []
+    tier, model = tiers.MemoryTier(budget_tokens * BYTES_PER_TOKEN, LRU()), []
     evictions = 0
     for name, number in operations:
         if name == "put":
@@ -170,7 +160,7 @@ def test_what_is_held_equals_a_model(budget_tokens, operations):
             tier.delete(make_key(number))
             model = [held for held in model if held != number]
         assert sorted(tier.keys()) == sorted(make_key(number) for number in model)
-        assert tier.usage() == TierUsage(len(model), sum(model) * BYTES_PER_TOKEN)
+        assert tier.usage() == tiers.TierUsage(len(model), sum(model) * BYTES_PER_TOKEN)
     assert tier.evictions == evictions
 
 
@@ -187,22 +177,22 @@ def test_a_lease_ends_with_the_last_view_of_its_bytes_and_turned_tensors_keep_th
 
 
 def test_a_failed_copy_gives_its_reservation_back(monkeypatch):
-    tier = MemoryTier(10 * BYTES_PER_TOKEN, LRU())
+    tier = tiers.MemoryTier(10 * BYTES_PER_TOKEN, LRU())
 
     def fail(tensor: Tensor, **options: object) -> Tensor:
-        assert tier.usage() == TierUsage(0, 10 * BYTES_PER_TOKEN), "reserved before the copy begins"
+        assert tier.usage() == tiers.TierUsage(0, 10 * BYTES_PER_TOKEN), "reserved before the copy begins"
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(budgeted, "private_copy", fail)
+        patch.setattr(tiers.budgeted, "private_copy", fail)
         with pytest.raises(MemoryError):
             tier.put(make_key(1), make_block(1, num_tokens=10))
-    assert tier.usage() == TierUsage(0, 0)
+    assert tier.usage() == tiers.TierUsage(0, 0)
     assert tier.put(make_key(1), make_block(1, num_tokens=10)) is not None
 
 
 def test_what_leaves_is_counted_until_it_has_left_and_what_comes_is_in_use_at_once():
-    tier, seen = MemoryTier(8 * BYTES_PER_TOKEN, LRU()), []
+    tier, seen = tiers.MemoryTier(8 * BYTES_PER_TOKEN, LRU()), []
     tier.put(make_key(1), make_block(1, num_tokens=8))
     tier.demote = lambda key, block: seen.append(tier.usage().num_bytes)
     held = tier.put(make_key(2), make_block(2, num_tokens=1))
@@ -220,7 +210,7 @@ def test_the_policy_learns_sizes_and_tokens():
             seen.append(entry)
             super().insert(entry)
 
-    MemoryTier(1 << 20, Spy()).put(make_key(1), make_block(1, num_tokens=7))
+    tiers.MemoryTier(1 << 20, Spy()).put(make_key(1), make_block(1, num_tokens=7))
     assert seen == [Entry(make_key(1), 7 * BYTES_PER_TOKEN, 7)]
 
 
@@ -242,12 +232,12 @@ def all_bytes(root: Path) -> int:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_least_recently_used_file_goes(one, root, policy, reopened):
     """The order of use and the sizes outlive the process."""
-    first = DiskTier(root, RawCodec(), 3 * one, get_policy(policy))
+    first = tiers.DiskTier(root, RawCodec(), 3 * one, get_policy(policy))
     for number in range(3):
         first.put(make_key(number), make_block(number))
         os.utime(first.path(make_key(number)), (1000 + number, 1000 + number))
     assert first.get(make_key(0)) is not None
-    last = DiskTier(root, RawCodec(), 3 * one, get_policy(policy)) if reopened else first
+    last = tiers.DiskTier(root, RawCodec(), 3 * one, get_policy(policy)) if reopened else first
     assert last.put(make_key(3), make_block(3)) is not None
     assert sorted(last.keys()) == keys(0, 2, 3)
     assert last.evictions == 1
@@ -255,11 +245,11 @@ def test_the_least_recently_used_file_goes(one, root, policy, reopened):
 
 
 def test_a_store_above_a_new_budget_gives_up_what_is_needed(one, root):
-    unbounded = DiskTier(root, RawCodec())
+    unbounded = tiers.DiskTier(root, RawCodec())
     for number in range(6):
         unbounded.put(make_key(number), make_block(number))
         os.utime(unbounded.path(make_key(number)), (1000 + number, 1000 + number))
-    tier = DiskTier(root, RawCodec(), 2 * one)
+    tier = tiers.DiskTier(root, RawCodec(), 2 * one)
     assert tier.put(make_key(9), make_block(9)) is not None
     assert sorted(tier.keys()) == keys(5, 9)
 
@@ -274,7 +264,7 @@ def test_a_block_larger_than_the_budget_is_not_kept_and_pushes_nothing_out(one, 
 
 
 def test_a_write_that_fails_gives_its_bytes_back(one, root, monkeypatch):
-    tier = DiskTier(root, RawCodec(), one)
+    tier = tiers.DiskTier(root, RawCodec(), one)
     tier.put(make_key(0), make_block(0))
     tier.delete(make_key(0))
 
@@ -290,13 +280,13 @@ def test_a_write_that_fails_gives_its_bytes_back(one, root, monkeypatch):
 
 
 def test_a_sum_that_a_kill_left_too_high_is_counted_anew(one, root):
-    first = DiskTier(root, RawCodec(), 2 * one)
+    first = tiers.DiskTier(root, RawCodec(), 2 * one)
     first.put(make_key(0), make_block(0))
     # As if killed between the sum and the file, and while writing.
     (root / ".budget").write_bytes((7).to_bytes(8, "little") + (100 * one).to_bytes(8, "little"))
     leftover = first.path(make_key(0)).parent / f".{make_key(5)}.safetensors.{2**22 + 1}-0123abcd.tmp"
     leftover.write_bytes(bytes(one))
-    second = DiskTier(root, RawCodec(), 2 * one)
+    second = tiers.DiskTier(root, RawCodec(), 2 * one)
     assert second.put(make_key(1), make_block(1)) is not None
     assert sorted(second.keys()) == sorted([make_key(0), make_key(1)])
     assert not leftover.exists()
@@ -306,7 +296,7 @@ def test_a_sum_that_a_kill_left_too_high_is_counted_anew(one, root):
 
 
 def test_two_stores_evict_each_others_blocks(one, root):
-    ours, theirs = (DiskTier(root, RawCodec(), 3 * one) for _ in range(2))
+    ours, theirs = (tiers.DiskTier(root, RawCodec(), 3 * one) for _ in range(2))
     put_all(ours, range(3))
     for number in range(3, 6):
         assert theirs.put(make_key(number), make_block(number)) is not None
@@ -319,12 +309,12 @@ def test_two_stores_evict_each_others_blocks(one, root):
 
 def test_a_file_that_gets_its_name_while_the_directory_is_counted_is_not_missed(one, root, monkeypatch):
     """A writer that has claimed its bytes needs no lock to rename its file: here, right behind the listing."""
-    tier = DiskTier(root, RawCodec())
+    tier = tiers.DiskTier(root, RawCodec())
     put_all(tier, range(3))
     path = tier.path(make_key(1))
     temporary = path.with_name(f".{path.name}.{os.getpid()}-0123abcd.tmp")
     path.rename(temporary)
-    listed = block_names._sorted_entries
+    listed = tiers.block_names._sorted_entries
 
     def listed_then_renamed(directory: Path) -> list[Path]:
         entries = listed(directory)
@@ -333,12 +323,12 @@ def test_a_file_that_gets_its_name_while_the_directory_is_counted_is_not_missed(
         return entries
 
     with monkeypatch.context() as patch:
-        patch.setattr(block_names, "_sorted_entries", listed_then_renamed)
+        patch.setattr(tiers.block_names, "_sorted_entries", listed_then_renamed)
         found = {file.key: file.num_bytes for file in BlockFiles(root).walk()}
     assert found == {make_key(number): one for number in range(3)}
 
 
-def churn(tier: DiskTier, seed: int, steps: int) -> int:
+def churn(tier: tiers.DiskTier, seed: int, steps: int) -> int:
     """Put, get (and hold on to some), delete; returns how many blocks were wrong."""
     rng, wrong, held = random.Random(seed), 0, []
     for step in range(steps):
@@ -369,7 +359,7 @@ class Watch:
 
 def test_threads_and_processes_stay_within_the_budget(root):
     budget, stop = 40_000, threading.Event()
-    tier = DiskTier(root, RawCodec(), budget, get_policy("hyperbolic"))
+    tier = tiers.DiskTier(root, RawCodec(), budget, get_policy("hyperbolic"))
     tier.put(make_key(99), make_block(99))
     watch, wrong, seeds = Watch(root), 0, iter(range(400))
     with ThreadPoolExecutor(5) as threads, Forked(OTHER_PROCESS, root, budget) as other:
@@ -429,10 +419,10 @@ def test_the_file_system_itself_never_holds_more(tmp_path):
 
 
 def test_another_process_that_never_lets_go_of_the_lock_is_named(root, monkeypatch):
-    monkeypatch.setattr(disk_budget, "BUSY_AFTER_S", 0.05)
+    monkeypatch.setattr(tiers.disk_budget, "BUSY_AFTER_S", 0.05)
     with KVStore(root, disk_bytes=100_000) as store:
         store.put(make_key(0), make_block(0))
-        with FileLock(root / ".budget.lock"), pytest.raises(disk_budget.StoreBusyError, match="lock"):
+        with FileLock(root / ".budget.lock"), pytest.raises(tiers.disk_budget.StoreBusyError, match="lock"):
             store.put(make_key(1), make_block(1))
         store.put(make_key(1), make_block(1))
 
@@ -499,7 +489,7 @@ class Worker:
 def counting() -> Iterator[dict[str, LiveBytes]]:
     live = {"device": LiveBytes(), "memory": LiveBytes()}
     with pytest.MonkeyPatch.context() as patch, threads_that_meet():
-        for tier in (DeviceTier, MemoryTier):
+        for tier in (tiers.DeviceTier, tiers.MemoryTier):
             patch.setattr(tier, "_made", lambda own, make: live[own.name].copy(make()))
             patch.setattr(tier, "empty", lambda own, num_bytes: live[own.name].empty(num_bytes))
         yield live

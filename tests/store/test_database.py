@@ -14,14 +14,7 @@ from sqlalchemy import Engine, make_url, text
 from tiny_disk import run_on_tiny_disk
 from waiting import at_once, beside
 
-from ragcache.errors import (
-    ConfigError,
-    SchemaVersionError,
-    StoreBusyError,
-    StoreError,
-    StoreNotFoundError,
-    StoreReadOnlyError,
-)
+from ragcache import errors
 from ragcache.store import schema
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentStore
@@ -65,7 +58,7 @@ def test_sqlite_is_set_up_to_be_durable_and_read_beside_a_writer(tmp_path):
 def test_a_file_that_is_no_database_is_refused_and_untouched(tmp_path, content, read_only):
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(SchemaVersionError, match=str(path)):
+    with pytest.raises(errors.SchemaVersionError, match=str(path)):
         DocumentStore.open(path, read_only=read_only)
     assert path.read_bytes() == content
 
@@ -76,7 +69,7 @@ def test_another_programs_database_is_refused_and_untouched(tmp_path):
     connection.execute("CREATE TABLE bookmarks (id)")
     connection.close()
     for read_only in (False, True):
-        with pytest.raises(SchemaVersionError, match="other"):
+        with pytest.raises(errors.SchemaVersionError, match="other"):
             DocumentStore.open(path, read_only=read_only)
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
@@ -84,32 +77,32 @@ def test_another_programs_database_is_refused_and_untouched(tmp_path):
 
 
 def test_a_reader_makes_nothing(url, tmp_path):
-    with pytest.raises(StoreNotFoundError if "sqlite" in url else SchemaVersionError):
+    with pytest.raises(errors.StoreNotFoundError if "sqlite" in url else errors.SchemaVersionError):
         DocumentStore.open(url, read_only=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_below_nothing_is_not_found(tmp_path):
-    with pytest.raises(StoreNotFoundError, match="none"):
+    with pytest.raises(errors.StoreNotFoundError, match="none"):
         DocumentStore.open(tmp_path / "none" / "s.db")
     (tmp_path / "directory").mkdir()
-    with pytest.raises(StoreError, match="directory"):
+    with pytest.raises(errors.StoreError, match="directory"):
         DocumentStore.open(tmp_path / "directory")
 
 
 @pytest.mark.parametrize("url", ["mysql://host/db", "://", "sqlite://", "sqlite:///:memory:", "nonsense://x"])
 def test_urls_that_name_no_database_are_refused(url):
-    with pytest.raises(ConfigError):
+    with pytest.raises(errors.ConfigError):
         DocumentStore.open(url)
 
 
 def test_a_server_that_refuses(url):
     if "postgresql" not in url:
         pytest.skip("about a server")
-    with pytest.raises(StoreError, match="password authentication failed") as caught:
+    with pytest.raises(errors.StoreError, match="password authentication failed") as caught:
         DocumentStore.open(make_url(url).set(password="wrong-password").render_as_string(hide_password=False))
     assert "wrong-password" not in str(caught.value)
-    with pytest.raises(StoreNotFoundError, match="absent_db"):
+    with pytest.raises(errors.StoreNotFoundError, match="absent_db"):
         DocumentStore.open(make_url(url).set(database="absent_db").render_as_string(hide_password=False))
 
 
@@ -121,7 +114,10 @@ def test_a_damaged_database_is_a_store_error(tmp_path):
     data = bytearray(path.read_bytes())
     data[4096:] = b"\xff" * (len(data) - 4096)
     path.write_bytes(data)
-    with pytest.raises(StoreError, match=r"damaged|not a database|reports an error"), DocumentStore.open(path) as store:
+    with (
+        pytest.raises(errors.StoreError, match=r"damaged|not a database|reports an error"),
+        DocumentStore.open(path) as store,
+    ):
         store.documents()
 
 
@@ -134,7 +130,7 @@ def test_a_writer_waits_then_gives_up(url):
         with store.database.write() as connection:
             connection.exec_driver_sql("UPDATE ragcache_counters SET value = value")
             started = time.monotonic()
-            with pytest.raises(StoreBusyError, match="another process is writing"):
+            with pytest.raises(errors.StoreBusyError, match="another process is writing"):
                 put(impatient, "b")
             assert 0.1 < time.monotonic() - started < 10
             assert impatient.counts() == Counts(1, 1, 1), "readers do not wait"
@@ -274,7 +270,7 @@ def test_a_file_that_may_not_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sqlite3, "connect", read_only)
     with DocumentStore.open(path) as store:
         assert store.counts() == Counts(1, 1, 1)
-        with pytest.raises(StoreReadOnlyError, match=r"s\.db: cannot be written"):
+        with pytest.raises(errors.StoreReadOnlyError, match=r"s\.db: cannot be written"):
             put(store, "b")
 
 
@@ -304,7 +300,7 @@ def test_a_store_of_another_version_is_refused_and_untouched(url, engine, name, 
     with engine.begin() as connection:
         connection.execute(text(change), {"name": name, "value": value})
     before = content(engine)
-    with pytest.raises(SchemaVersionError, match=said):
+    with pytest.raises(errors.SchemaVersionError, match=said):
         DocumentStore.open(url, read_only=read_only)
     assert content(engine) == before
 

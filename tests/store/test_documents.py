@@ -11,19 +11,7 @@ from hypothesis import strategies as st
 from postgres_server import engine_of
 from sqlalchemy import text
 
-from ragcache.errors import (
-    ConfigError,
-    DuplicateDocumentError,
-    EmbedderMismatchError,
-    IngestError,
-    MetadataError,
-    ModelMismatchError,
-    NoSuchCollectionError,
-    NoSuchDocumentError,
-    RagCacheError,
-    StoreMismatchError,
-    StoreReadOnlyError,
-)
+from ragcache import errors
 from ragcache.store.collections import OTHERS, CollectionTable, View
 from ragcache.store.documents import DocumentStore
 from ragcache.store.neighbours import KnownNeighbours, Near, NeighbourTable
@@ -169,7 +157,7 @@ def test_handles_set_later(store):
 
 def test_setting_the_handle_of_an_unknown_chunk_changes_nothing(store):
     put(store, "a", None)
-    with pytest.raises(NoSuchDocumentError, match="no chunk 99"):
+    with pytest.raises(errors.NoSuchDocumentError, match="no chunk 99"):
         store.set_handles({vector_id(store, "a.0"): "x", 99: "y"})
     assert store.handles() == set()
 
@@ -259,21 +247,21 @@ def test_properties_are_bound_once(store, url):
         "prefix": [1, 2],
     }
     with DocumentStore.open(url) as other:
-        with pytest.raises(EmbedderMismatchError, match=r"minilm.*contriever"):
+        with pytest.raises(errors.EmbedderMismatchError, match=r"minilm.*contriever"):
             other.bind("embedder", {"name": "contriever", "dimension": 768})
-        with pytest.raises(ModelMismatchError, match=r"fingerprint 'abc', not 'abd'"):
+        with pytest.raises(errors.ModelMismatchError, match=r"fingerprint 'abc', not 'abd'"):
             other.bind("fingerprint", "abd")
-        with pytest.raises(StoreMismatchError, match="prefix"):
+        with pytest.raises(errors.StoreMismatchError, match="prefix"):
             other.bind("prefix", (1, 3))
         other.bind("prefix", (1, 2))
 
 
 def test_embeddings_keep_the_length_of_the_first(store):
     put(store, "a", "h")
-    with pytest.raises(EmbedderMismatchError, match="embedding_dim 4, not 5"):
+    with pytest.raises(errors.EmbedderMismatchError, match="embedding_dim 4, not 5"):
         store.replace_document(NewDocument("b"), [new_chunk("b.0", embedding=np.zeros(5, np.float32))])
     assert store.document("b") is None
-    with pytest.raises(ConfigError, match="differ in length"):
+    with pytest.raises(errors.ConfigError, match="differ in length"):
         store.replace_document(
             NewDocument("b"), [new_chunk("b.0"), new_chunk("b.1", embedding=np.zeros(5, np.float32))]
         )
@@ -286,17 +274,17 @@ NO_JSON: list[Any] = [
     {"x": float("nan")}, {"x": [1, {"y": float("inf")}]}, {"x": {1: "key"}}, {"x": b"bytes"}, {"x": "nul \0"},
     {"nul \0": 1}, {"x": "\ud800"}, {"x": {2}}, {"x": object()}, ["no object"], None,
 ]  # fmt: skip
-REFUSED: list[tuple[NewDocument, list[NewChunk], type[RagCacheError], str]] = [
-    (NewDocument(""), [], IngestError, "without an id"),
-    (NewDocument("d", metadata=DEEP), [], MetadataError, "levels"),
-    *((NewDocument("d", metadata=metadata), [], MetadataError, "'d'") for metadata in NO_JSON),
-    *((NewDocument("d"), [new_chunk("c", metadata=metadata)], MetadataError, "'d'") for metadata in NO_JSON),
+REFUSED: list[tuple[NewDocument, list[NewChunk], type[errors.RagCacheError], str]] = [
+    (NewDocument(""), [], errors.IngestError, "without an id"),
+    (NewDocument("d", metadata=DEEP), [], errors.MetadataError, "levels"),
+    *((NewDocument("d", metadata=metadata), [], errors.MetadataError, "'d'") for metadata in NO_JSON),
+    *((NewDocument("d"), [new_chunk("c", metadata=metadata)], errors.MetadataError, "'d'") for metadata in NO_JSON),
     *(
-        (NewDocument("d"), [new_chunk("d.0", embedding=embedding)], ConfigError, r"chunk 'd.0'.*finite")
+        (NewDocument("d"), [new_chunk("d.0", embedding=embedding)], errors.ConfigError, r"chunk 'd.0'.*finite")
         for embedding in (np.zeros((1, DIM)), np.array([1.0, np.nan, 0, 0]), np.zeros(0))
     ),
     *(
-        (document, chunks, IngestError, "remove it")
+        (document, chunks, errors.IngestError, "remove it")
         for bad in ("nul \0", "half \udfff")
         for document, chunks in (
             (NewDocument(bad), []),
@@ -319,7 +307,7 @@ def test_what_a_database_cannot_hold_is_refused(store):
 
 def test_two_chunks_of_one_id_are_refused(store):
     generation = store.generation()
-    with pytest.raises(DuplicateDocumentError, match="two chunks with the id 'c'"):
+    with pytest.raises(errors.DuplicateDocumentError, match="two chunks with the id 'c'"):
         store.replace_document(NewDocument("b"), [new_chunk("c"), new_chunk("c")])
     assert (store.document("b"), store.handles(), store.generation()) == (None, set(), generation)
 
@@ -373,7 +361,7 @@ def test_a_read_only_store_reads(url):
         reader.bind("embedder", "minilm")
         reader.bind("fingerprint", "not recorded")
         assert "fingerprint" not in reader.properties()
-        with pytest.raises(EmbedderMismatchError):
+        with pytest.raises(errors.EmbedderMismatchError):
             reader.bind("embedder", "contriever")
         for change in (
             lambda: put(reader, "b"),
@@ -381,7 +369,7 @@ def test_a_read_only_store_reads(url):
             lambda: reader.set_handle(vector_id(reader, "a.0"), None),
             lambda: reader.clear_garbage(["h"]),
         ):
-            with pytest.raises(StoreReadOnlyError, match="read-only"):
+            with pytest.raises(errors.StoreReadOnlyError, match="read-only"):
                 change()
     with DocumentStore.open(url) as store:
         assert store.counts() == Counts(1, 1, 2)
@@ -474,7 +462,7 @@ def test_chunks_get_new_metadata_and_keep_all_else(store, new_id):
     ]
     assert store.vector_ids({"page": 1}) == {vector_ids[1]}
     assert store.generation() > generation
-    with pytest.raises(MetadataError):
+    with pytest.raises(errors.MetadataError):
         store.move_document(new_id, new_id, StoredVersion("three", "", ""), [], [{"page": float("nan")}] * 2)
 
 
@@ -511,7 +499,7 @@ def test_the_last_id_compared_is_kept(store, table):
 
 def test_nothing_is_recorded_where_nothing_may_be_written(store, url):
     a = put_one(store, "a")
-    with DocumentStore.open(url, read_only=True) as reader, pytest.raises(StoreReadOnlyError):
+    with DocumentStore.open(url, read_only=True) as reader, pytest.raises(errors.StoreReadOnlyError):
         NeighbourTable(reader.database).record({a: []})
 
 
@@ -577,5 +565,5 @@ def test_secrets_differ_and_the_salt_is_of_all_of_them(url):
         table.create("a")
         assert table.secret("a") == first
         table.drop("a")
-        with pytest.raises(NoSuchCollectionError, match="no collection 'a'"):
+        with pytest.raises(errors.NoSuchCollectionError, match="no collection 'a'"):
             table.salt(View.of("a", []))

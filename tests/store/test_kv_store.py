@@ -16,14 +16,8 @@ from blocks import make_block, make_key, put_all, served_from, size_of, tier_of
 from kit.makers import made_by
 from tiny_disk import run_on_tiny_disk
 
+from ragcache import errors
 from ragcache.codecs.container import read_container, write_container
-from ragcache.errors import (
-    ConfigError,
-    DamagedBlockError,
-    SchemaVersionError,
-    StoreReadOnlyError,
-    TraceError,
-)
 from ragcache.seal import UNSEALED
 from ragcache.store import trace as trace_module
 from ragcache.store.counters import KVStats, Loaded
@@ -100,7 +94,7 @@ def test_a_damaged_block_is_reported_dropped_and_not_served(root, store, caplog)
     damage(root, KEY)
     assert served_from(store, KEY, make_block(1)) == "memory", "a whole copy is"
     with KVStore(root) as other, caplog.at_level(logging.WARNING):
-        with pytest.raises(DamagedBlockError, match=KEY):
+        with pytest.raises(errors.DamagedBlockError, match=KEY):
             other.verify(KEY)
         assert tier_of(other, KEY) == "disk", "verify drops nothing"
         assert other.get(KEY) is None
@@ -120,7 +114,7 @@ def test_a_read_only_store_serves_and_changes_nothing(root, store):
         assert served_from(reader, KEY, make_block(1)) == "disk"
         assert reader.get(make_key(2)) is None
         for action in (lambda: reader.put(KEY, make_block(1)), lambda: reader.delete(KEY), reader.sweep):
-            with pytest.raises(StoreReadOnlyError, match="read-only"):
+            with pytest.raises(errors.StoreReadOnlyError, match="read-only"):
                 action()
         reader.put(make_key(3), make_block(3), "memory")
         assert served_from(reader, make_key(3), make_block(3)) == "memory"
@@ -149,7 +143,7 @@ def test_a_newer_versions_block_is_refused_and_stays(root, store):
     write_container(path_of(root, KEY), tensors, {**metadata, "codec_version": "7"}, seal=seal)
     with KVStore(root) as other:
         for action in (lambda: other.get(KEY), lambda: other.verify(KEY)):
-            with pytest.raises(SchemaVersionError, match="version 7 of codec 'raw'"):
+            with pytest.raises(errors.SchemaVersionError, match="version 7 of codec 'raw'"):
                 action()
         assert tier_of(other, KEY) == "disk"
 
@@ -200,7 +194,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS)
 def test_bad_options_are_refused(root, options, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(errors.ConfigError, match=words):
         KVStore(root, **options).use_device(torch.device("cpu"))
     assert not root.exists()
 
@@ -427,7 +421,7 @@ def test_no_trace_unless_asked(tmp_path):
 
 
 def test_a_trace_that_cannot_be_opened_is_refused(tmp_path):
-    with pytest.raises(TraceError, match="cannot be written") as caught:
+    with pytest.raises(errors.TraceError, match="cannot be written") as caught:
         KVStore(tmp_path / "kv", trace=tmp_path / "nowhere" / "trace.jsonl")
     assert caught.value.line is None
 

@@ -21,17 +21,10 @@ from tiny_disk import run_on_tiny_disk
 from waiting import at_once
 
 import ragcache as rc
+from ragcache import errors
 from ragcache.engine.doctor import doctor
 from ragcache.engine.options import StoreConfig
 from ragcache.engine.store_config import StoreParts, open_store
-from ragcache.errors import (
-    DatabaseMismatchError,
-    SchemaVersionError,
-    StoreBusyError,
-    StoreError,
-    StoreNotFoundError,
-    StoreUnreachableError,
-)
 from ragcache.store.directory import StoreLayout
 from ragcache.store.records import NewChunk, NewDocument
 
@@ -48,7 +41,7 @@ def opened(
 
 
 def refuse(
-    root: Path, error: type[StoreError], words: str | None = None, *, create: bool = False, **options: Any
+    root: Path, error: type[errors.StoreError], words: str | None = None, *, create: bool = False, **options: Any
 ) -> str:
     """What is said where the store is not opened so."""
     with pytest.raises(error, match=words) as caught:
@@ -85,8 +78,8 @@ def test_documents_elsewhere_are_never_taken_for_none(tmp_path, url):
     root = filled(tmp_path / "kb", url)
     for create, read_only in ((False, False), (True, False), (False, True)):
         words = r"its documents are in .*--database URL.*RAGCACHE_DATABASE"
-        refuse(root, DatabaseMismatchError, words, create=create, read_only=read_only)
-    with pytest.raises(DatabaseMismatchError):
+        refuse(root, errors.DatabaseMismatchError, words, create=create, read_only=read_only)
+    with pytest.raises(errors.DatabaseMismatchError):
         rc.Store.open(root)
     assert not (root / "store.sqlite3").exists()
     assert blocks_on_disk(root) == set(KEYS)
@@ -97,17 +90,17 @@ def test_documents_elsewhere_are_never_taken_for_none(tmp_path, url):
 
 def test_another_database_is_refused_and_left_as_it_is(tmp_path, url, other_url):
     root = filled(tmp_path / "kb", url)
-    refuse(root, DatabaseMismatchError, database=other_url, create=True)  # an empty one: no store is made of it
+    refuse(root, errors.DatabaseMismatchError, database=other_url, create=True)  # an empty one: no store is made of it
     with opened(tmp_path / "other", other_url) as store:
         fill(store)  # the same blocks, even
-    refuse(root, DatabaseMismatchError, database=other_url)
+    refuse(root, errors.DatabaseMismatchError, database=other_url)
     with opened(root, url):
         pass
 
 
 def test_a_store_with_documents_of_its_own_takes_no_other_database(tmp_path, other_url):
     root = filled(tmp_path / "kb")
-    refuse(root, DatabaseMismatchError, r"in store.sqlite3, not in .*leave out --database", database=other_url)
+    refuse(root, errors.DatabaseMismatchError, r"in store.sqlite3, not in .*leave out --database", database=other_url)
     with opened(root, f"sqlite:///{root / 'store.sqlite3'}"):  # its own, by another name
         pass
     moved = Path(shutil.move(root, tmp_path / "moved"))
@@ -118,11 +111,11 @@ def test_a_store_with_documents_of_its_own_takes_no_other_database(tmp_path, oth
 def test_a_database_made_anew_under_the_same_name_is_another_one(tmp_path):
     root = filled(tmp_path / "kb")
     (root / "store.sqlite3").unlink()
-    refuse(root, StoreNotFoundError, "restore it from a copy", create=True)
+    refuse(root, errors.StoreNotFoundError, "restore it from a copy", create=True)
     with opened(tmp_path / "new"):
         pass
     shutil.copy(tmp_path / "new" / "store.sqlite3", root / "store.sqlite3")
-    refuse(root, DatabaseMismatchError, "any more")
+    refuse(root, errors.DatabaseMismatchError, "any more")
     assert blocks_on_disk(root) == set(KEYS)
 
 
@@ -132,20 +125,20 @@ def test_a_database_that_has_moved_is_the_same(tmp_path):
     old.rename(new)
     with opened(root, f"sqlite:///{new}") as store:
         assert store.documents.counts().documents == 1
-    refuse(root, DatabaseMismatchError, r"b\.sqlite3")
+    refuse(root, errors.DatabaseMismatchError, r"b\.sqlite3")
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_and_no_empty_store(tmp_path):
     """And what was never reached is not held to: another name works."""
     url = "postgresql://user:hush-hush@127.0.0.1:9/rag?password=hush-hush"
     pytest.importorskip("psycopg", reason="needs ragcache-kv[postgres]")
-    refuse(tmp_path / "kb", StoreUnreachableError, "reached", database=url, create=True)
+    refuse(tmp_path / "kb", errors.StoreUnreachableError, "reached", database=url, create=True)
     root = filled(tmp_path / "kb")
     marker = json.loads((root / "ragcache.json").read_text())
     marker["documents"]["where"] = "postgresql://user@127.0.0.1:9/rag"
     (root / "ragcache.json").write_text(json.dumps(marker))
-    assert "hush" not in refuse(root, StoreUnreachableError, "reached", database=url)
-    refuse(root, DatabaseMismatchError, r"postgresql://user@127.0.0.1:9/rag")
+    assert "hush" not in refuse(root, errors.StoreUnreachableError, "reached", database=url)
+    refuse(root, errors.DatabaseMismatchError, r"postgresql://user@127.0.0.1:9/rag")
 
 
 def test_the_address_of_a_server_is_written_and_no_password(tmp_path):
@@ -167,7 +160,7 @@ def test_a_marker_without_a_database_beside_content_is_refused(tmp_path, url, le
         shutil.rmtree(root / other) if other == "kv" else (root / other).unlink()
     for options in ({}, {"database": url}, {"read_only": True}):
         words = r"ragcache\.json does not name the database.*ragcache ingest FOLDER --store NEW"
-        refuse(root, DatabaseMismatchError, words, create=True, **options)
+        refuse(root, errors.DatabaseMismatchError, words, create=True, **options)
     assert not (root / "store.sqlite3").exists()
     assert blocks_on_disk(root) == (set(KEYS) if left == "kv" else set())
 
@@ -175,7 +168,7 @@ def test_a_marker_without_a_database_beside_content_is_refused(tmp_path, url, le
 def test_a_damaged_note_is_named(tmp_path):
     root = filled(tmp_path / "kb")
     (root / "ragcache.json").write_text('{"format": 1, "documents": 7}')
-    refuse(root, StoreError, r"ragcache.json: damaged at \"documents\"")
+    refuse(root, errors.StoreError, r"ragcache.json: damaged at \"documents\"")
 
 
 KILLED = """
@@ -250,7 +243,7 @@ def test_two_that_make_one_store_agree_on_its_database(tmp_path):
 def test_create_makes_a_store_once(tmp_path):
     layout = StoreLayout(tmp_path / "a" / "b")
     assert not layout.exists()
-    with pytest.raises(StoreNotFoundError, match="no store here"):
+    with pytest.raises(errors.StoreNotFoundError, match="no store here"):
         layout.check()
     layout.create()
     marker = layout.marker.read_bytes()
@@ -277,9 +270,9 @@ def test_an_empty_directory_becomes_a_store_and_others_do_not(tmp_path):
     (other / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("")
     for root in (other, tmp_path / "file"):
-        with pytest.raises(StoreNotFoundError, match="neither a store nor an empty directory"):
+        with pytest.raises(errors.StoreNotFoundError, match="neither a store nor an empty directory"):
             StoreLayout(root).create()
-        with pytest.raises(StoreNotFoundError):
+        with pytest.raises(errors.StoreNotFoundError):
             StoreLayout(root).check()
 
 
@@ -296,7 +289,7 @@ def test_markers_of_newer_or_other_makers_are_refused(tmp_path, marker):
     layout = StoreLayout(tmp_path)
     layout.marker.write_bytes(marker)
     for action in (layout.check, layout.create):
-        with pytest.raises(SchemaVersionError, match=str(tmp_path)):
+        with pytest.raises(errors.SchemaVersionError, match=str(tmp_path)):
             action()
     assert layout.marker.read_bytes() == marker
 
@@ -341,7 +334,7 @@ def test_another_process_holds_the_lock_until_it_is_killed(tmp_path):
     with forked.Forked(HOLDER, tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
         layout = StoreLayout(tmp_path)
-        with pytest.raises(StoreBusyError, match=f"{tmp_path}: another process"), layout.writer(0.1):
+        with pytest.raises(errors.StoreBusyError, match=f"{tmp_path}: another process"), layout.writer(0.1):
             pass
         holder.kill()
         holder.wait()

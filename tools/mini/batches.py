@@ -10,17 +10,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from ragcache_eval.registry import (
-    Article,
-    DataSplit,
-    Question,
-    World,
-    answerable_questions,
-    draw_world,
-    passage_text,
-    wording,
-    write_document,
-)
+from ragcache_eval import registry
 from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
 from ragcache_eval.registry.documents import capitalised, with_article
 from ragcache_eval.registry.world import RELATIONS
@@ -115,7 +105,7 @@ class BatchMaker:
 
     def _sentences_row(self, num_questions: int, passages: int) -> Encoded:
         """One fact of the same relation about each of several like entities; the answer up to the value is given."""
-        world = draw_world(self.rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
+        world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
         kind = self.rng.choice(ALIKE)[0]
         relation = self.rng.choice(RELATIONS[kind])
         entities = [entity for entity in world.entities.values() if entity.kind == kind]
@@ -124,37 +114,39 @@ class BatchMaker:
         asked = []
         for entity in entities[:passages]:
             value = entity.facts[relation]
-            stated = self.rng.choice(wording.PREDICATES[relation]).format(v=value)
+            stated = self.rng.choice(registry.wording.PREDICATES[relation]).format(v=value)
             context += self._encode(with_article(capitalised(f"{entity.name} {stated}.\n")))
-            answer = with_article(capitalised(f"{entity.name} {wording.ANSWERS[relation].format(v=value)}."))
+            answer = with_article(capitalised(f"{entity.name} {registry.wording.ANSWERS[relation].format(v=value)}."))
             start = answer.removesuffix(f" {value}.")
             asked += [(self._encode(asking), self._encode(f"{value}.")) for asking in (start, entity.name)]
         return Encoded(context, self.rng.choices(asked, k=num_questions))
 
     def _registry_row(self, stage: Stage, hops: int, passages: int) -> Encoded:
-        questions: list[Question] = []
+        questions: list[registry.Question] = []
         while not questions:
             if self.rng.random() < ALIKE_SHARE:
-                world = draw_world(self.rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
+                world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
                 chosen = alike(self.rng, world, hops, passages)
             else:
-                world = draw_world(self.rng, DataSplit.TRAIN, passages)
+                world = registry.draw_world(self.rng, registry.DataSplit.TRAIN, passages)
                 chosen = self.rng.sample(sorted(world.entities), passages)
-            documents = [write_document(self.rng, world.entities[name]) for name in chosen]
+            documents = [registry.write_document(self.rng, world.entities[name]) for name in chosen]
             questions = self._questions(stage, hops, world, documents)
         while len(questions) < stage.num_questions:
             questions += self._questions(stage, hops, world, documents)
         asked = self.rng.sample(questions, stage.num_questions)
         ask = self._completion if stage.kind == "completions" else self._question
-        context = self._context([passage_text(self.rng, document) for document in documents])
+        context = self._context([registry.passage_text(self.rng, document) for document in documents])
         return Encoded(context, [ask(question) for question in asked])
 
-    def row(self, passages: Sequence[str], asked: Sequence[Question]) -> Encoded:
+    def row(self, passages: Sequence[str], asked: Sequence[registry.Question]) -> Encoded:
         """A context of these texts and questions about it."""
         return Encoded(self._context(passages), [self._question(question) for question in asked])
 
-    def _questions(self, stage: Stage, hops: int, world: World, documents: list[Article]) -> list[Question]:
-        questions = answerable_questions(self.rng, world, documents)
+    def _questions(
+        self, stage: Stage, hops: int, world: registry.World, documents: list[registry.Article]
+    ) -> list[registry.Question]:
+        questions = registry.answerable_questions(self.rng, world, documents)
         return [q for q in questions if q.hops == hops and (not stage.relations or q.path in stage.relations)]
 
     def _context(self, passages: Sequence[str]) -> list[int]:
@@ -163,10 +155,10 @@ class BatchMaker:
             context += self._encode(text)
         return context
 
-    def _question(self, question: Question) -> tuple[list[int], list[int]]:
+    def _question(self, question: registry.Question) -> tuple[list[int], list[int]]:
         return self._encode(suffix_text(question.text)), [*self._encode(question.answer), self._eos]
 
-    def _completion(self, question: Question) -> tuple[list[int], list[int]]:
+    def _completion(self, question: registry.Question) -> tuple[list[int], list[int]]:
         start = question.answer.removesuffix(f" {question.value}.")
         return self._encode(start), [*self._encode(f"{question.value}."), self._eos]
 
@@ -174,7 +166,7 @@ class BatchMaker:
         return self.tokenizer.encode(text).ids
 
 
-def alike(rng: random.Random, world: World, hops: int, passages: int) -> list[str]:
+def alike(rng: random.Random, world: registry.World, hops: int, passages: int) -> list[str]:
     """Entities of one kind, or pairs of two kinds in which the first refers to the second.
 
     Only the name tells which passage a question is about, so the kind of the answer is no short cut.

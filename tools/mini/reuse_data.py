@@ -18,16 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ragcache_eval.registry import (
-    Article,
-    DataSplit,
-    Question,
-    answerable_questions,
-    draw_leaning,
-    draw_world,
-    passage_text,
-    write_document,
-)
+from ragcache_eval import registry
 from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
 from tools.mini.batches import ALIKE_SHARE, alike
 
@@ -44,7 +35,7 @@ class Row(NamedTuple):
 
     passages: list[str]
     subjects: list[str]
-    questions: list[Question]
+    questions: list[registry.Question]
     leaning: bool
 
 
@@ -79,7 +70,7 @@ def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
         documents, questions = _leaning_row(rng, passages)
     else:
         documents, questions = _plain_row(rng, 2 if kind == "two-hop" else 1, passages)
-    texts = [passage_text(rng, document) for document in documents]
+    texts = [registry.passage_text(rng, document) for document in documents]
     subjects = [document.id.removesuffix(", continued") for document in documents]
     return Row(texts, subjects, questions, kind == "leaning")
 
@@ -88,29 +79,33 @@ def _draw_kind(rng: random.Random, shares: Mapping[str, float]) -> str:
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
-def _leaning_row(rng: random.Random, passages: int) -> tuple[list[Article], list[Question]]:
-    context = draw_leaning(rng, passages)
+def _leaning_row(rng: random.Random, passages: int) -> tuple[list[registry.Article], list[registry.Question]]:
+    context = registry.draw_leaning(rng, passages)
     pools = [context.plain if rng.random() < PLAIN_SHARE else context.questions for _ in range(NUM_QUESTIONS)]
     return context.passages, _distinct([rng.choice(pool) for pool in pools])
 
 
-def _plain_row(rng: random.Random, hops: int, passages: int) -> tuple[list[Article], list[Question]]:
-    questions: list[Question] = []
+def _plain_row(rng: random.Random, hops: int, passages: int) -> tuple[list[registry.Article], list[registry.Question]]:
+    questions: list[registry.Question] = []
     while not questions:
         if rng.random() < ALIKE_SHARE:
-            world = draw_world(rng, DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
+            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages * WORLD_A_PASSAGE)
             chosen = alike(rng, world, hops, passages)
         else:
-            world = draw_world(rng, DataSplit.TRAIN, passages)
+            world = registry.draw_world(rng, registry.DataSplit.TRAIN, passages)
             chosen = rng.sample(sorted(world.entities), passages)
-        documents = [write_document(rng, world.entities[name]) for name in chosen]
-        questions = [question for question in answerable_questions(rng, world, documents) if question.hops == hops]
+        documents = [registry.write_document(rng, world.entities[name]) for name in chosen]
+        questions = [
+            question for question in registry.answerable_questions(rng, world, documents) if question.hops == hops
+        ]
     while len(questions) < NUM_QUESTIONS:  # again, in other words
-        questions += [question for question in answerable_questions(rng, world, documents) if question.hops == hops]
+        questions += [
+            question for question in registry.answerable_questions(rng, world, documents) if question.hops == hops
+        ]
     return documents, _distinct(rng.sample(questions, NUM_QUESTIONS))
 
 
-def _distinct(questions: list[Question]) -> list[Question]:
+def _distinct(questions: list[registry.Question]) -> list[registry.Question]:
     return list({question.text: question for question in questions}.values())
 
 

@@ -33,6 +33,7 @@ TEXTS = {
     "dogs": "Dogs bark at night in the small town of Kelbrook on the hill.\n",
     "rivers": "The river Arno rises in the Vale hills and flows into the lake.\n",
 }
+CASE = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
 LIMITS = Thresholds(min_agreement=0.9, max_kl=0.5, min_same_answer=0.0)
 
 
@@ -226,19 +227,16 @@ def test_without_a_safe_method_auto_reads_whole_prompts(extra, runner, store, ti
 
 def test_distances_are_taken_along_the_answer_of_full_prefill(runner):
     """A gold answer decides about accuracy alone."""
-    passages = tuple(map(CasePassage, TEXTS.values()))
-    case = Case("a", "Where did the cat sit?", passages, ("nothing like it",))
-    with_gold = run(runner, [case], ("reposition",)).methods[0]
-    without = run(runner, [replace(case, answers=())], ("reposition",)).methods[0]
+    with_gold = run(runner, [replace(CASE, answers=("nothing like it",))], ("reposition",)).methods[0]
+    without = run(runner, [CASE], ("reposition",)).methods[0]
     assert with_gold.figures["kl_answer"] == pytest.approx(without.figures["kl_answer"])
     assert with_gold.figures["accuracy"] == 0.0
     assert "accuracy" not in without.figures
 
 
 def test_thresholds_decide(runner):
-    case = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
-    strict = run(runner, [case], ("reposition",), Thresholds(1.0, 0.0, 1.0))
-    loose = run(runner, [case], ("reposition",), Thresholds(0.0, 1e9, 0.0))
+    strict = run(runner, [CASE], ("reposition",), Thresholds(1.0, 0.0, 1.0))
+    loose = run(runner, [CASE], ("reposition",), Thresholds(0.0, 1e9, 0.0))
     assert strict.methods[0].figures["kl_answer"] == loose.methods[0].figures["kl_answer"]
     assert not strict.methods[0].safe
     assert loose.methods[0].safe
@@ -262,8 +260,7 @@ def test_a_loss_of_accuracy_is_a_share_of_full_prefills(whole, found, safe):
 
 
 def test_methods_that_cannot_run_are_said_to_be_so(runner):
-    case = Case("a", "Where did the cat sit?", tuple(map(CasePassage, TEXTS.values())), ())
-    check = Check(runner, "tests", [case], all_methods(), LIMITS)
+    check = Check(runner, "tests", [CASE], all_methods(), LIMITS)
     list(check.scores())
     judged = {found.name: found for found in check.finish().verdict.methods}
     assert set(judged) == set(METHODS) - {"full"}
@@ -282,18 +279,6 @@ def test_nothing_that_fits_is_an_error(runner):
     long = Case("long", "Q?", (CasePassage("word " * 800),), ())
     with pytest.raises(ConfigError, match="no question could be measured: long"):
         run(runner, [long], ("reposition",))
-
-
-def test_questions_over_a_store_read_what_is_retrieved(store, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcache.engine.assemble.open_embedder", lambda *given: BagOfWords())
-    file = tmp_path / "q.jsonl"
-    rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with opened(store) as found:
-        first, second = asked_of(found, file, passages=2, lm=tiny)
-    assert first.passages[0].text == TEXTS["dogs"]
-    assert len(first.passages) == 2
-    assert [p.text for p in second.passages] == ["Own text."]
 
 
 @pytest.fixture
@@ -320,11 +305,15 @@ def test_a_store_of_kv_alone_is_judged_by_its_passages(extra, runner, kv_alone, 
     assert not caplog.records
 
 
-def test_questions_over_kv_alone_read_the_passages_nearest_by_words(kv_alone, tiny, tmp_path):
+@pytest.mark.parametrize("held", ["store", "kv_alone"])
+def test_questions_read_what_is_retrieved_and_over_kv_alone_what_is_nearest_by_words(
+    held, request, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("ragcache.engine.assemble.open_embedder", lambda *given: BagOfWords())
     file = tmp_path / "q.jsonl"
     rows = [{"question": "Where do dogs bark?"}, {"question": "Own?", "passages": ["Own text."], "answer": "yes"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with opened(kv_alone) as found:
+    with opened(request.getfixturevalue(held)) as found:
         first, second = asked_of(found, file, passages=2, lm=tiny)
     assert first.passages[0].text == TEXTS["dogs"]
     assert len(first.passages) == 2

@@ -141,13 +141,6 @@ def test_registry_gold_passages_state_the_answer():
             assert any(last in passage.text for passage in gold), case
 
 
-def test_registry_leaning_gold_passages_are_neighbours():
-    for case in registry_cases(RegistrySettings(kind="leaning", questions=10)):
-        ranks = [rank for rank, passage in enumerate(case.passages) if passage.is_gold]
-        assert len(ranks) == 2
-        assert ranks[1] == ranks[0] + 1
-
-
 def test_registry_moves_the_gold_passage():
     settings = RegistrySettings(passages=(3, 5), positions=(0, 2), questions=4)
     cases = registry_cases(settings)

@@ -79,54 +79,37 @@ def test_the_issues_suites_and_rulers_thirteen_tasks_are_there():
         get_suite("a3").chosen(["nq"])
 
 
+ASKED = {"id": "h1", "question": "Who?"}
+TEXTS = {"Club": "Ada founded it. It is old.", "Town": "A town."}
+PAIRS = [["Club", ["Ada founded it.", "It is old."]], ["Town", ["A town."]]]
 HOTPOT = {
-    "id": "h1",
-    "question": "Who?",
+    **ASKED,
     "answer": "Ada",
     "context": {"title": ["Club", "Town"], "sentences": [["Ada founded it.", " It is old."], ["A town."]]},
     "supporting_facts": {"title": ["Club"], "sent_id": [0]},
 }
-PAIRS = [["Club", ["Ada founded it.", "It is old."]], ["Town", ["A town."]]]
+PARAGRAPHS = [
+    {"title": title, "paragraph_text": text, "is_supporting": title == "Club"} for title, text in TEXTS.items()
+]
+RETRIEVED = {**ASKED, "answers": ["Ada"], "ctxs": [{"title": title, "text": text} for title, text in TEXTS.items()]}
 
 
 @pytest.mark.parametrize(
-    ("suite", "name", "row"),
+    ("name", "row"),
     [
-        ("kvlink", "hotpotqa", HOTPOT),
-        ("kvlink", "2wikimqa", {**HOTPOT, "context": PAIRS, "supporting_facts": [["Club", 0]]}),
-        ("kvlink", "2wikimqa", {**HOTPOT, "context": json.dumps(PAIRS), "supporting_facts": '[["Club", 0]]'}),
-        (
-            "kvlink",
-            "musique",
-            {
-                "id": "h1",
-                "question": "Who?",
-                "answer": "Ada",
-                "answerable": True,
-                "paragraphs": [
-                    {"title": "Club", "paragraph_text": "Ada founded it. It is old.", "is_supporting": True},
-                    {"title": "Town", "paragraph_text": "A town.", "is_supporting": False},
-                ],
-            },
-        ),
-        (
-            "kvlink",
-            "triviaqa",
-            {
-                "id": "h1",
-                "question": "Who?",
-                "answers": ["Ada"],
-                "ctxs": [{"title": "Club", "text": "Ada founded it. It is old."}, {"title": "Town", "text": "A town."}],
-            },
-        ),
+        ("hotpotqa", HOTPOT),
+        ("2wikimqa", {**HOTPOT, "context": PAIRS, "supporting_facts": [["Club", 0]]}),
+        ("2wikimqa", {**HOTPOT, "context": json.dumps(PAIRS), "supporting_facts": '[["Club", 0]]'}),
+        ("musique", {**ASKED, "answer": "Ada", "answerable": True, "paragraphs": PARAGRAPHS}),
+        ("triviaqa", RETRIEVED),
     ],
     ids=["hotpot", "2wiki file", "2wiki hub", "musique", "retrieved"],
 )
-def test_rows_of_every_form_become_passages_and_answers(suite, name, row, tmp_path):
+def test_rows_of_every_form_become_passages_and_answers(name, row, tmp_path):
     write(tmp_path / f"{name}.jsonl", [row])
-    (case,) = cases(suite, name, tmp_path)
+    (case,) = cases("kvlink", name, tmp_path)
     assert (case.id, case.question, case.answers, case.metric) == ("h1", "Who?", ("Ada",), "accuracy")
-    assert [(p.title, p.text) for p in case.passages] == [("Club", "Ada founded it. It is old."), ("Town", "A town.")]
+    assert [(p.title, p.text) for p in case.passages] == [*TEXTS.items()]
     if "ctxs" not in row:
         assert [p.is_gold for p in case.passages] == [True, False]
 
@@ -251,14 +234,9 @@ def test_rows_of_another_form_are_named(row, tmp_path):
 
 def test_filled_contexts_hold_their_own_passages_then_near_ones_up_to_the_length(tmp_path):
     rows = [
-        {
-            "id": f"{article}{n}",
-            "question": "Who?",
-            "title": article,
-            "context": f"{article} {n} " + "word " * 8,
-            "answers": {"text": [str(n)]},
-        }
-        for article in ("A", "B")
+        {"id": f"{title}{n}", "question": "Who?", "title": title, "answers": {"text": [str(n)]}}
+        | {"context": f"{title} {n} " + "word " * 8}
+        for title in "AB"
         for n in range(6)
     ]
     write(tmp_path / "squad.jsonl", rows)

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ragcache.errors import ConfigError, is_whole
-from ragcache.fusion.recompute import (
-    Choose,
-    RecomputeContext,
-    RecomputeMethod,
-    Running,
-    check_ratio,
-    check_tokens,
-    chosen,
-)
+from ragcache.fusion import recompute
 from ragcache.lazy_torch import torch
 from ragcache_papers.gather import attention_received
 
@@ -25,7 +17,7 @@ SCORE_LAYER = 1
 
 
 @dataclass(frozen=True)
-class A3(RecomputeMethod):
+class A3(recompute.RecomputeMethod):
     """Attention-aware fusion (A3, eq. 3 to 5).
 
     The suffix runs through layer 0 alone. In layer 1 each chunk token is scored by the attention it gets from the
@@ -54,34 +46,34 @@ class A3(RecomputeMethod):
     summary: ClassVar[str] = "runs the tokens again that the question attends to"
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
+        recompute.check_ratio(self.ratio)
+        recompute.check_tokens(boundary_tokens=self.boundary_tokens, tail_tokens=self.tail_tokens)
         check_pool(self.pool_tokens)
 
-    def candidates(self, context: RecomputeContext) -> Tensor:
+    def candidates(self, context: recompute.RecomputeContext) -> Tensor:
         slots = context.chunk_slots()
         return slots if self._count(context) or self._edges(context).numel() else slots[:0]
 
-    def chooser(self, context: RecomputeContext) -> Choose:
+    def chooser(self, context: recompute.RecomputeContext) -> recompute.Choose:
         slots, count = context.chunk_slots(), self._count(context)
         always = self._edges(context)
 
-        def choose(running: Running) -> Tensor | None:
+        def choose(running: recompute.Running) -> Tensor | None:
             if running.layer < SCORE_LAYER:
                 return slots[:0]
             if running.layer > SCORE_LAYER:
                 return None
-            return chosen(self._scores(running, context), slots, count, always)
+            return recompute.chosen(self._scores(running, context), slots, count, always)
 
         return choose
 
-    def _edges(self, context: RecomputeContext) -> Tensor:
+    def _edges(self, context: recompute.RecomputeContext) -> Tensor:
         return context.edges(self.boundary_tokens, self.tail_tokens)
 
-    def _count(self, context: RecomputeContext) -> int:
+    def _count(self, context: recompute.RecomputeContext) -> int:
         return round(self.ratio * sum(context.chunk_tokens))
 
-    def _scores(self, running: Running, context: RecomputeContext) -> Tensor:
+    def _scores(self, running: recompute.Running, context: recompute.RecomputeContext) -> Tensor:
         """Return the attention that each chunk token gets from the suffix (eq. 3): float32 [chunk tokens]."""
         projected, (placed, _) = running.probe(), running.placed()
         keys = torch.cat([placed[:, :, : context.num_tokens], projected.key], dim=2)

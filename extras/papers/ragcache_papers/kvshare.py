@@ -5,17 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ragcache.fusion import recompute
 from ragcache.fusion.method import FusionMethod, PrefillOutput, PrefillRequest
-from ragcache.fusion.recompute import (
-    RecomputeContext,
-    Running,
-    check_ratio,
-    check_tokens,
-    highest,
-    in_rows,
-    open_cache,
-    rerun,
-)
 from ragcache.lazy_torch import torch
 from ragcache_papers.gather import attention_received
 
@@ -59,38 +50,38 @@ class KVShare(FusionMethod):
     summary: ClassVar[str] = "runs the tokens again whose wrong values weigh most, more of them with each answer token"
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        check_tokens(decode_tokens=self.decode_tokens)
+        recompute.check_ratio(self.ratio)
+        recompute.check_tokens(decode_tokens=self.decode_tokens)
 
     @property
     def reruns_in_answers(self) -> bool:  # type: ignore[override]
         return self.decode_tokens > 0
 
     def prefill(self, request: PrefillRequest) -> PrefillOutput:
-        context = RecomputeContext.of(request)
+        context = recompute.RecomputeContext.of(request)
         slots = context.chunk_slots()
         count = round(self.ratio * slots.shape[0])
         if request.lm.shape.num_layers <= CHECK_LAYER or not (count or self.decode_tokens) or not slots.numel():
             return super().prefill(request)
         wrong, stale = slots[:0], slots[:0]
 
-        def choose(running: Running) -> Tensor | None:
+        def choose(running: recompute.Running) -> Tensor | None:
             nonlocal wrong, stale
             if running.layer != CHECK_LAYER or count == slots.shape[0]:
                 return None
             received, wrong = _measured(running, context)
-            best = highest(received * wrong, count)
+            best = recompute.highest(received * wrong, count)
             stale = slots[~torch.isin(slots, slots[best])]
             return slots[best]
 
-        cache = open_cache(request, context)
-        done = rerun(request, context, cache, slots, choose)
+        cache = recompute.open_cache(request, context)
+        done = recompute.rerun(request, context, cache, slots, choose)
         if self.decode_tokens and stale.numel():
             cache.step = _Repair(context, wrong, stale, self.decode_tokens)
         return done
 
 
-def _measured(running: Running, context: RecomputeContext) -> tuple[Tensor, Tensor]:
+def _measured(running: recompute.Running, context: recompute.RecomputeContext) -> tuple[Tensor, Tensor]:
     """Return the attention that each chunk token gets in this layer, and the error of its placed value.
 
     The error is the L1 norm of the new value less the placed, over all heads. Each is float32 [chunk tokens].
@@ -109,7 +100,7 @@ class _Repair:
     wrong: float32 [chunk tokens]; stale: slots of the tokens that have not run, int64, ascending
     """
 
-    def __init__(self, context: RecomputeContext, wrong: Tensor, stale: Tensor, count: int) -> None:
+    def __init__(self, context: recompute.RecomputeContext, wrong: Tensor, stale: Tensor, count: int) -> None:
         self._lm: LanguageModel = context.lm
         self._ids, self._positions = context.ids, context.positions
         self._first, self._wrong, self._stale, self._count = context.prefix_tokens, wrong, stale, count
@@ -123,19 +114,21 @@ class _Repair:
             cache.reserve(layer, positions)
         slots = torch.cat([stale, own])
 
-        def choose(running: Running) -> Tensor | None:
+        def choose(running: recompute.Running) -> Tensor | None:
             if running.layer < CHECK_LAYER:
                 return stale[:0]
             if running.layer > CHECK_LAYER:
                 return None
-            best = stale[highest(self._impact(running, cache), self._count)]
+            best = stale[recompute.highest(self._impact(running, cache), self._count)]
             self._stale = stale[~torch.isin(stale, best)]
             return best
 
         ids, positions = torch.cat([self._ids[stale], ids]), torch.cat([self._positions[stale], positions])
-        return self._lm.run(ids, positions, cache, slots=slots, before_layer=in_rows(choose, slots, stale.shape[0]))
+        return self._lm.run(
+            ids, positions, cache, slots=slots, before_layer=recompute.in_rows(choose, slots, stale.shape[0])
+        )
 
-    def _impact(self, running: Running, cache: FusedCache) -> Tensor:
+    def _impact(self, running: recompute.Running, cache: FusedCache) -> Tensor:
         """Return each stale token's impact: float32 [stale tokens]."""
         asking = running.probe()
         (keys, _), (_, _, positions) = running.placed(), cache.layer_state(running.layer)

@@ -25,18 +25,8 @@ from ragcache.errors import BasisError, check_least
 from ragcache.kv.block import KVBlock, MixedBlock
 from ragcache.kv.sparse_block import SparseBlock
 from ragcache.lazy_torch import torch
+from ragcache_papers import kvtc_transform
 from ragcache_papers.frames import pack_frames
-from ragcache_papers.kvtc_transform import (
-    FIRST_TOKENS,
-    GROUP,
-    LIMIT,
-    WIDTHS,
-    Group,
-    grid_of,
-    largest_code,
-    levels_of,
-    reach,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +64,8 @@ def fit_basis(blocks: Sequence[KVBlock], ratio: float | None = None, features: i
     is_sparse = isinstance(first, SparseBlock)
     ratio = usual_ratio(is_sparse) if ratio is None else ratio
     check_least("ratio", ratio, 1)
-    keys = [block.keys[:, :, FIRST_TOKENS:] for block in blocks]
-    values = [block.values[:, :, FIRST_TOKENS:] for block in blocks]
+    keys = [block.keys[:, :, kvtc_transform.FIRST_TOKENS :] for block in blocks]
+    values = [block.values[:, :, kvtc_transform.FIRST_TOKENS :] for block in blocks]
     return _block(_fit(keys, ratio, features, is_sparse), _fit(values, ratio, features, is_sparse))
 
 
@@ -151,10 +141,10 @@ def _fit_group(sample: Tensor, heads: int, width: int, ratio: float) -> Tensor:
     for _ in range(_CORRECTIONS):
         bits = torch.from_numpy(allot(rates, errors, budget))
         rows = _rows(mean, scale, directions, deviations * 8 / 2**bits, torch.tensor(_WIDTH_OF)[bits])
-        group = Group(range(sample.shape[1] // (heads * width)), _joined([rows], heads, width))
+        group = kvtc_transform.Group(range(sample.shape[1] // (heads * width)), _joined([rows], heads, width))
         codes = group.encode(unseen)
         budget *= wanted / _bits_a_token(group, codes)
-    rows[LIMIT] = OUTLIER * group.errors(unseen, codes).mean()
+    rows[kvtc_transform.LIMIT] = OUTLIER * group.errors(unseen, codes).mean()
     return rows
 
 
@@ -171,7 +161,7 @@ def _cosines(numbers: Tensor, every: int) -> Tensor:
         directions[0] /= math.sqrt(2)
         steps, widths = torch.full((len(ranks),), 1.5, dtype=torch.float64), torch.full((len(ranks),), 4)
         rows = _rows(mean, _scale(sample - mean, heads, width), directions, steps, widths)
-        rows[LIMIT] = features
+        rows[kvtc_transform.LIMIT] = features
         made.append(rows)
     return _joined(made, heads, width)
 
@@ -181,7 +171,7 @@ def _choices(coefficients: Tensor, deviations: Tensor) -> tuple[Floats, Floats]:
     rates, errors = (np.zeros((coefficients.shape[1], len(CHOICES))) for _ in range(2))
     for bits in CHOICES:
         steps = deviations * 8 / 2**bits
-        most = largest_code(_WIDTH_OF[bits]) if bits else 0
+        most = kvtc_transform.largest_code(_WIDTH_OF[bits]) if bits else 0
         codes = (coefficients / torch.where(steps > 0, steps, 1)).round_().clamp_(-most, most)
         errors[:, bits] = (coefficients - codes * steps).square().mean(0).numpy()
         rates[:, bits] = _entropies(codes.long()).numpy()
@@ -190,14 +180,14 @@ def _choices(coefficients: Tensor, deviations: Tensor) -> tuple[Floats, Floats]:
 
 def _entropies(codes: Tensor) -> Tensor:
     """Return the bits per code, float64 [components], of [num_tokens, components]."""
-    values = 2 * largest_code(WIDTHS[0]) + 1
+    values = 2 * kvtc_transform.largest_code(kvtc_transform.WIDTHS[0]) + 1
     numbered = codes + values // 2 + values * torch.arange(codes.shape[1])
     counts = torch.bincount(numbered.flatten(), minlength=values * codes.shape[1]).view(-1, values)
     shares = counts.double() / len(codes)
     return -torch.xlogy(shares, shares).sum(1) / math.log(2)
 
 
-def _bits_a_token(group: Group, codes: Tensor) -> float:
+def _bits_a_token(group: kvtc_transform.Group, codes: Tensor) -> float:
     stored = sum(pack_frames(group.pack(passage))["stream"].numel() for passage in torch.split(codes, _PASSAGE_TOKENS))
     return 8 * stored / len(codes)
 
@@ -209,10 +199,10 @@ def _rows(mean: Tensor, scale: Tensor, directions: Tensor, steps: Tensor, widths
     """
     components = directions * steps.unsqueeze(1) * scale
     # Rounding to the grid may add to the reach: the margin takes that.
-    grid = grid_of(1.01 * reach(mean, components, levels_of(widths)))
+    grid = kvtc_transform.grid_of(1.01 * kvtc_transform.reach(mean, components, kvtc_transform.levels_of(widths)))
     blank = torch.zeros(1, len(mean), dtype=torch.float64)
     found = [blank, (mean / grid).round().unsqueeze(0) * grid, scale.unsqueeze(0), blank]
-    for width in WIDTHS:
+    for width in kvtc_transform.WIDTHS:
         own = (components[widths == width] / grid).round() * grid
         found += [own[(own != 0).any(1)], blank]
     return torch.cat(found).float()
@@ -243,7 +233,7 @@ def _joined(groups: Sequence[Tensor], heads: int, width: int) -> Tensor:
     """Return the rows of all layers, [num_layers, heads, rows, channels], from each group's [rows, features]."""
     shaped = []
     for number, rows in enumerate(groups):
-        rows[GROUP] = number
+        rows[kvtc_transform.GROUP] = number
         shaped.append(torch.unflatten(rows, 1, (-1, heads, width)).permute(1, 2, 0, 3))
     return torch.cat(_padded(shaped))
 

@@ -7,14 +7,12 @@ from transformers import AutoModelForCausalLM
 
 import ragcache as rc
 from extras.train.tests import reuse_oracle as oracle
-from integrations.remote.tests.vllm_double import VllmDouble, serving
 from ragcache.codecs import get_codec
 from ragcache.engine.probe import probe_prefill
 from ragcache.engine.verdict import MethodVerdict, Verdict, save_verdict
 from ragcache.errors import ConfigError, ContextTooLongError
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache_eval.methods import default_methods
-from ragcache_vllm.request_layout import served_name
 
 STATED = {"anchor_tokens": 3, "anchor_segment": 12}
 SPECS = {
@@ -177,9 +175,3 @@ def test_half_of_the_anchors_cannot_be_kept(open_kb, directories, name, tmp_path
 def test_neighbours_are_refused(open_kb, directories, name, tmp_path):
     with pytest.raises(ConfigError, match="anchors and neighbours do not go together"):
         open_kb(tmp_path / "other", model=directories[name], store=rc.StoreConfig(neighbours=2))
-
-
-def test_another_engine_is_refused(anchored, open_kb):
-    refused = pytest.raises(ConfigError, match=r"leave out tokens.*leave out the engine")
-    with serving(VllmDouble(served_name(anchored.lm.fingerprint), [5])) as vllm, refused:
-        open_kb(model=None, engine=vllm.url)

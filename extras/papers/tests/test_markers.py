@@ -132,17 +132,6 @@ def test_blocks_with_and_without_markers_are_never_mistaken(llama):
     assert llama.block_key([1, 2, 3], MARKED) != llama.block_key([START, 1, 2, 3, END], rc.Recipe())
 
 
-def test_keys_of_blocks_without_markers_stay(llama):
-    """Stores made before recipes had markers are served still: the digest of the canonical JSON, written by hand."""
-    import hashlib
-
-    text = (
-        '{"chunk":[1,2],"fingerprint":"' + llama.fingerprint + '","prefix":[],'
-        '"recipe":{"bos":false,"name":"isolated"},"tenant":""}'
-    )
-    assert llama.block_key([1, 2], rc.Recipe()) == hashlib.sha256(text.encode()).hexdigest()
-
-
 def test_markers_count_towards_the_longest_prompt(llama):
     lengths = [100] * 4
     room = llama.max_positions - sum(lengths) - 2 * len(lengths)

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import torch
 from ape_formula import merged
 from families import METHOD_FAMILIES, layout, random_prompt, save_tiny
 from formula_oracle import Plan, planned_logits, step_by_step
@@ -43,15 +42,6 @@ def test_neutral_ape_is_one_forward_with_overlapping_positions(family):
     assert (sharpened - expected).abs().max() > 0.01 * expected.abs().max(), "temperature and scale have no effect"
 
 
-def test_ape_leaves_one_chunk_as_full_prefill(family):
-    lm, oracle = family
-    prompt = random_prompt(13, chunks=(23,))
-    n = prompt.num_tokens
-    plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
-    expected = planned_logits(oracle, prompt.ids, plan)[-1]
-    assert_like(rc.fuse(lm, prompt, method="ape", temperature=0.4, scale=0.4).next_logits, expected)
-
-
 def selected(oracle, prompt, top_k):
     """What entropy lets suffix and answer see, layer by layer: the chunks that get most of the suffix's weights."""
     positions, allowed, _ = layout(prompt, ANSWER)
@@ -83,15 +73,6 @@ def test_entropy_attends_to_the_chunks_that_draw_most(family, top_k):
     assert_like(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
     assert fused.kept_tokens == kept
     assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
-
-
-def test_entropy_leaves_one_chunk_as_full_prefill(family):
-    lm, oracle = family
-    prompt = random_prompt(16, chunks=(23,))
-    n = prompt.num_tokens
-    plan = Plan(torch.ones(n, n, dtype=torch.bool).tril(), torch.arange(n))
-    expected = planned_logits(oracle, prompt.ids, plan)[-1]
-    assert_like(rc.fuse(lm, prompt, method="entropy").next_logits, expected)
 
 
 @pytest.mark.parametrize("method", ["entropy", "ape"])

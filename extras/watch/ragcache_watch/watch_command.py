@@ -11,15 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ragcache.cli.flags import (
-    WAIT_S,
-    ChunkOptions,
-    ModelOptions,
-    ReadLimitOptions,
-    StoreOptions,
-    Wait,
-    open_with_models,
-)
+from ragcache.cli import flags
 from ragcache.cli.ingest import KvMode, print_report
 from ragcache.cli.terminal import command, say_error
 from ragcache.errors import CancelledError, ReaderError, StoreBusyError
@@ -28,12 +20,12 @@ from ragcache.errors import CancelledError, ReaderError, StoreBusyError
 @command
 def watch(
     folders: Annotated[list[Path], typer.Argument(help="Folders that the store is to follow.", metavar="FOLDER...")],
-    store: StoreOptions,
-    models: ModelOptions,
-    chunks: ChunkOptions,
-    reading: ReadLimitOptions,
+    store: flags.StoreOptions,
+    models: flags.ModelOptions,
+    chunks: flags.ChunkOptions,
+    reading: flags.ReadLimitOptions,
     kv: KvMode = "eager",
-    wait: Wait = WAIT_S,
+    wait: flags.Wait = flags.WAIT_S,
 ) -> None:
     """Keep the store true to folders: `ingest --sync` now, and whenever something changes in them.
 
@@ -42,7 +34,7 @@ def watch(
     """
     from ragcache_watch.folders import watch_folders
 
-    with open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
+    with flags.open_with_models(store, models, chunks, reading, create=True) as kb, stopped_by_signals() as stop:
 
         def sync(paths: Sequence[Path]) -> bool:
             """Return whether it was done, or need not be done."""

@@ -25,20 +25,7 @@ from ragcache.server.error_object import event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Service, ServiceParam, Work
 from ragcache.server.wire import AnswerModel
-from ragcache_anthropic.bodies import (
-    AnswerBlock,
-    AnthropicError,
-    AnthropicMessage,
-    BlockDelta,
-    CountRequest,
-    ErrorInfo,
-    MessageEnd,
-    MessageEvent,
-    MessagesRequest,
-    MessageUsage,
-    StopReason,
-    TokenTotal,
-)
+from ragcache_anthropic import bodies
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -54,18 +41,18 @@ class AnthropicRouter(APIRouter):
     """A router whose errors have Anthropic's form."""
 
     @staticmethod
-    def error_body(problem: ApiError) -> AnthropicError:
+    def error_body(problem: ApiError) -> bodies.AnthropicError:
         kind = "invalid_request_error" if problem.status_code < 500 else "api_error"
         message = problem.body().error.message
-        return AnthropicError(
-            type="error", error=ErrorInfo(type=ERROR_TYPES.get(problem.status_code, kind), message=message)
+        return bodies.AnthropicError(
+            type="error", error=bodies.ErrorInfo(type=ERROR_TYPES.get(problem.status_code, kind), message=message)
         )
 
 
 router = AnthropicRouter(prefix="/v1/messages", route_class=JsonRoute, tags=["anthropic"])
 
 
-failures = partial(errors, model=AnthropicError)
+failures = partial(errors, model=bodies.AnthropicError)
 """Return the `responses` of a route for its errors, in Anthropic's form."""
 
 
@@ -74,11 +61,11 @@ failures = partial(errors, model=AnthropicError)
     dependencies=[EXPLAINS],
     summary="Answer the last user message, in the format of Anthropic's API",
     responses={
-        200: streamed(AnthropicMessage, "The answer; with stream: true, events", MessageEvent),
+        200: streamed(bodies.AnthropicMessage, "The answer; with stream: true, events", bodies.MessageEvent),
         **failures(400, 404, 409, 413, 415, 503, 504),
     },
 )
-async def create_message(request: Request, service: ServiceParam, asked: MessagesRequest) -> Response:
+async def create_message(request: Request, service: ServiceParam, asked: bodies.MessagesRequest) -> Response:
     chat, retrieves = asked.chat(thinks=_thinks(service)), service.retrieves(asked.model)
     call = await call_of(service, chat, service.settings.answers, retrieves=retrieves)
     pins = [CachePoint(turns(asked.head(point)), point.ttl_s) for point in asked.points]
@@ -94,12 +81,12 @@ async def create_message(request: Request, service: ServiceParam, asked: Message
     summary="Count a prompt's tokens, without the passages that would be retrieved for it",
     responses=failures(400, 404, 413, 415, 503, 504),
 )
-async def count_tokens(request: Request, service: ServiceParam, asked: CountRequest) -> TokenTotal:
+async def count_tokens(request: Request, service: ServiceParam, asked: bodies.CountRequest) -> bodies.TokenTotal:
     service.retrieves(asked.model)
     chat = asked.as_chat(thinks=_thinks(service))
     call = await call_of(service, chat, service.settings.answers, retrieves=False)
     count = partial(_count, service, call)
-    return TokenTotal(input_tokens=await service.compute(request, count))
+    return bodies.TokenTotal(input_tokens=await service.compute(request, count))
 
 
 def _count(service: Service, call: Call) -> int:
@@ -125,8 +112,8 @@ class MessagesWriter(Writer):
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         (one,) = answers
-        thoughts = AnswerBlock(type="thinking", thinking=self._thought(one.reasoning), signature="")
-        text = AnswerBlock(type="text", text=one.text, citations=None)
+        thoughts = bodies.AnswerBlock(type="thinking", thinking=self._thought(one.reasoning), signature="")
+        text = bodies.AnswerBlock(type="text", text=one.text, citations=None)
         content = [*([thoughts] if one.reasoning else []), *([text] if one.text else []), *map(_block, one.tool_calls)]
         found = ChatExtension(sources=sources_of(one.hits), **self.costs(one))
         return self.message(content, usage_of(one), found, reason_of(one), one.stop or None)
@@ -134,7 +121,7 @@ class MessagesWriter(Writer):
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of the stream. The prompt's usage is known at its end."""
         found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
-        nothing = MessageUsage(
+        nothing = bodies.MessageUsage(
             input_tokens=0, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
         )
         yield _say("message_start", message=self.message([], nothing, found))
@@ -142,7 +129,7 @@ class MessagesWriter(Writer):
             if isinstance(one, Done):
                 for said in self._close():
                     yield said
-                end = MessageEnd(stop_reason=reason_of(one.answer), stop_sequence=one.answer.stop or None)
+                end = bodies.MessageEnd(stop_reason=reason_of(one.answer), stop_sequence=one.answer.stop or None)
                 costs = ChatExtension(**self.costs(one.answer))
                 yield _say("message_delta", delta=end, usage=usage_of(one.answer), ragcache=costs)
                 yield _say("message_stop")
@@ -153,19 +140,19 @@ class MessagesWriter(Writer):
     def _piece(self, one: Event) -> Iterator[bytes]:
         """Yield the events of a piece of the answer."""
         if isinstance(one, Reasoning):
-            yield from self._begin("thinking", AnswerBlock(type="thinking", thinking="", signature=""))
-            yield self._delta(BlockDelta(type="thinking_delta", thinking=self._thought(one.text)))
+            yield from self._begin("thinking", bodies.AnswerBlock(type="thinking", thinking="", signature=""))
+            yield self._delta(bodies.BlockDelta(type="thinking_delta", thinking=self._thought(one.text)))
         elif isinstance(one, ToolCall):
             yield from self._close()
             block = _block(one)
             yield from self._begin("tool_use", block.model_copy(update={"input": {}}))
             written = json.dumps(block.input, ensure_ascii=False)
-            yield self._delta(BlockDelta(type="input_json_delta", partial_json=written))
+            yield self._delta(bodies.BlockDelta(type="input_json_delta", partial_json=written))
         elif isinstance(one, Token) and one.text:
-            yield from self._begin("text", AnswerBlock(type="text", text="", citations=None))
-            yield self._delta(BlockDelta(type="text_delta", text=one.text))
+            yield from self._begin("text", bodies.AnswerBlock(type="text", text="", citations=None))
+            yield self._delta(bodies.BlockDelta(type="text_delta", text=one.text))
 
-    def _begin(self, kind: str, block: AnswerBlock) -> Iterator[bytes]:
+    def _begin(self, kind: str, block: bodies.AnswerBlock) -> Iterator[bytes]:
         """Yield the events that begin a block, unless the block in progress is of this type."""
         if self.open == kind:
             return
@@ -175,12 +162,12 @@ class MessagesWriter(Writer):
 
     def _close(self) -> Iterator[bytes]:
         if self.open == "thinking":
-            yield self._delta(BlockDelta(type="signature_delta", signature=""))
+            yield self._delta(bodies.BlockDelta(type="signature_delta", signature=""))
         if self.open:
             yield _say("content_block_stop", index=self.index)
         self.open = ""
 
-    def _delta(self, delta: BlockDelta) -> bytes:
+    def _delta(self, delta: bodies.BlockDelta) -> bytes:
         return _say("content_block_delta", index=self.index, delta=delta)
 
     def _thought(self, text: str) -> str:
@@ -191,13 +178,13 @@ class MessagesWriter(Writer):
 
     def message(
         self,
-        content: list[AnswerBlock],
-        usage: MessageUsage,
+        content: list[bodies.AnswerBlock],
+        usage: bodies.MessageUsage,
         found: ChatExtension,
-        reason: StopReason | None = None,
+        reason: bodies.StopReason | None = None,
         stop: str | None = None,
-    ) -> AnthropicMessage:
-        return AnthropicMessage(
+    ) -> bodies.AnthropicMessage:
+        return bodies.AnthropicMessage(
             id=self.id,
             type="message",
             role="assistant",
@@ -210,7 +197,7 @@ class MessagesWriter(Writer):
         )
 
 
-def reason_of(answer: Answer) -> StopReason:
+def reason_of(answer: Answer) -> bodies.StopReason:
     if answer.finish_reason == "tool_calls":
         return "tool_use"
     if answer.finish_reason == "length":
@@ -218,12 +205,12 @@ def reason_of(answer: Answer) -> StopReason:
     return "stop_sequence" if answer.stop else "end_turn"
 
 
-def usage_of(answer: Answer) -> MessageUsage:
+def usage_of(answer: Answer) -> bodies.MessageUsage:
     """Return the usage. Tokens before a cache point that were not read from KV are counted as created."""
     usage = answer.usage
     created = max(usage.created_tokens, usage.pinned_tokens - usage.cached_tokens)
     created = min(created, usage.prompt_tokens - usage.cached_tokens)
-    return MessageUsage(
+    return bodies.MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens - created,
         cache_creation_input_tokens=created,
         cache_read_input_tokens=usage.cached_tokens,
@@ -231,11 +218,11 @@ def usage_of(answer: Answer) -> MessageUsage:
     )
 
 
-def _block(call: ToolCall) -> AnswerBlock:
+def _block(call: ToolCall) -> bodies.AnswerBlock:
     """Return a call with its arguments as an object. If they are not an object, their text is put into an object."""
     given = json.loads(call.arguments) if call.error is None else {"arguments": call.arguments}
-    return AnswerBlock(type="tool_use", id=call.id, name=call.name, input=given)
+    return bodies.AnswerBlock(type="tool_use", id=call.id, name=call.name, input=given)
 
 
 def _say(kind: str, **fields: Any) -> bytes:
-    return event(MessageEvent(type=kind, **fields).to_json(), kind)
+    return event(bodies.MessageEvent(type=kind, **fields).to_json(), kind)

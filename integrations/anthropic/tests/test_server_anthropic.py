@@ -183,48 +183,28 @@ def test_documents_are_read_as_text(say, kb):
     assert (found.content[0].text, read(found.usage)) == (right.text, right.usage.prompt_tokens)
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": PIXEL}]}]}, r"messages\[0\].*'image'"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "document", "source": {**PIXEL, "media_type": "application/pdf"}}],
-                    }
-                ]
-            },
-            "source is text",
-        ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
-        ({"extra_body": {"mcp_servers": [{"url": "http://x"}]}}, "mcp_servers"),
-        ({"system": [text(" ", cache_control=POINT)]}, "empty text"),
-        ({"system": [text("a", cache_control={"type": "ephemeral", "ttl": "2h"})]}, "ttl"),
-        ({"system": [text("a", cache_control=POINT)] * 5}, "at most 4"),
-        (
-            {
-                "messages": [
-                    *ASKED,
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "thinking", "thinking": "x", "signature": "", "cache_control": POINT}],
-                    },
-                    *ASKED,
-                ]
-            },
-            "cache_control",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
-            "tool_use",
-        ),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not have it think"),
-        ({"model": "claude"}, "not served here"),
-    ],
-    ids=lambda given: given if isinstance(given, str) else next(iter(given)),
-)
+def turn(block: dict[str, object], role: str = "user") -> list[dict[str, object]]:
+    return [{"role": role, "content": [block]}]
+
+
+PDF = {"type": "document", "source": {**PIXEL, "media_type": "application/pdf"}}
+THOUGHTS = {"type": "thinking", "thinking": "x", "signature": "", "cache_control": POINT}
+REFUSED = [
+    ({"messages": turn({"type": "image", "source": PIXEL})}, r"messages\[0\].*'image'"),
+    ({"messages": turn(PDF)}, "source is text"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
+    ({"extra_body": {"mcp_servers": [{"url": "http://x"}]}}, "mcp_servers"),
+    ({"system": [text(" ", cache_control=POINT)]}, "empty text"),
+    ({"system": [text("a", cache_control={"type": "ephemeral", "ttl": "2h"})]}, "ttl"),
+    ({"system": [text("a", cache_control=POINT)] * 5}, "at most 4"),
+    ({"messages": [*ASKED, *turn(THOUGHTS, "assistant"), *ASKED]}, "cache_control"),
+    ({"messages": turn({"type": "tool_use", "id": "a", "name": "b", "input": {}})}, "tool_use"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not have it think"),
+    ({"model": "claude"}, "not served here"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_what_cannot_be_done_is_refused_by_name(say, more, words):
     with pytest.raises(anthropic.APIStatusError, match=words) as refused:
         say(**more)

@@ -32,14 +32,7 @@ from ragcache.server.chat_types import ChatExtension
 from ragcache.server.http_errors import errors, streamed
 from ragcache.server.service import Service, ServiceParam
 from ragcache.server.wire import AnswerModel
-from ragcache_completions.bodies import (
-    CompletionRequest,
-    TextChoice,
-    TextCompletion,
-    TextLogprobs,
-    TokenizeRequest,
-    TokenList,
-)
+from ragcache_completions import bodies
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
 # Tokens of a prompt whose logits are in memory at once: 40 MB for a vocabulary of 150,000.
@@ -51,11 +44,11 @@ PIECE = 64
     dependencies=[EXPLAINS],
     summary="Continue a raw prompt, as it stands",
     responses={
-        200: streamed(TextCompletion, "The text; with stream: true, events", TextCompletion),
+        200: streamed(bodies.TextCompletion, "The text; with stream: true, events", bodies.TextCompletion),
         **errors(400, 404, 413, 415, 503, 504),
     },
 )
-async def create_completion(request: Request, service: ServiceParam, asked: CompletionRequest) -> Response:
+async def create_completion(request: Request, service: ServiceParam, asked: bodies.CompletionRequest) -> Response:
     service.retrieves(asked.model)
     scored = asked.echo and asked.max_tokens == 0  # without an answer, but options are checked all the same
     told = asked.model_copy(update={"max_tokens": 1}) if scored else asked
@@ -69,7 +62,7 @@ async def create_completion(request: Request, service: ServiceParam, asked: Comp
 
 
 async def _echoed(
-    service: Service, prompt: str | list[int], asked: CompletionRequest, events: AsyncIterator[Event]
+    service: Service, prompt: str | list[int], asked: bodies.CompletionRequest, events: AsyncIterator[Event]
 ) -> AsyncGenerator[Event, None]:
     """Yield an answer's events with the prompt before its text; with max_tokens 0 only the prompt."""
     logprobs = asked.logprobs
@@ -145,7 +138,7 @@ class TextWriter(Writer):
 
     def completion(self, answers: Sequence[Answer]) -> AnswerModel:
         choices = [
-            TextChoice(
+            bodies.TextChoice(
                 index=index,
                 text=answer.text,
                 logprobs=None if answer.logprobs is None else text_logprobs(answer.logprobs),
@@ -156,24 +149,24 @@ class TextWriter(Writer):
         costs = ChatExtension(**self.costs(dearest(answers)))
         return self.event(choices, usage=usage_of(answers, self.prompts), ragcache=costs)
 
-    def piece(self, index: int, one: Event) -> TextChoice:
+    def piece(self, index: int, one: Event) -> bodies.TextChoice:
         added = one if isinstance(one, Token) else Token("")
         logprobs = text_logprobs(added.logprobs, self.written[index]) if added.logprobs else None
         self.written[index] += sum(len(token.text) for token in added.logprobs)
         reason = reason_of(one.answer) if isinstance(one, Done) else None
-        return TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=reason)
+        return bodies.TextChoice(index=index, text=added.text, logprobs=logprobs, finish_reason=reason)
 
     def event(self, choices: list[Any], **more: Any) -> AnswerModel:
-        return TextCompletion(object="text_completion", choices=choices, **more, **self.common())
+        return bodies.TextCompletion(object="text_completion", choices=choices, **more, **self.common())
 
 
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> TextLogprobs:
+def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> bodies.TextLogprobs:
     """Return the tokens' log-probabilities. The chosen token is among the likeliest, whatever its rank.
 
     offset: where the first token's text begins
     """
     texts = [token.text for token in tokens]
-    return TextLogprobs(
+    return bodies.TextLogprobs(
         tokens=texts,
         token_logprobs=[None if math.isnan(token.logprob) else number_of(token) for token in tokens],
         top_logprobs=[None if math.isnan(token.logprob) else _by_text(token) for token in tokens],
@@ -195,14 +188,14 @@ def _by_text(token: TokenLogprob) -> dict[str, float]:
 @router.post(
     "/tokenize", summary="Token ids of a text, by the language model's tokenizer", responses=errors(400, 404, 413, 415)
 )
-async def tokenize(service: ServiceParam, asked: TokenizeRequest) -> TokenList:
+async def tokenize(service: ServiceParam, asked: bodies.TokenizeRequest) -> bodies.TokenList:
     if asked.model is not None:
         service.retrieves(asked.model)
     tokens = await service.in_thread(_tokens, service, asked)
-    return TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens)
+    return bodies.TokenList(count=len(tokens), max_model_len=service.kb.lm.max_positions, tokens=tokens)
 
 
-def _tokens(service: Service, asked: TokenizeRequest) -> list[int]:
+def _tokens(service: Service, asked: bodies.TokenizeRequest) -> list[int]:
     service.kb.lm.check_text(asked.text, "the prompt")
     special = asked.content is None if asked.add_special_tokens is None else asked.add_special_tokens
     return list(service.kb.lm.tokenizer.encode(asked.text, add_special_tokens=special))

@@ -118,21 +118,14 @@ def test_text_around_the_documents_and_earlier_turns(registry, llm, retriever):
     found = retriever.invoke(QUESTION)
     history = [("human", "Question: Who is there?"), ("ai", "Jonas Lansen.")]
     answer = create_fused_documents_chain(llm, prompt).invoke({"input": QUESTION, "context": found, "history": history})
-    own = registry.chat(
-        [
-            {"role": "system", "content": "Answer from the registry."},
-            {"role": "user", "content": "Question: Who is there?"},
-            {"role": "assistant", "content": "Jonas Lansen."},
-            {
-                "role": "user",
-                "content": [
-                    "These are entries:\n",
-                    *(rc.Passage(document.page_content) for document in found),
-                    f"\n\nQuestion: {QUESTION}",
-                ],
-            },
-        ]
-    )
+    entries = [rc.Passage(document.page_content) for document in found]
+    turns = [
+        ("system", "Answer from the registry."),
+        ("user", "Question: Who is there?"),
+        ("assistant", "Jonas Lansen."),
+        ("user", ["These are entries:\n", *entries, f"\n\nQuestion: {QUESTION}"]),
+    ]
+    own = registry.chat([{"role": role, "content": content} for role, content in turns])
     assert answer == own.text
 
 

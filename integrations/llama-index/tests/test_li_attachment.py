@@ -81,11 +81,6 @@ def test_sources_name_the_users_own_documents(kb, index, attached):
     assert {one["chunk_id"]: one["metadata"] for one in given} == {one["chunk_id"]: one["metadata"] for one in sources}
 
 
-def test_without_it_nothing_is_found(kb, index, recorder):
-    index.as_query_engine(llm=RagCacheLLM(kb, **SHORT), similarity_top_k=3).query(QUESTION)
-    assert share(kb, recorder, index.docstore.docs.values()) == 0
-
-
 def test_an_attached_index_is_theirs(kb, index):
     mine = rc.attach(index, kb)
     assert isinstance(mine, VectorStoreIndex)

@@ -48,13 +48,6 @@ def test_turns_are_answered_as_the_engine_answers_them(kb, chat_engine):
     assert kept == [*turns, ("assistant", second.response)]
 
 
-def test_only_what_is_no_passage_runs(chat_engine, recorder):
-    engine = chat_engine()
-    engine.chat(FIRST)
-    engine.chat(SECOND)
-    assert [answer["usage"]["cached_tokens"] > 60 for answer in recorder.answers()] == [True, True]
-
-
 def test_streaming_is_non_streaming(chat_engine):
     whole = chat_engine().chat(FIRST)
     engine = chat_engine()

@@ -10,14 +10,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
-from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.core.vector_stores.types import (
-    FilterOperator,
-    MetadataFilter,
-    MetadataFilters,
-    VectorStoreQuery,
-    VectorStoreQueryMode,
-)
+from llama_index.core.vector_stores import SimpleVectorStore, types
 from waiting import in_own_loop
 
 import ragcache as rc
@@ -69,14 +62,16 @@ def retrieve(question=QUESTION, **options):
     return lambda kb: RagCacheRetriever(kb, **options).retrieve(question)
 
 
-def where(operator: str, value=("a",), key: str = "year") -> MetadataFilters:
+def where(operator: str, value=("a",), key: str = "year") -> types.MetadataFilters:
     value = list(value) if isinstance(value, tuple) else value
-    return MetadataFilters(filters=[MetadataFilter(key=key, value=value, operator=FilterOperator(operator))])
+    return types.MetadataFilters(
+        filters=[types.MetadataFilter(key=key, value=value, operator=types.FilterOperator(operator))]
+    )
 
 
 def query(mode="default", *, kwargs=None, **fields):
-    asked = {"query_embedding": SOME, "mode": VectorStoreQueryMode(mode), **fields}
-    return lambda kb: RagCacheVectorStore(kb).query(VectorStoreQuery(**asked), **(kwargs or {}))
+    asked = {"query_embedding": SOME, "mode": types.VectorStoreQueryMode(mode), **fields}
+    return lambda kb: RagCacheVectorStore(kb).query(types.VectorStoreQuery(**asked), **(kwargs or {}))
 
 
 def add(*nodes, **fields):

@@ -9,17 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 import ragcache as rc
+from ragcache import errors
 from ragcache.cli.commands import build_app
 from ragcache.engine.answer import Token
-from ragcache.errors import (
-    AnswerTooLargeError,
-    CancelledError,
-    ConfigError,
-    ModelMismatchError,
-    ModelNotFoundError,
-    StaleBlockError,
-    UnsupportedModelError,
-)
 from ragcache.kv.opaque_block import OpaqueBlock
 from ragcache.models.ollama import MODEL_LAYER
 
@@ -86,7 +78,7 @@ def test_a_cancelled_answer_gives_its_cells_back(open_llama):
     events = kb.stream(QUESTION, 2, sampling=rc.Sampling(max_tokens=500), cancelled=stop)
     next(event for event in events if isinstance(event, Token))
     stop.set()
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         list(events)
     assert not kb.lm.sequences._active
     assert kb.lm.sequences._num_free() == kb.lm.sequences.num_cells - kb.lm.sequences.kept_tokens
@@ -163,7 +155,7 @@ def test_a_state_of_another_model_is_refused_by_name(open_llama, files):
     other = context.LlamaContext(files["gemma3"], kb_options(), 512, 5)
     other.decode([context.Row(1, 0, [1, 2, 3, 4])])
     state = other.state(1)
-    with pytest.raises(StaleBlockError, match="another model's"):
+    with pytest.raises(errors.StaleBlockError, match="another model's"):
         kb.lm.call(lambda: kb.lm.context.place(state, 0, 4, 1, 0))
     assert kb.ask(QUESTION, k=1, sampling=SHORT).usage.prompt_tokens
 
@@ -179,13 +171,13 @@ def kb_options():
 
 def test_other_methods_and_options_are_refused_by_name(open_llama):
     kb = open_llama(method="reposition")
-    with pytest.raises(ConfigError, match=r"'cacheblend'.*full, reposition or epic"):
+    with pytest.raises(errors.ConfigError, match=r"'cacheblend'.*full, reposition or epic"):
         kb.ask(QUESTION, method="cacheblend")
-    with pytest.raises(ConfigError, match="leave ray out"):
+    with pytest.raises(errors.ConfigError, match="leave ray out"):
         kb.ingest(rc.Document("more", "More text."), ray=True)
-    with pytest.raises(ConfigError, match="evict"):
+    with pytest.raises(errors.ConfigError, match="evict"):
         kb.ask(QUESTION, evict=16)
-    with pytest.raises(ConfigError, match="leave"):
+    with pytest.raises(errors.ConfigError, match="leave"):
         open_llama("other", method="reposition", recipe=rc.Recipe(kept=0.5))
 
 
@@ -202,31 +194,31 @@ def test_other_methods_and_options_are_refused_by_name(open_llama):
     ],
 )
 def test_a_wrong_address_is_refused_by_name(open_llama, engine, said):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(errors.ConfigError, match=said):
         open_llama(engine=engine)
 
 
 def test_a_file_that_is_no_model_is_refused_by_name(open_llama, tmp_path, files):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(files["llama"].read_bytes()[:-20_000])
-    with pytest.raises((UnsupportedModelError, ModelNotFoundError), match=r"broken\.gguf"):
+    with pytest.raises((errors.UnsupportedModelError, errors.ModelNotFoundError), match=r"broken\.gguf"):
         open_llama(model=broken)
-    with pytest.raises(ModelNotFoundError, match="names no GGUF file"):
+    with pytest.raises(errors.ModelNotFoundError, match="names no GGUF file"):
         open_llama(model="mini")
-    with pytest.raises(ModelNotFoundError, match="there is no file"):
+    with pytest.raises(errors.ModelNotFoundError, match="there is no file"):
         open_llama(model=tmp_path / "absent.gguf")
 
 
 def test_a_store_keeps_its_model_and_its_engine(open_llama, files):
     open_llama().close()
-    with pytest.raises(ModelMismatchError, match=r"llama\.gguf in llama\.cpp"):
+    with pytest.raises(errors.ModelMismatchError, match=r"llama\.gguf in llama\.cpp"):
         open_llama(model=files["wide"])
 
 
 def test_a_prompt_that_no_context_holds_is_refused(open_llama):
     kb = open_llama(engine="llama.cpp:threads=1,n_ctx=256", method="full")
     kb.lm.max_positions = 4096
-    with pytest.raises(AnswerTooLargeError, match="n_ctx="):
+    with pytest.raises(errors.AnswerTooLargeError, match="n_ctx="):
         kb.complete("word " * 200, sampling=rc.Sampling(max_tokens=8))
 
 

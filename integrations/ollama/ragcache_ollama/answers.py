@@ -21,34 +21,25 @@ from ragcache.server.error_object import EventStream
 from ragcache.server.http_errors import ApiError, Responses
 from ragcache.server.service import Work, seen_service, service_of
 from ragcache.server.wire import AnswerModel
-from ragcache_ollama.bodies import (
-    AnswerCall,
-    AnswerFunction,
-    AnswerRequest,
-    AnswerTurn,
-    GenerateRequest,
-    OllamaChatRequest,
-    Part,
-    messages_of,
-)
+from ragcache_ollama import bodies
 from ragcache_ollama.form import NDJSON, NS, AnyTypeRoute, OllamaRouter, failures, lines, now, served_name
 
 router = APIRouter(route_class=AnyTypeRoute)
 ANSWERED: Responses = {
-    200: lines(Part, "The answer; in lines, unless stream is false"),
+    200: lines(bodies.Part, "The answer; in lines, unless stream is false"),
     **failures(400, 404, 409, 413, 503, 504),
 }
 
 
 @router.post("/chat", summary="Answer the last user message", dependencies=[EXPLAINS], responses=ANSWERED)
-async def chat(request: Request, asked: OllamaChatRequest) -> Response:
+async def chat(request: Request, asked: bodies.OllamaChatRequest) -> Response:
     if not asked.messages:
-        return loaded(request, asked, message=AnswerTurn(role="assistant", content=""))
-    return await answer(request, asked, messages_of(asked.messages), ChatWriter)
+        return loaded(request, asked, message=bodies.AnswerTurn(role="assistant", content=""))
+    return await answer(request, asked, bodies.messages_of(asked.messages), ChatWriter)
 
 
 @router.post("/generate", summary="Answer a prompt", dependencies=[EXPLAINS], responses=ANSWERED)
-async def generate(request: Request, asked: GenerateRequest) -> Response:
+async def generate(request: Request, asked: bodies.GenerateRequest) -> Response:
     if not asked.prompt:
         return loaded(request, asked, response="")
     turn = Message(role="user", content=asked.prompt)
@@ -66,26 +57,26 @@ async def generate(request: Request, asked: GenerateRequest) -> Response:
 
 
 async def answer(
-    request: Request, asked: AnswerRequest, messages: Sequence[Message], writer: type[OllamaWriter]
+    request: Request, asked: bodies.AnswerRequest, messages: Sequence[Message], writer: type[OllamaWriter]
 ) -> Response:
     service = await seen_service(request)
     name = served_name(service, asked.model)
     retrieves, lm = service.retrieves(name), service.kb.lm
-    tools = asked.tools or () if isinstance(asked, OllamaChatRequest) else ()
+    tools = asked.tools or () if isinstance(asked, bodies.OllamaChatRequest) else ()
     told = asked.as_chat(name, messages, tools, thinks=thinking_of(lm.tokenizer) is not None)
     call = await call_of(service, told, asked.defaults(service.settings.answers), retrieves=retrieves)
     events = service.kb.astream_chat(call.messages, **call.options)
     return await respond(writer(service, request, asked.model), told, [events], told.extension.timeout_s)
 
 
-def loaded(request: Request, asked: AnswerRequest, **empty: Any) -> Response:
+def loaded(request: Request, asked: bodies.AnswerRequest, **empty: Any) -> Response:
     """Return the response to a request without a prompt, by which Ollama loads or unloads a model. This model is
     always loaded.
     """
     service = service_of(request)
     service.retrieves(served_name(service, asked.model))
     reason: Literal["load", "unload"] = "unload" if asked.keep_alive in (0, "0", "0s", "0m", "0h") else "load"
-    return Part(model=asked.model, created_at=now(), done=True, done_reason=reason, **empty).to_response()
+    return bodies.Part(model=asked.model, created_at=now(), done=True, done_reason=reason, **empty).to_response()
 
 
 class Lines(EventStream):
@@ -124,8 +115,8 @@ class OllamaWriter(Writer):
     def failed(self, error: Exception) -> bytes:
         return _line(OllamaRouter.error_body(self.problem(error)))
 
-    def part(self, **fields: Any) -> Part:
-        return Part(model=self.model, created_at=now(), **fields)
+    def part(self, **fields: Any) -> bodies.Part:
+        return bodies.Part(model=self.model, created_at=now(), **fields)
 
     def end(self, answer: Answer) -> dict[str, Any]:
         """Return the fields of the last line."""
@@ -148,8 +139,8 @@ class ChatWriter(OllamaWriter):
     def said(self, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
         more: dict[str, Any] = {"thinking": thinking} if thinking else {}
         if calls:
-            more["tool_calls"] = [AnswerCall(id=call.id, function=_called(call)) for call in calls]
-        return {"message": AnswerTurn(role="assistant", content=text, **more)}
+            more["tool_calls"] = [bodies.AnswerCall(id=call.id, function=_called(call)) for call in calls]
+        return {"message": bodies.AnswerTurn(role="assistant", content=text, **more)}
 
 
 @dataclass
@@ -158,10 +149,10 @@ class PromptWriter(OllamaWriter):
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 
 
-def _called(call: ToolCall) -> AnswerFunction:
+def _called(call: ToolCall) -> bodies.AnswerFunction:
     """Return a call with its arguments as an object. If they are not an object, their text is put into an object."""
     arguments = json.loads(call.arguments) if call.error is None else {"arguments": call.arguments}
-    return AnswerFunction(name=call.name, arguments=arguments)
+    return bodies.AnswerFunction(name=call.name, arguments=arguments)
 
 
 def _line(part: AnswerModel) -> bytes:

@@ -10,26 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, WithJsonSchema
 
 from ragcache.engine.options import AnswerDefaults
+from ragcache.server import chat_types
 from ragcache.server.body import checked
-from ragcache.server.chat_types import (
-    MAX_TOOLS,
-    Called,
-    CalledFunction,
-    ChatExtension,
-    ChatRequest,
-    Extension,
-    JsonFormat,
-    JsonSchema,
-    LikeliestCount,
-    Message,
-    Penalty,
-    RetrieveFields,
-    SchemaFormat,
-    ScoredToken,
-    SeedInt,
-    StopText,
-    Tool,
-)
 from ragcache.server.embeddings import MAX_INPUTS
 from ragcache.server.http_errors import ApiError
 from ragcache.server.wire import AnswerModel, JsonObject, LooseModel, Name, RequestModel, Text
@@ -73,11 +55,11 @@ class Options(RequestModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: SeedInt | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    seed: chat_types.SeedInt | None = None
+    stop: chat_types.StopText | Annotated[list[chat_types.StopText], Field(max_length=16)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: chat_types.Penalty | None = None
+    frequency_penalty: chat_types.Penalty | None = None
 
     num_ctx: JsonValue = None
     num_batch: JsonValue = None
@@ -128,8 +110,8 @@ class AnswerRequest(RequestModel):
     keep_alive: JsonValue = None
     think: Think = None
     logprobs: bool | None = None
-    top_logprobs: LikeliestCount | None = None
-    ragcache: Extension | None = None
+    top_logprobs: chat_types.LikeliestCount | None = None
+    ragcache: chat_types.Extension | None = None
 
     def defaults(self, own: AnswerDefaults) -> AnswerDefaults:
         return (self.options or Options()).defaults(own)
@@ -138,16 +120,18 @@ class AnswerRequest(RequestModel):
     def streams(self) -> bool:
         return self.stream is not False
 
-    def as_chat(self, model: str, messages: Sequence[Message], tools: Sequence[Tool], *, thinks: bool) -> ChatRequest:
+    def as_chat(
+        self, model: str, messages: Sequence[chat_types.Message], tools: Sequence[chat_types.Tool], *, thinks: bool
+    ) -> chat_types.ChatRequest:
         """Return the request in OpenAI's form. thinks: whether the model can think. Raises ApiError."""
         if self.think and not thinks:
             raise ApiError(400, f"{self.model!r} does not support thinking; leave think out", "invalid_value", "think")
-        extension = self.ragcache or Extension()
+        extension = self.ragcache or chat_types.Extension()
         if isinstance(self.think, bool) and thinks:
             extension = extension.model_copy(update={"enable_thinking": self.think})
         likely = {"logprobs": True, "top_logprobs": self.top_logprobs or 0} if self.logprobs else {}
         return checked(
-            ChatRequest,
+            chat_types.ChatRequest,
             model=model,
             messages=list(messages),
             tools=list(tools) or None,
@@ -159,13 +143,13 @@ class AnswerRequest(RequestModel):
             **(self.options or Options()).sampling(),
         )
 
-    def _format(self) -> JsonFormat | SchemaFormat | None:
+    def _format(self) -> chat_types.JsonFormat | chat_types.SchemaFormat | None:
         if not self.format:
             return None
         if self.format == "json":
-            return JsonFormat(type="json_object")
-        schema = JsonSchema.model_validate({"name": "format", "schema": self.format})
-        return SchemaFormat(type="json_schema", json_schema=schema)
+            return chat_types.JsonFormat(type="json_object")
+        schema = chat_types.JsonSchema.model_validate({"name": "format", "schema": self.format})
+        return chat_types.SchemaFormat(type="json_schema", json_schema=schema)
 
 
 class Function(LooseModel):
@@ -189,26 +173,26 @@ class Turn(LooseModel):
     tool_call_id: Text | None = None
 
 
-class OllamaTool(Tool):
+class OllamaTool(chat_types.Tool):
     type: Literal["function"] = "function"
 
 
 class OllamaChatRequest(AnswerRequest):
     messages: Annotated[list[Turn], Field(max_length=10_000)] = Field(default_factory=list)
-    tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OllamaTool], Field(max_length=chat_types.MAX_TOOLS)] | None = None
 
 
-def messages_of(turns: Sequence[Turn]) -> list[Message]:
+def messages_of(turns: Sequence[Turn]) -> list[chat_types.Message]:
     """Return the turns in OpenAI's form, in which a result names its call: here the first unanswered call of its
     function.
 
     Raises ApiError for a result without a call.
     """
-    found: list[Message] = []
-    waiting: list[Called] = []
+    found: list[chat_types.Message] = []
+    waiting: list[chat_types.Called] = []
     for rank, turn in enumerate(turns):
         calls = [
-            Called(id=call.id or f"call_{rank}_{number}", function=_written(call.function))
+            chat_types.Called(id=call.id or f"call_{rank}_{number}", function=_written(call.function))
             for number, call in enumerate(turn.tool_calls or ())
         ]
         waiting += calls
@@ -221,15 +205,15 @@ def messages_of(turns: Sequence[Turn]) -> list[Message]:
                 raise ApiError(400, message, "invalid_value", place)
             waiting.remove(answered)
             more["tool_call_id"] = answered.id
-        found.append(checked(Message, role=turn.role, content=turn.content or "", **more))
+        found.append(checked(chat_types.Message, role=turn.role, content=turn.content or "", **more))
     return found
 
 
-def _written(function: Function) -> CalledFunction:
-    return CalledFunction(name=function.name, arguments=json.dumps(function.arguments, ensure_ascii=False))
+def _written(function: Function) -> chat_types.CalledFunction:
+    return chat_types.CalledFunction(name=function.name, arguments=json.dumps(function.arguments, ensure_ascii=False))
 
 
-def _answers(turn: Turn, call: Called) -> bool:
+def _answers(turn: Turn, call: chat_types.Called) -> bool:
     return turn.tool_call_id == call.id if turn.tool_call_id else turn.tool_name in (None, "", call.function.name)
 
 
@@ -250,7 +234,9 @@ class GenerateRequest(AnswerRequest):
         """Return the requested options that a raw prompt has no place for."""
         asked = [name for name in ("system", "think") if getattr(self, name)]
         given = self.ragcache.model_fields_set if self.ragcache else ()
-        return asked + [f"ragcache.{name}" for name in (*RetrieveFields.model_fields, "documents") if name in given]
+        return asked + [
+            f"ragcache.{name}" for name in (*chat_types.RetrieveFields.model_fields, "documents") if name in given
+        ]
 
 
 class EmbedRequest(RequestModel):
@@ -315,7 +301,7 @@ class Part(AnswerModel):
     message: AnswerTurn | None = None
     response: str = ""
     thinking: str = ""
-    logprobs: list[ScoredToken] = Field(default_factory=list)
+    logprobs: list[chat_types.ScoredToken] = Field(default_factory=list)
     done_reason: Literal["stop", "length", "load", "unload"] = "stop"
     total_duration: int = 0
     load_duration: int = 0
@@ -323,7 +309,7 @@ class Part(AnswerModel):
     prompt_eval_duration: int = 0
     eval_count: int = 0
     eval_duration: int = 0
-    ragcache: ChatExtension = ChatExtension()
+    ragcache: chat_types.ChatExtension = chat_types.ChatExtension()
 
 
 class Embeddings(AnswerModel):

@@ -18,24 +18,11 @@ from ragcache import Answer, Done, Sampling, Source, Sources, Token
 from ragcache.engine.answer import Event
 from ragcache.errors import RagCacheError
 from ragcache.models.thoughts import Effort
+from ragcache.server import chat_types
 from ragcache.server import observe as logs
 from ragcache.server.answers import citations, sources_of
 from ragcache.server.body import JsonRoute
 from ragcache.server.chat import EXPLAINS, Writer, call_of, respond
-from ragcache.server.chat_types import (
-    ChatExtension,
-    ChatRequest,
-    Extension,
-    Ignored,
-    JsonFormat,
-    JsonSchema,
-    Message,
-    Nothing,
-    PlainFormat,
-    SchemaFormat,
-    StreamOptions,
-    TokenCount,
-)
 from ragcache.server.error_object import event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.service import Work
@@ -59,16 +46,18 @@ from ragcache_openai.records import Record, new_id, unknown_bound
 from ragcache_openai.search import FileSearchTool, check_stores, files_in, place_of, shown_hits, translated
 
 
-class FlatSchemaFormat(JsonSchema):
+class FlatSchemaFormat(chat_types.JsonSchema):
     type: Literal["json_schema"]
 
-    def as_format(self) -> SchemaFormat:
-        schema = JsonSchema(name=self.name, schema=self.schema_)
-        return SchemaFormat(type="json_schema", json_schema=schema)
+    def as_format(self) -> chat_types.SchemaFormat:
+        schema = chat_types.JsonSchema(name=self.name, schema=self.schema_)
+        return chat_types.SchemaFormat(type="json_schema", json_schema=schema)
 
 
 class TextOptions(RequestModel):
-    format: Annotated[PlainFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[chat_types.PlainFormat | chat_types.JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None
+    ) = None
     verbosity: None = None
 
 
@@ -86,7 +75,7 @@ class FileSearchChoice(RequestModel):
     type: Literal["file_search"]
 
 
-class ResponsesRequest(Ignored):
+class ResponsesRequest(chat_types.Ignored):
     """OpenAI's newer request for an answer.
 
     tools: file_search alone; the server searches the vector stores for the last user message, and the model reads what
@@ -96,14 +85,14 @@ class ResponsesRequest(Ignored):
     model: Name
     input: Annotated[Text, Field(min_length=1)] | InputItems
     instructions: Text | None = None
-    max_output_tokens: TokenCount | None = None
+    max_output_tokens: chat_types.TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: chat_types.StreamOptions | None = None
     text: TextOptions | None = None
     metadata: Metadata | None = None  # type: ignore[assignment]  # it is kept, and given back
-    ragcache: Extension | None = None
+    ragcache: chat_types.Extension | None = None
     reasoning: ReasoningField | None = None
     previous_response_id: Id | None = None
     conversation: Id | ConversationRef | None = None
@@ -115,7 +104,7 @@ class ResponsesRequest(Ignored):
 
     # Accepted only where they ask for nothing.
     background: Literal[False] | None = None
-    context_management: Nothing | None = None
+    context_management: chat_types.Nothing | None = None
     moderation: None = None
     prompt: None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -135,8 +124,8 @@ class ResponsesRequest(Ignored):
         return self
 
     @property
-    def extension(self) -> Extension:
-        return self.ragcache or Extension()
+    def extension(self) -> chat_types.Extension:
+        return self.ragcache or chat_types.Extension()
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -157,11 +146,11 @@ class ResponsesRequest(Ignored):
     def wants_results(self) -> bool:
         return bool(self.include)
 
-    def as_chat(self, history: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+    def as_chat(self, history: Sequence[dict[str, Any]] = ()) -> chat_types.ChatRequest:
         """Return the request as a chat request. history: kept items before the input"""
-        told = [Message(role="system", content=self.instructions)] if self.instructions else []
+        told = [chat_types.Message(role="system", content=self.instructions)] if self.instructions else []
         form = self.text.format if self.text is not None else None
-        return ChatRequest(
+        return chat_types.ChatRequest(
             model=self.model,
             messages=[*told, *messages_of([*history, *self.items])],
             max_completion_tokens=self.max_output_tokens,
@@ -173,7 +162,7 @@ class ResponsesRequest(Ignored):
             ragcache=self._searching(),
         )
 
-    def _searching(self) -> Extension | None:
+    def _searching(self) -> chat_types.Extension | None:
         """Return the extension with the options of the file search added."""
         if self.search is None:
             return self.ragcache
@@ -184,7 +173,7 @@ class ResponsesRequest(Ignored):
             given["k"] = self.search.max_num_results
         if self.search.ranking_options is not None:
             given |= self.search.ranking_options.options()
-        searching: Extension = self.extension.model_copy(update=given)
+        searching: chat_types.Extension = self.extension.model_copy(update=given)
         return searching
 
 
@@ -267,7 +256,7 @@ class ResponseObject(AnswerModel):
     tools: list[dict[str, JsonValue]]
     metadata: dict[str, Any]
     usage: ResponseUsage | None
-    ragcache: ChatExtension = ChatExtension()
+    ragcache: chat_types.ChatExtension = chat_types.ChatExtension()
 
 
 class ResponseEvent(AnswerModel):
@@ -459,7 +448,7 @@ class ResponseWriter(Writer):
 
     async def chunks(self, rank: int, first: Event, work: Work[Event], *, usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
-        found = ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
+        found = chat_types.ChatExtension(sources=sources_of(first.hits if isinstance(first, Sources) else []))
         for name in ("response.created", "response.in_progress"):
             yield self.say(name, response=self.response("in_progress", [], None, found))
         for searched in self.searches():
@@ -496,7 +485,7 @@ class ResponseWriter(Writer):
 
     def whole(self, answer: Answer) -> ResponseObject:
         message = self.answered(answer)
-        costs = ChatExtension(sources=sources_of(answer.hits), **self.costs(answer))
+        costs = chat_types.ChatExtension(sources=sources_of(answer.hits), **self.costs(answer))
         return self.response(message.status, [*self.searches(), message], _usage(answer), costs)
 
     def answered(self, answer: Answer) -> OutputMessage:
@@ -508,7 +497,7 @@ class ResponseWriter(Writer):
         status: Status,
         output: list[FileSearchCall | OutputMessage],
         usage: ResponseUsage | None,
-        costs: ChatExtension,
+        costs: chat_types.ChatExtension,
     ) -> ResponseObject:
         asked = self.asked
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]

@@ -14,31 +14,9 @@ from ragcache import Hit
 from ragcache.server.body import JsonRoute
 from ragcache.server.http_errors import errors
 from ragcache.server.wire import AnswerModel, RequestModel, Text
+from ragcache_openai import search, vector_store_files
 from ragcache_openai.api import Caller, CallerParam, Deleted, Ends, Id, ListOf, Metadata, ShortText
 from ragcache_openai.records import Record, new_id
-from ragcache_openai.search import (
-    ATTACHED,
-    MOST_RESULTS,
-    STORE,
-    Filters,
-    Number,
-    RankingOptions,
-    check_stores,
-    files_in,
-    shown_hits,
-    translated,
-)
-from ragcache_openai.vector_store_files import (
-    DONE,
-    MOST_FILES,
-    WAITING,
-    Chunking,
-    FileCounts,
-    FileToAttach,
-    count_files,
-    delete_indexed,
-    records_to_attach,
-)
 
 DEFAULT_RESULTS = 10
 
@@ -55,8 +33,8 @@ class NewStore(RequestModel):
     name: ShortText | None = None
     description: ShortText | None = None
     metadata: Metadata | None = None
-    file_ids: Annotated[list[Id], Field(max_length=MOST_FILES)] | None = None
-    chunking_strategy: Chunking | None = None
+    file_ids: Annotated[list[Id], Field(max_length=vector_store_files.MOST_FILES)] | None = None
+    chunking_strategy: vector_store_files.Chunking | None = None
     expires_after: Never = None
 
 
@@ -68,9 +46,9 @@ class StoreChange(RequestModel):
 
 class StoreSearch(RequestModel):
     query: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=32)]
-    max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] = DEFAULT_RESULTS
-    filters: Filters | None = None
-    ranking_options: RankingOptions | None = None
+    max_num_results: Annotated[int, Field(ge=1, le=search.MOST_RESULTS)] = DEFAULT_RESULTS
+    filters: search.Filters | None = None
+    ranking_options: search.RankingOptions | None = None
     rewrite_query: bool | None = Field(default=None, description="Accepted, and of no consequence here")
 
     @property
@@ -86,7 +64,7 @@ class VectorStore(AnswerModel):
     description: str | None
     status: Literal["in_progress", "completed"]
     usage_bytes: int = Field(description="Of the indexed files, as they were sent")
-    file_counts: FileCounts
+    file_counts: vector_store_files.FileCounts
     metadata: dict[str, str]
     expires_after: None = None
     expires_at: None = None
@@ -102,7 +80,7 @@ class FoundFile(AnswerModel):
     file_id: str
     filename: str
     score: float
-    attributes: dict[str, str | bool | Number]
+    attributes: dict[str, str | bool | search.Number]
     content: list[FoundText]
 
 
@@ -120,18 +98,21 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/vector_stores", tags=["vec
 @router.post("", summary="Make a vector store, with files if some are named", responses=errors(400, 404, 413, 415, 507))
 async def create_store(caller: CallerParam, asked: NewStore) -> VectorStore:
     id = new_id("vs_")
-    wanted = [FileToAttach(file_id=one, chunking_strategy=asked.chunking_strategy) for one in asked.file_ids or ()]
+    wanted = [
+        vector_store_files.FileToAttach(file_id=one, chunking_strategy=asked.chunking_strategy)
+        for one in asked.file_ids or ()
+    ]
     body = {"name": asked.name or "", "description": asked.description, "metadata": asked.metadata or {}}
-    files = await records_to_attach(caller, id, wanted, "file_ids")
+    files = await vector_store_files.records_to_attach(caller, id, wanted, "file_ids")
     await caller.read(caller.service.unfiltered.collection, id)
-    store = (await caller.read(caller.records.add, [Record(id, STORE, caller.owner, body), *files]))[0]
+    store = (await caller.read(caller.records.add, [Record(id, search.STORE, caller.owner, body), *files]))[0]
     caller.work.set()
     return await caller.read(_shown_store, caller, store)
 
 
 @router.get("", summary="The vector stores of this key", responses=errors(400))
 async def list_stores(caller: CallerParam, ends: Ends) -> ListOf:
-    return await caller.list(STORE, lambda store: _shown_store(caller, store).model_dump(), **ends)
+    return await caller.list(search.STORE, lambda store: _shown_store(caller, store).model_dump(), **ends)
 
 
 @router.get("/{id}", summary="One vector store", responses=errors(404))
@@ -154,7 +135,9 @@ async def change_store(caller: CallerParam, id: str, asked: StoreChange) -> Vect
 )
 async def delete_store(caller: CallerParam, id: str) -> Deleted:
     store = await _find_store(caller, id)
-    await delete_indexed(caller, [partial(caller.service.unfiltered.delete_collection, store.id)], [store.id])
+    await vector_store_files.delete_indexed(
+        caller, [partial(caller.service.unfiltered.delete_collection, store.id)], [store.id]
+    )
     return Deleted(id=store.id, object="vector_store.deleted", deleted=True)
 
 
@@ -164,15 +147,15 @@ async def delete_store(caller: CallerParam, id: str) -> Deleted:
     responses=errors(400, 404, 413, 415, 503, 504),
 )
 async def search_store(request: Request, caller: CallerParam, id: str, asked: StoreSearch) -> FoundPage:
-    await check_stores(caller, [id], "vector_store_id")
+    await search.check_stores(caller, [id], "vector_store_id")
     options = asked.ranking_options.options() if asked.ranking_options else {}
-    options["filter"] = asked.filters and translated(asked.filters, "filters")
-    retrieve = (await caller.read(files_in, caller.service.unfiltered, [id])).retrieve
+    options["filter"] = asked.filters and search.translated(asked.filters, "filters")
+    retrieve = (await caller.read(search.files_in, caller.service.unfiltered, [id])).retrieve
     hits = await caller.service.compute(request, _found, retrieve, asked.queries, asked.max_num_results, options)
     return FoundPage(
         object="vector_store.search_results.page",
         search_query=asked.queries,
-        data=[_found_file(one) for one in await shown_hits(caller, hits)],
+        data=[_found_file(one) for one in await search.shown_hits(caller, hits)],
         has_more=False,
         next_page=None,
     )
@@ -192,19 +175,19 @@ def _found(
 
 
 async def _find_store(caller: Caller, id: str) -> Record:
-    return await caller.find(STORE, id, "vector store", "vector_store_id")
+    return await caller.find(search.STORE, id, "vector store", "vector_store_id")
 
 
 def _shown_store(caller: Caller, store: Record) -> VectorStore:
-    states = caller.records.states(ATTACHED, store.id)
-    counts = count_files(states)
+    states = caller.records.states(search.ATTACHED, store.id)
+    counts = vector_store_files.count_files(states)
     return VectorStore(
         id=store.id,
         object="vector_store",
         created_at=int(store.created_at),
         **store.body,
-        status=WAITING if counts.in_progress else DONE,
-        usage_bytes=states.get(DONE, (0, 0))[1],
+        status=vector_store_files.WAITING if counts.in_progress else vector_store_files.DONE,
+        usage_bytes=states.get(vector_store_files.DONE, (0, 0))[1],
         file_counts=counts,
         expires_after=None,
         expires_at=None,

@@ -75,6 +75,9 @@ FILTERS = [
     ({"type": "or", "filters": [{**EQUAL, "type": "is"}]}, "filters.filters[0].type", "'eq', 'ne'"),
     (nested(9), "filters", "deeper than 8"),
     (MANY, "filters", "1100 comparisons"),
+    ({**EQUAL, "type": "in", "value": 3}, "filters", "takes a list"),
+    ({**EQUAL, "type": "gt", "value": True}, "filters", "compares numbers"),
+    ({**EQUAL, "value": [1]}, "filters", "takes one value"),
     ([], "filters", "an object"),
     ("year", "filters", "an object"),
 ]
@@ -263,7 +266,8 @@ def test_what_is_gone(client, store):
         (lambda: client.vector_stores.files.create(store, file_id=send(client)), "vector_store_id"),
     ):
         error = refused(call)
-        assert (type(error), error.param) == (NotFoundError, param)
+        assert (type(error), error.param, error.code) == (NotFoundError, param, "vector_store_not_found")
+        assert "there is no vector store" in error.message
     assert answer(client, previous_response_id=first.id).output_text is not None  # without the search it goes on
     client.responses.delete(first.id)
     gone = refused(lambda: answer(client, previous_response_id=first.id, stream=True))

@@ -1,16 +1,12 @@
 """Files in vector stores are found by file search alone: no other route finds, shows, changes or deletes them."""
 
-import asyncio
 import json
 import shutil
 
 import httpx
-import httpx2
 import pytest
-from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
 from openai import OpenAI
-from serving import Served, serving, wait_for
+from serving import Caller, Served, serving, wait_for
 
 import ragcache as rc
 from ragcache.server.settings import ServerSettings
@@ -39,36 +35,14 @@ def world(request, lm, made, tmp_path_factory):
         yield World(served, owner, kb, asks, store.id, file.id)
 
 
-class World:
+class World(Caller):
     """document, chunk, handle: of the file, as the store has them"""
 
     def __init__(self, served: Served, owner: OpenAI, kb: rc.RagCache, key: str, store: str, file: str) -> None:
-        self.served, self.owner, self.kb, self.key, self.store, self.file = served, owner, kb, key, store, file
-        self.document = f"{store}/{file}"
+        super().__init__(served, key, QUESTION)
+        self.owner, self.kb, self.store, self.document = owner, kb, store, f"{store}/{file}"
         [chunk] = kb.chunks_of(self.document)
         self.chunk, self.handle = chunk.id, chunk.handle
-
-    def send(self, method: str, path: str, body=None, **more) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return self.served.http.request(method, path, json=body, headers=headers, **more)
-
-    def post(self, path: str, **body) -> httpx.Response:
-        return self.send("POST", path, body)
-
-    def chat(self, content: str = QUESTION, **extension) -> httpx.Response:
-        messages = [{"role": "user", "content": content}]
-        return self.post("/v1/chat/completions", model="tiny", messages=messages, max_tokens=1, ragcache=extension)
-
-    def mcp(self, tool: str, **arguments) -> str:
-        async def call() -> str:
-            async with (
-                httpx2.AsyncClient(headers={"Authorization": f"Bearer {self.key}"}) as http,
-                Client(streamable_http_client(f"{self.served.url}/mcp", http_client=http)) as client,
-            ):
-                told = await client.call_tool(tool, arguments)
-                return json.dumps(told.structured_content or [part.text for part in told.content])
-
-        return asyncio.run(call())
 
     def is_there(self) -> bool:
         """Whether the file is found by its owner, as it was."""
@@ -98,15 +72,7 @@ READS = {
     "responses": lambda w: w.post("/v1/responses", model="tiny", input=QUESTION, max_output_tokens=1).text.replace(
         QUESTION, ""
     ),
-    "ollama": lambda w: (
-        w.post(
-            "/api/chat",
-            model="tiny",
-            messages=[{"role": "user", "content": QUESTION}],
-            stream=False,
-            options={"num_predict": 1},
-        ).text
-    ),
+    "ollama": lambda w: w.ollama().text,
     "mcp search": lambda w: w.mcp("search", query=QUESTION, k=50),
     "mcp search by filter": lambda w: w.mcp("search", query=QUESTION, filter=inside(w)),
     "mcp ask": lambda w: w.mcp("ask", question=QUESTION, k=50, max_tokens=1),

@@ -262,23 +262,6 @@ def test_file_search_in_a_conversation(client, library):
     assert ask(client, library, "Why?", conversation=conversation).output_text
 
 
-def test_file_search_that_is_refused(client, library):
-    for filters, said in (
-        (compared("in", 3), "takes a list"),
-        (compared("gt", True), "compares numbers"),
-        (compared("eq", [1]), "takes one value"),
-    ):
-        with pytest.raises(BadRequestError, match=said) as refused:
-            ask(client, library, tool={"filters": filters})
-        assert refused.value.param == "tools[0].filters"
-    client.vector_stores.delete(library)
-    with pytest.raises(NotFoundError, match="there is no vector store") as gone:
-        ask(client, library)
-    assert (gone.value.param, gone.value.code) == ("tools[0].vector_store_ids", "vector_store_not_found")
-    with pytest.raises(NotFoundError):
-        client.vector_stores.search(library, query="hat")
-
-
 def test_what_is_another_keys_is_not_there(serve):
     served = serve(api_keys=("first", "second"))
     with client_of(served, "first") as first, client_of(served, "second") as second:

@@ -8,29 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    ColumnElement,
-    Connection,
-    ForeignKey,
-    MetaData,
-    Row,
-    Select,
-    Table,
-    Text,
-    cast,
-    delete,
-    func,
-    insert,
-    inspect,
-    literal,
-    select,
-    text,
-    true,
-    union_all,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.types import Double, UserDefinedType
 
 from ragcache.errors import ConfigError, StoreNotFoundError, StoreReadOnlyError, check_least
@@ -83,7 +61,7 @@ class PgVectorIndex:
         column = _Vector(self._schema, dimension)
         self._parts = (
             _Part(_table(TABLE, chunks, column), chunks, ~has_windows, FILLED),
-            _Part(_table(f"{TABLE}_of_windows", windows, column), windows, true(), f"{FILLED} windows"),
+            _Part(_table(f"{TABLE}_of_windows", windows, column), windows, sa.true(), f"{FILLED} windows"),
         )
         for part in self._parts:
             self._prepare(part)
@@ -96,11 +74,11 @@ class PgVectorIndex:
     @property
     def ids(self) -> frozenset[int]:
         with self._db.read() as connection:
-            return frozenset(id for part in self._parts for id in connection.scalars(select(part.table.c.vector_id)))
+            return frozenset(id for part in self._parts for id in connection.scalars(sa.select(part.table.c.vector_id)))
 
     def __len__(self) -> int:
         with self._db.read() as connection:
-            counts = (connection.scalar(select(func.count()).select_from(part.table)) for part in self._parts)
+            counts = (connection.scalar(sa.select(sa.func.count()).select_from(part.table)) for part in self._parts)
             return sum(int(count or 0) for count in counts)
 
     def follow(self, _documents: DocumentStore) -> None:
@@ -140,23 +118,23 @@ class PgVectorIndex:
         return SearchResult(best.ids[:k], best.scores[:k])
 
     def _nearest(
-        self, part: _Part, vector: Vectors, k: int, passing: Select[Any] | None
-    ) -> Sequence[Row[tuple[int, float]]]:
+        self, part: _Part, vector: Vectors, k: int, passing: sa.Select[Any] | None
+    ) -> Sequence[sa.Row[tuple[int, float]]]:
         table, column = part.table, part.table.c.embedding
-        negative: ColumnElement[float] = column.op(f'OPERATOR("{self._schema}".<#>)', return_type=Double())(
-            cast(literal(_as_text(vector), Text), column.type)
+        negative: sa.ColumnElement[float] = column.op(f'OPERATOR("{self._schema}".<#>)', return_type=Double())(
+            sa.cast(sa.literal(_as_text(vector), sa.Text), column.type)
         )
-        query = select(table.c.vector_id, -negative).order_by(negative).limit(k)
+        query = sa.select(table.c.vector_id, -negative).order_by(negative).limit(k)
         if passing is not None:
             if part.source is windows:
-                passing = select(windows.c.vector_id).where(windows.c.chunk.in_(passing))
+                passing = sa.select(windows.c.vector_id).where(windows.c.chunk.in_(passing))
             query = query.where(table.c.vector_id.in_(passing))
         with self._db.read() as connection:
             width = min(MOST_EF_SEARCH, max(HNSW_EF_SEARCH, 2 * k))
-            connection.execute(text(f"SET LOCAL hnsw.ef_search = {width}"))
+            connection.execute(sa.text(f"SET LOCAL hnsw.ef_search = {width}"))
             found = connection.execute(query).all()
             if len(found) < k:  # a narrow filter, or a k beyond HNSW's search: scan every row
-                connection.execute(text("SET LOCAL enable_indexscan = off"))
+                connection.execute(sa.text("SET LOCAL enable_indexscan = off"))
                 found = connection.execute(query).all()
         return found
 
@@ -168,9 +146,9 @@ class PgVectorIndex:
         """Return whether the tables hold these vectors."""
         wanted = batch.ids.tolist()
         tables = [part.table.c for part in self._parts]
-        queries = [select(t.vector_id, cast(t.embedding, Text)).where(t.vector_id.in_(wanted)) for t in tables]
+        queries = [sa.select(t.vector_id, sa.cast(t.embedding, sa.Text)).where(t.vector_id.in_(wanted)) for t in tables]
         with self._db.read() as connection:
-            found = connection.execute(union_all(*queries).order_by("vector_id")).all()
+            found = connection.execute(sa.union_all(*queries).order_by("vector_id")).all()
         if [id for id, _ in found] != wanted:
             return False
         return np.array_equal(np.array([json.loads(row) for _, row in found], np.float32), batch.vectors)
@@ -180,12 +158,14 @@ class PgVectorIndex:
         with self._db.write() as connection:
             for part in self._parts:
                 _reset(connection, part)
-                connection.execute(delete(part.table))
+                connection.execute(sa.delete(part.table))
 
     def _prepare(self, part: _Part) -> None:
         """Make the table if it does not exist. Raises ConfigError for a table of another dimension."""
         table = part.table.name
-        query = text("SELECT atttypmod FROM pg_attribute WHERE attrelid = to_regclass(:name) AND attname = 'embedding'")
+        query = sa.text(
+            "SELECT atttypmod FROM pg_attribute WHERE attrelid = to_regclass(:name) AND attname = 'embedding'"
+        )
         with self._db.read() as connection:
             dimension = connection.scalar(query, {"name": table})
         if dimension == self.dimension:
@@ -199,16 +179,16 @@ class PgVectorIndex:
             raise StoreNotFoundError(f"{self._db.where}: no table {table}; open the store once for writing to make it")
         with self._db.write() as connection:
             _take_turns(connection)
-            if not inspect(connection).has_table(table):
+            if not sa.inspect(connection).has_table(table):
                 self._create(connection, part)
 
-    def _create(self, connection: Connection, part: _Part) -> None:
+    def _create(self, connection: sa.Connection, part: _Part) -> None:
         table = part.table.name
         part.table.create(connection)
         _reset(connection, part)
-        has_graphs = connection.scalar(text("SELECT 1 FROM pg_am WHERE amname = 'hnsw'"))  # since pgvector 0.5
+        has_graphs = connection.scalar(sa.text("SELECT 1 FROM pg_am WHERE amname = 'hnsw'"))  # since pgvector 0.5
         if has_graphs and self.dimension <= MOST_GRAPH_DIMENSION:
-            connection.execute(text(
+            connection.execute(sa.text(
                 f'CREATE INDEX {table}_hnsw ON {table} USING hnsw (embedding "{self._schema}".vector_ip_ops) '
                 f"WITH (m = {HNSW_NEIGHBOURS}, ef_construction = {HNSW_EF_CONSTRUCTION})"
             ))  # fmt: skip
@@ -217,37 +197,37 @@ class PgVectorIndex:
 class _Part(NamedTuple):
     """A table, and the rows of its source whose vectors it holds. filled: name of its counter"""
 
-    table: Table
-    source: Table
-    searched: ColumnElement[bool]
+    table: sa.Table
+    source: sa.Table
+    searched: sa.ColumnElement[bool]
     filled: str
 
 
-def _fill(connection: Connection, part: _Part) -> int:
+def _fill(connection: sa.Connection, part: _Part) -> int:
     """Copy some vectors, and return how many.
 
     Ids rise from commit to commit, so nothing is ever missing below the counter. Processes take turns at it, and rows
     are locked against deletion until their vectors are copied.
     """
-    counter, id = update(counters).where(counters.c.name == part.filled), part.source.c.vector_id
+    counter, id = sa.update(counters).where(counters.c.name == part.filled), part.source.c.vector_id
     last = int(connection.scalar(counter.values(value=counters.c.value).returning(counters.c.value)) or 0)
-    newest = int(connection.scalar(select(func.max(id))) or 0)
-    query = select(id, part.source.c.embedding).where(id > last, id <= newest, part.searched)
+    newest = int(connection.scalar(sa.select(sa.func.max(id))) or 0)
+    query = sa.select(id, part.source.c.embedding).where(id > last, id <= newest, part.searched)
     locked = query.order_by(id).limit(BATCH).with_for_update(read=True, key_share=True)
     found = connection.execute(locked).mappings().all()
     if found:
         batch = vector_batch(found)
         rows = zip(batch.ids.tolist(), map(_as_text, batch.vectors), strict=True)
-        connection.execute(insert(part.table), [{"vector_id": id, "embedding": row} for id, row in rows])
+        connection.execute(sa.insert(part.table), [{"vector_id": id, "embedding": row} for id, row in rows])
     if newest > last:
         connection.execute(counter.values(value=int(batch.ids[-1]) if len(found) == BATCH else newest))
     return len(found)
 
 
-def _reset(connection: Connection, part: _Part) -> None:
+def _reset(connection: sa.Connection, part: _Part) -> None:
     """Reset the counter to 0, and lock it against other processes."""
-    connection.execute(delete(counters).where(counters.c.name == part.filled))
-    connection.execute(insert(counters), {"name": part.filled, "value": 0})
+    connection.execute(sa.delete(counters).where(counters.c.name == part.filled))
+    connection.execute(sa.insert(counters), {"name": part.filled, "value": 0})
 
 
 class _Vector(UserDefinedType[str]):
@@ -263,10 +243,10 @@ class _Vector(UserDefinedType[str]):
         return f'"{self.schema}".vector({self.dimension})'
 
 
-def _table(name: str, source: Table, kind: _Vector) -> Table:
-    owner = ForeignKey(source.c.vector_id, ondelete="CASCADE")
-    key = Column("vector_id", BigInteger, owner, primary_key=True, autoincrement=False)
-    return Table(name, MetaData(), key, Column("embedding", kind, nullable=False))
+def _table(name: str, source: sa.Table, kind: _Vector) -> sa.Table:
+    owner = sa.ForeignKey(source.c.vector_id, ondelete="CASCADE")
+    key = sa.Column("vector_id", sa.BigInteger, owner, primary_key=True, autoincrement=False)
+    return sa.Table(name, sa.MetaData(), key, sa.Column("embedding", kind, nullable=False))
 
 
 def _as_text(vector: Vectors) -> str:
@@ -280,7 +260,7 @@ def _extension(database: Database) -> str:
     if database.read_only:
         raise StoreNotFoundError(f"{database.where}: no extension {EXTENSION!r}; open the store once for writing")
     with database.read() as connection:
-        query = text("SELECT 1 FROM pg_available_extensions WHERE name = :name")
+        query = sa.text("SELECT 1 FROM pg_available_extensions WHERE name = :name")
         if not connection.scalar(query, {"name": EXTENSION}):
             raise ConfigError(
                 f"{database.where}: the server has no extension {EXTENSION!r}; install pgvector there (Debian: "
@@ -289,7 +269,7 @@ def _extension(database: Database) -> str:
     try:
         with database.write() as connection:
             _take_turns(connection)
-            connection.execute(text(f"CREATE EXTENSION IF NOT EXISTS {EXTENSION}"))
+            connection.execute(sa.text(f"CREATE EXTENSION IF NOT EXISTS {EXTENSION}"))
     except StoreReadOnlyError as error:
         raise ConfigError(
             f"{database.where}: this role may not create extension {EXTENSION!r}; have an administrator run CREATE "
@@ -301,9 +281,9 @@ def _extension(database: Database) -> str:
 def _schema_of_extension(database: Database) -> str | None:
     query = "SELECT nspname FROM pg_extension JOIN pg_namespace n ON n.oid = extnamespace WHERE extname = :name"
     with database.read() as connection:
-        found = connection.scalar(text(query), {"name": EXTENSION})
+        found = connection.scalar(sa.text(query), {"name": EXTENSION})
     return None if found is None else str(found)
 
 
-def _take_turns(connection: Connection) -> None:
-    connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+def _take_turns(connection: sa.Connection) -> None:
+    connection.execute(sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from ragcache.errors import (
-    ConfigError,
-    StoreError,
-    StoreFullError,
-    StoreNotFoundError,
-    StoreReadOnlyError,
-    StoreUnreachableError,
-    translate_os_errors,
-)
+from ragcache import errors
 from ragcache.files import make_directory
 from ragcache.store.remote import CONNECT_S, READ_S, RETRIES, WRITE_S, Blob, Blobs
 
@@ -42,20 +34,20 @@ def open_objects(url: str) -> ObjectBlobs:
     try:
         from obstore.store import from_url
     except ModuleNotFoundError as error:
-        raise ConfigError("this remote needs obstore: pip install 'ragcache-kv[remote]'") from error
+        raise errors.ConfigError("this remote needs obstore: pip install 'ragcache-kv[remote]'") from error
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{parts.scheme}://{parts.hostname or ''}...: a URL with credentials or options; keep them in the "
             "environment, as AWS_ACCESS_KEY_ID, and write scheme://bucket/prefix"
         )
     if parts.scheme == "file":
         return _open_folder(url, Path(url2pathname(parts.path)))
     if not parts.netloc:
-        raise ConfigError(f"{url}: names no bucket; write it like {parts.scheme}://bucket/prefix")
+        raise errors.ConfigError(f"{url}: names no bucket; write it like {parts.scheme}://bucket/prefix")
 
     def connect(timeout_s: float) -> ObjectStore:
-        with _translated(url, StoreError, ConfigError):
+        with _translated(url, errors.StoreError, errors.ConfigError):
             return from_url(url, client_options=_client_options(timeout_s), retry_config=_retry_config(timeout_s))
 
     return ObjectBlobs(url, connect(READ_S), connect(WRITE_S))
@@ -83,7 +75,7 @@ def _retry_config(timeout_s: float) -> RetryConfig:
 def _open_folder(url: str, folder: Path) -> ObjectBlobs:
     from obstore.store import LocalStore
 
-    with translate_os_errors(folder):
+    with errors.translate_os_errors(folder):
         make_directory(folder.absolute())
     store = LocalStore(folder)
     return ObjectBlobs(url, store, store, folder)
@@ -154,7 +146,7 @@ class ObjectBlobs(Blobs):
             return 0
         before = time.time() - older_than_s
         swept = 0
-        with translate_os_errors(self._folder):
+        with errors.translate_os_errors(self._folder):
             for path in self._folder.rglob("*#*"):
                 if _STAGED.fullmatch(path.name) and path.stat().st_mtime <= before:
                     path.unlink(missing_ok=True)
@@ -173,14 +165,16 @@ class ObjectBlobs(Blobs):
         return Blob(name, entry["size"], entry["last_modified"].timestamp())
 
     def _reading(self) -> Any:
-        return _translated(self.where, StoreError)
+        return _translated(self.where, errors.StoreError)
 
     def _writing(self) -> Any:
-        return _translated(self.where, StoreReadOnlyError)
+        return _translated(self.where, errors.StoreReadOnlyError)
 
 
 @contextmanager
-def _translated(where: str, refused: type[StoreError], other: type[Exception] = StoreError) -> Iterator[None]:
+def _translated(
+    where: str, refused: type[errors.StoreError], other: type[Exception] = errors.StoreError
+) -> Iterator[None]:
     """Translate obstore's errors into those of stores. Their texts hold addresses and answers of the service, which may
     reveal a secret, so that none is repeated or kept as the cause.
 
@@ -192,7 +186,7 @@ def _translated(where: str, refused: type[StoreError], other: type[Exception] = 
     try:
         yield
     except FileNotFoundError:
-        raise StoreNotFoundError(f"{where}: no such bucket or folder; make it, or name another one") from None
+        raise errors.StoreNotFoundError(f"{where}: no such bucket or folder; make it, or name another one") from None
     except (PermissionDeniedError, UnauthenticatedError):
         raise refused(
             f"{where}: access is denied; check the credentials in the environment, and what they allow"
@@ -201,23 +195,23 @@ def _translated(where: str, refused: type[StoreError], other: type[Exception] = 
         raise _translation(where, str(error), refused, other) from None
 
 
-def _translation(where: str, text: str, refused: type[StoreError], other: type[Exception]) -> Exception:
+def _translation(where: str, text: str, refused: type[errors.StoreError], other: type[Exception]) -> Exception:
     if re.search(r"os error (28|122)\b|status code: 507\b|QuotaExceeded|StorageFull", text):
-        return StoreFullError(f"{where}: no space left; free some, or raise the quota")
+        return errors.StoreFullError(f"{where}: no space left; free some, or raise the quota")
     if re.search(r"os error (1|13|30)\b", text):
         return refused(f"{where}: access is denied; check the permissions")
     if "NoSuchBucket" in text:
-        return StoreNotFoundError(f"{where}: no such bucket; make it, or name another one")
+        return errors.StoreNotFoundError(f"{where}: no such bucket; make it, or name another one")
     if code := re.search(r"status code: (4\d\d [A-Za-z ]+)", text):
         return refused(
             f"{where}: the service refuses ({code[1].strip()}); check the URL, the region and the credentials"
         )
     if code := re.search(r"status code: (5\d\d [A-Za-z ]+)", text):
-        return StoreUnreachableError(f"{where}: the service fails ({code[1].strip()}); try again later")
+        return errors.StoreUnreachableError(f"{where}: the service fails ({code[1].strip()}); try again later")
     if "timed out" in text or "kind: Timeout" in text:
-        return StoreUnreachableError(f"{where}: no answer in time; check the network")
+        return errors.StoreUnreachableError(f"{where}: no answer in time; check the network")
     if "HTTP error" in text:
-        return StoreUnreachableError(f"{where}: cannot be reached; check the network and the endpoint")
+        return errors.StoreUnreachableError(f"{where}: cannot be reached; check the network and the endpoint")
     if "must be specified" in text or "Missing" in text:
         return other(f"{where}: the environment says too little; set the account, and the credentials")
     return other(f"{where}: cannot be used; check the URL and the environment")

@@ -144,17 +144,6 @@ def test_prompts_without_passages_go_on_from_each_other_by_every_method(open_kb,
     assert nobody.text == off.ask("Say one.", hits=[], method="full", sampling=SHORT).text
 
 
-def test_prompts_without_passages_are_known_to_their_view_until_a_document_changes(kb):
-    """They may quote any passage (law 10)."""
-    text = "Once upon a time there was a dog."
-    one, other = kb.collection("a"), kb.collection("b")
-    assert one.complete(text, sampling=SHORT).usage.cached_tokens == 0
-    assert other.complete(text, sampling=SHORT).usage.cached_tokens == 0
-    assert one.complete(text, sampling=SHORT).usage.computed_tokens == 1
-    kb.delete(kb.retrieve("dogs", 1)[0].chunk.document_id)
-    assert one.complete(text, sampling=SHORT).usage.cached_tokens <= 1, "but for BOS"
-
-
 @pytest.mark.parametrize("recipe", ["isolated", "prefix"])
 def test_prefixes_of_methods_that_read_blocks_are_within_the_budget(open_kb, tmp_path, recipe):
     """Without a budget a system prompt is read for every question and nothing stays, for ingestion neither."""
@@ -228,15 +217,6 @@ def test_a_document_deleted_while_it_is_read_leaves_nothing(open_kb, kb):
     next(stream)
     open_kb().delete(hits[0].chunk.document_id)
     assert list(stream)
-    assert holds(kb, prompt.ids) == len(prompt.prefix_ids)
-
-
-def test_a_replaced_document_is_read_anew(kb):
-    hits = kb.retrieve("dogs", 1)
-    prompt = prompt_of(kb, "Where do dogs bark?", hits)
-    ask(kb, "Where do dogs bark?", hits=hits)
-    kb.ingest(rc.Document(hits[0].chunk.document_id, "Something else altogether.\n"))
-    kb.retrieve("anything", 1)
     assert holds(kb, prompt.ids) == len(prompt.prefix_ids)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcache.errors import check_choice
@@ -86,6 +89,14 @@ class PaperRow(NamedTuple):
     scores: tuple[float, ...]
 
 
+@cache
+def _published() -> list[tuple[str, PaperRow]]:
+    """Return the rows that the papers print, each with its suite: suite, model, method and scores by column."""
+    with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
+        _, *lines = csv.reader(file)
+    return [(suite, PaperRow(model, method, tuple(map(float, scores)))) for suite, model, method, *scores in lines]
+
+
 @dataclass(frozen=True)
 class Suite:
     """A paper's table.
@@ -101,10 +112,14 @@ class Suite:
     table: str
     columns: tuple[Column, ...]
     methods: tuple[str, ...] = ()
-    rows: tuple[PaperRow, ...] = ()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     average: bool = False
     note: str = ""
+
+    @property
+    def rows(self) -> tuple[PaperRow, ...]:
+        """Return the paper's rows; none if it has none for all of these columns."""
+        return tuple(row for suite, row in _published() if suite == self.name)
 
     def chosen(self, names: Sequence[str]) -> tuple[Column, ...]:
         """Return the columns of these names, by default all. Raises ConfigError for an unknown name."""

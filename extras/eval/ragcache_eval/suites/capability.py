@@ -13,10 +13,8 @@ from ragcache.errors import ConfigError
 from ragcache.models.load import base_of
 from ragcache.models.machine import find_device
 from ragcache_eval.intervals import Estimate, Z
-from ragcache_eval.suites.base import Column, PaperRow, Suite
+from ragcache_eval.suites.base import Column, Suite
 from ragcache_eval.suites.rows import UNREADABLE
-
-SMALL, MIDDLE, LARGE = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
 
 
 class Task(NamedTuple):
@@ -54,23 +52,6 @@ CAPABILITY = Suite(
         Column("sciq", "SciQ"),
         Column("winogrande", "WG"),
         Column("hellaswag", "HS"),
-    ),
-    rows=(
-        PaperRow(SMALL, "Original Llama", (44.9, 46.1, 65.9, 54.5, 68.5, 35.8, 74.3, 93.9, 59.5, 45.2)),
-        PaperRow(SMALL, "Finetuned Llama", (39.7, 43.2, 64.0, 50.8, 68.5, 35.0, 74.6, 94.1, 59.7, 45.2)),
-        PaperRow(SMALL, "KVLink 0", (41.1, 42.0, 63.2, 50.1, 67.2, 33.5, 74.1, 93.5, 57.5, 43.7)),
-        PaperRow(SMALL, "KVLink 1", (41.2, 42.2, 64.4, 51.2, 67.2, 33.4, 73.8, 93.5, 57.5, 43.7)),
-        PaperRow(SMALL, "KVLink 5", (41.0, 42.3, 64.3, 51.4, 67.0, 33.4, 73.8, 93.6, 57.6, 43.6)),
-        PaperRow(MIDDLE, "Original Llama", (77.2, 60.5, 82.2, 75.6, 74.2, 43.7, 75.7, 95.2, 67.4, 52.2)),
-        PaperRow(MIDDLE, "Finetuned Llama", (70.0, 60.5, 78.4, 69.9, 72.3, 40.3, 76.2, 96.0, 66.8, 51.6)),
-        PaperRow(MIDDLE, "KVLink 0", (70.2, 60.7, 79.4, 70.8, 72.7, 40.4, 76.0, 95.5, 65.7, 51.4)),
-        PaperRow(MIDDLE, "KVLink 1", (70.8, 60.9, 79.4, 70.4, 72.3, 40.0, 76.0, 95.6, 65.5, 51.4)),
-        PaperRow(MIDDLE, "KVLink 5", (70.5, 60.9, 79.4, 70.4, 72.6, 40.0, 76.0, 95.6, 65.5, 51.4)),
-        PaperRow(LARGE, "Original Llama", (85.1, 68.0, 85.1, 78.7, 81.9, 51.7, 79.8, 96.7, 73.7, 59.1)),
-        PaperRow(LARGE, "Finetuned Llama", (75.4, 64.3, 82.7, 75.6, 80.9, 48.3, 80.3, 96.3, 72.9, 58.6)),
-        PaperRow(LARGE, "KVLink 0", (75.2, 64.8, 82.8, 75.8, 82.1, 50.8, 80.0, 96.8, 72.5, 58.9)),
-        PaperRow(LARGE, "KVLink 1", (75.5, 64.0, 82.4, 75.4, 82.2, 51.1, 80.7, 96.8, 72.8, 59.0)),
-        PaperRow(LARGE, "KVLink 5", (75.7, 64.0, 83.0, 76.2, 81.5, 50.4, 80.3, 96.6, 72.4, 59.1)),
     ),
     names={"full": ("Original Llama", "Finetuned Llama", "KVLink 0", "KVLink 1", "KVLink 5")},
     note="Accuracies of the harness's own prompts, not normalised for length; GSM8K by its strict match.",

@@ -9,20 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from llama_index.core.base.llms.types import (
-    ChatMessage,
-    ChatResponse,
-    ChatResponseAsyncGen,
-    ChatResponseGen,
-    CompletionResponse,
-    CompletionResponseAsyncGen,
-    CompletionResponseGen,
-    LLMMetadata,
-    MessageRole,
-    TextBlock,
-    ThinkingBlock,
-    ToolCallBlock,
-)
+from llama_index.core.base.llms import types
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -125,9 +112,9 @@ class RagCacheLLM(FunctionCallingLLM):
         return self._kb
 
     @property
-    def metadata(self) -> LLMMetadata:
+    def metadata(self) -> types.LLMMetadata:
         lm = self._kb.lm
-        return LLMMetadata(
+        return types.LLMMetadata(
             context_window=lm.max_positions,
             num_output=self.max_tokens or DEFAULT_NUM_OUTPUTS,
             is_chat_model=lm.tokenizer.chat_template is not None,
@@ -141,7 +128,7 @@ class RagCacheLLM(FunctionCallingLLM):
     # Chat
 
     @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    def chat(self, messages: Sequence[types.ChatMessage], **kwargs: Any) -> types.ChatResponse:
         """Answer the last user message.
 
         segments: passages put before the last user message; or PassageBlocks inside messages, read at their place
@@ -155,18 +142,18 @@ class RagCacheLLM(FunctionCallingLLM):
         return _chat_response(_last(self._chat_steps(messages, kwargs)))
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    def stream_chat(self, messages: Sequence[types.ChatMessage], **kwargs: Any) -> types.ChatResponseGen:
         return (_chat_response(step) for step in self._chat_steps(messages, kwargs))
 
     @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    async def achat(self, messages: Sequence[types.ChatMessage], **kwargs: Any) -> types.ChatResponse:
         return _chat_response(await _alast(self._chat_asteps(messages, kwargs)))
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(self, messages: Sequence[types.ChatMessage], **kwargs: Any) -> types.ChatResponseAsyncGen:
         steps = self._chat_asteps(messages, kwargs)
 
-        async def responses() -> ChatResponseAsyncGen:
+        async def responses() -> types.ChatResponseAsyncGen:
             async with aclosing(steps):
                 async for step in steps:
                     yield _chat_response(step)
@@ -176,7 +163,7 @@ class RagCacheLLM(FunctionCallingLLM):
     # Completion
 
     @llm_completion_callback()
-    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> types.CompletionResponse:
         """Continue a raw prompt, without the chat template.
 
         segments: passages put before the prompt; or a FusedPrompt, whose passages are read at their place
@@ -184,18 +171,20 @@ class RagCacheLLM(FunctionCallingLLM):
         return _completion_response(_last(self._completion_steps(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> types.CompletionResponseGen:
         return (_completion_response(step) for step in self._completion_steps(prompt, formatted, kwargs))
 
     @llm_completion_callback()
-    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> types.CompletionResponse:
         return _completion_response(await _alast(self._completion_asteps(prompt, formatted, kwargs)))
 
     @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> types.CompletionResponseAsyncGen:
         steps = self._completion_asteps(prompt, formatted, kwargs)
 
-        async def responses() -> CompletionResponseAsyncGen:
+        async def responses() -> types.CompletionResponseAsyncGen:
             async with aclosing(steps):
                 async for step in steps:
                     yield _completion_response(step)
@@ -207,27 +196,27 @@ class RagCacheLLM(FunctionCallingLLM):
     def _prepare_chat_with_tools(
         self,
         tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
+        user_msg: str | types.ChatMessage | None = None,
+        chat_history: list[types.ChatMessage] | None = None,
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg] if user_msg is not None else []
+        asked = [types.ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg] if user_msg is not None else []
         shown = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
         choice = kwargs.pop("tool_choice", None) or ("required" if tool_required and shown else "auto")
         chosen = {"tools": shown, "tool_choice": choice, "parallel_tool_calls": allow_parallel_tool_calls}
         return {"messages": [*(chat_history or ()), *asked], **chosen, **kwargs}
 
     def get_tool_calls_from_response(
-        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+        self, response: types.ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
         """Return the calls of a response, without unreadable calls, whose blocks hold the text that the model wrote.
 
         Raises ConfigError (a ValueError) if there is no call.
         """
-        blocks = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        blocks = [block for block in response.message.blocks if isinstance(block, types.ToolCallBlock)]
         found = [
             ToolSelection(tool_id=block.tool_call_id or "", tool_name=block.tool_name, tool_kwargs=block.tool_kwargs)
             for block in blocks
@@ -239,10 +228,10 @@ class RagCacheLLM(FunctionCallingLLM):
 
     # Calls of the engine
 
-    def _chat_steps(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> Iterator[_Step]:
+    def _chat_steps(self, messages: Sequence[types.ChatMessage], kwargs: Mapping[str, Any]) -> Iterator[_Step]:
         return _steps(self._kb.stream_chat(to_messages(messages), **self._chat_options(kwargs)))
 
-    def _chat_asteps(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _AsyncSteps:
+    def _chat_asteps(self, messages: Sequence[types.ChatMessage], kwargs: Mapping[str, Any]) -> _AsyncSteps:
         return _asteps(self._kb.astream_chat(to_messages(messages), **self._chat_options(kwargs)))
 
     def _completion_steps(self, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> Iterator[_Step]:
@@ -336,21 +325,21 @@ async def _alast(steps: AsyncIterator[T]) -> T:
     return last
 
 
-def _chat_response(step: _Step) -> ChatResponse:
-    text = [TextBlock(text=step.text)] if step.text or not step.calls else []
-    thoughts = [ThinkingBlock(content=step.thoughts)] if step.thoughts else []
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*thoughts, *text, *map(_block, step.calls)])
-    return ChatResponse(message=message, delta=step.delta, **_account(step.answer))
+def _chat_response(step: _Step) -> types.ChatResponse:
+    text = [types.TextBlock(text=step.text)] if step.text or not step.calls else []
+    thoughts = [types.ThinkingBlock(content=step.thoughts)] if step.thoughts else []
+    message = types.ChatMessage(role=types.MessageRole.ASSISTANT, blocks=[*thoughts, *text, *map(_block, step.calls)])
+    return types.ChatResponse(message=message, delta=step.delta, **_account(step.answer))
 
 
-def _block(call: rc.ToolCall) -> ToolCallBlock:
+def _block(call: rc.ToolCall) -> types.ToolCallBlock:
     """Return a call as a block; an unreadable call keeps the model's text as a string."""
     arguments = json.loads(call.arguments) if call.error is None else call.arguments
-    return ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments)
+    return types.ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments)
 
 
-def _completion_response(step: _Step) -> CompletionResponse:
-    return CompletionResponse(text=step.text, delta=step.delta, **_account(step.answer))
+def _completion_response(step: _Step) -> types.CompletionResponse:
+    return types.CompletionResponse(text=step.text, delta=step.delta, **_account(step.answer))
 
 
 def _account(answer: rc.Answer | None) -> dict[str, Any]:

@@ -10,13 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
-from llama_index.core.vector_stores.types import (
-    BasePydanticVectorStore,
-    MetadataFilters,
-    VectorStoreQuery,
-    VectorStoreQueryMode,
-    VectorStoreQueryResult,
-)
+from llama_index.core.vector_stores import types
 
 import ragcache as rc
 from llama_index.vector_stores.ragcache.adding import check_dimension, raise_failure, to_documents
@@ -27,7 +21,7 @@ from ragcache.errors import ConfigError
 __all__ = ["HANDLE_KEY", "RagCacheVectorStore"]
 
 DEFAULT_MMR = 0.5
-SEARCHES = {VectorStoreQueryMode.HYBRID: "hybrid", VectorStoreQueryMode.TEXT_SEARCH: "text"}
+SEARCHES = {types.VectorStoreQueryMode.HYBRID: "hybrid", types.VectorStoreQueryMode.TEXT_SEARCH: "text"}
 
 
 class _Search(NamedTuple):
@@ -38,7 +32,7 @@ class _Search(NamedTuple):
     options: dict[str, Any]
 
 
-class RagCacheVectorStore(BasePydanticVectorStore):
+class RagCacheVectorStore(types.BasePydanticVectorStore):
     """A vector store that keeps nodes in a ragcache store: text, metadata, vector and KV block.
 
     The store embeds passages itself, with the model it was made with; embeddings of nodes are checked and then ignored.
@@ -116,7 +110,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
 
     def delete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+        self, node_ids: list[str] | None = None, filters: types.MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Delete the nodes with these ids, or those that pass the filters, or, given both, those that match both.
 
@@ -135,7 +129,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         self._delete([chunk.document_id for chunk in chunks])
 
     async def adelete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+        self, node_ids: list[str] | None = None, filters: types.MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
 
@@ -151,18 +145,20 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     # Questions
 
-    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: types.MetadataFilters | None = None
+    ) -> list[BaseNode]:
         """Return the nodes with these ids that pass the filters, in the ids' order; without ids, all that pass.
         Unknown ids are left out.
         """
         return [to_node(chunk) for chunk in self._chunks(node_ids, filters)]
 
     async def aget_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+        self, node_ids: list[str] | None = None, filters: types.MetadataFilters | None = None
     ) -> list[BaseNode]:
         return await asyncio.to_thread(self.get_nodes, node_ids, filters)
 
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+    def query(self, query: types.VectorStoreQuery, **kwargs: Any) -> types.VectorStoreQueryResult:
         """Return the nearest nodes by inner product, with their handles, in the modes "default", "mmr", "hybrid" and
         "text_search" (the last two need a query_str).
 
@@ -173,19 +169,19 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         search = self._search(query, kwargs)
         return _result(self._kb.retrieve(search.question, search.k, **search.options))
 
-    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+    async def aquery(self, query: types.VectorStoreQuery, **kwargs: Any) -> types.VectorStoreQueryResult:
         search = self._search(query, kwargs)
         return _result(await self._kb.aretrieve(search.question, search.k, **search.options))
 
-    def _search(self, query: VectorStoreQuery, kwargs: Mapping[str, Any]) -> _Search:
+    def _search(self, query: types.VectorStoreQuery, kwargs: Mapping[str, Any]) -> _Search:
         options: dict[str, Any] = {"filter": _wanted(query)}
-        if query.mode == VectorStoreQueryMode.MMR:
+        if query.mode == types.VectorStoreQueryMode.MMR:
             options |= _variety(query, kwargs)
         elif query.mode in SEARCHES:
             if query.query_str is None:
                 raise ConfigError(f"query mode {query.mode.value!r} searches for words; give the query a query_str")
             return _Search(query.query_str, query.similarity_top_k, {**options, "search": SEARCHES[query.mode]})
-        elif query.mode != VectorStoreQueryMode.DEFAULT:
+        elif query.mode != types.VectorStoreQueryMode.DEFAULT:
             modes = "'default', 'mmr', 'hybrid' or 'text_search'"
             raise ConfigError(f"query mode {query.mode.value!r} is not supported; use {modes}")
         if query.query_embedding is None:
@@ -195,7 +191,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         check_dimension(self._kb, query.query_embedding, "the query embedding")
         return _Search(np.asarray(query.query_embedding, np.float32), query.similarity_top_k, options)
 
-    def _chunks(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> Sequence[rc.Chunk]:
+    def _chunks(self, node_ids: list[str] | None, filters: types.MetadataFilters | None) -> Sequence[rc.Chunk]:
         return self._kb.chunks(node_ids, filter=to_filter(filters))
 
     def _delete(self, ids: list[str]) -> None:
@@ -203,13 +199,13 @@ class RagCacheVectorStore(BasePydanticVectorStore):
             self._kb.delete(ids, timeout_s=self.timeout_s)
 
 
-def _wanted(query: VectorStoreQuery) -> Filter | None:
+def _wanted(query: types.VectorStoreQuery) -> Filter | None:
     documents = to_filter({"document_id": {"$in": query.doc_ids}}) if query.doc_ids else None
     nodes = {"chunk_id": {"$in": query.node_ids}} if query.node_ids else None
     return all_of(to_filter(query.filters), documents, nodes)
 
 
-def _variety(query: VectorStoreQuery, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _variety(query: types.VectorStoreQuery, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     given = query.mmr_threshold if query.mmr_threshold is not None else kwargs.get("mmr_threshold")
     options: dict[str, Any] = {"mmr_lambda": DEFAULT_MMR if given is None else float(given)}
     if "mmr_prefetch_k" in kwargs and "mmr_prefetch_factor" in kwargs:
@@ -221,8 +217,8 @@ def _variety(query: VectorStoreQuery, kwargs: Mapping[str, Any]) -> dict[str, An
     return options
 
 
-def _result(hits: Sequence[rc.Hit]) -> VectorStoreQueryResult:
+def _result(hits: Sequence[rc.Hit]) -> types.VectorStoreQueryResult:
     nodes = [to_scored_node(hit).node for hit in hits]
-    return VectorStoreQueryResult(
+    return types.VectorStoreQueryResult(
         nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
     )

@@ -11,19 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_index.core.schema import (
-    BaseNode,
-    Document,
-    ImageDocument,
-    ImageNode,
-    IndexNode,
-    MetadataMode,
-    Node,
-    NodeRelationship,
-    NodeWithScore,
-    RelatedNodeInfo,
-    TextNode,
-)
+from llama_index.core import schema
 
 import ragcache as rc
 from ragcache.errors import ConfigError, MetadataError
@@ -33,21 +21,29 @@ ID_FIELD = "_node_id"
 REF_FIELD = "_ref_doc_id"
 _CONTENT, _KIND = "_node_content", "_node_type"
 _RESERVED = (ID_FIELD, REF_FIELD, _CONTENT, _KIND)
-_KINDS: dict[str, type[BaseNode]] = {
-    kind.class_name(): kind for kind in (TextNode, Node, Document, ImageNode, ImageDocument, IndexNode)
+_KINDS: dict[str, type[schema.BaseNode]] = {
+    kind.class_name(): kind
+    for kind in (
+        schema.TextNode,
+        schema.Node,
+        schema.Document,
+        schema.ImageNode,
+        schema.ImageDocument,
+        schema.IndexNode,
+    )
 }
 _COUNTED = ("page", "last_page")
 _HIDDEN = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
 
 
-def to_document(node: BaseNode) -> rc.Document:
+def to_document(node: schema.BaseNode) -> rc.Document:
     """Return the document that stores the node.
 
     Raises MetadataError (not JSON, or a reserved key), IngestError (no id), ReaderError (no text), ConfigError (a text
     template that puts metadata after the text).
     """
     node = bare(node)
-    text, metadata = node.get_content(metadata_mode=MetadataMode.NONE), node.metadata
+    text, metadata = node.get_content(metadata_mode=schema.MetadataMode.NONE), node.metadata
     taken = [key for key in _RESERVED if key in metadata]
     if taken:
         raise MetadataError(f"node {node.node_id}: the metadata key {taken[0]!r} is used by the store; rename it")
@@ -56,7 +52,7 @@ def to_document(node: BaseNode) -> rc.Document:
     return rc.Document(document.id, text, {**metadata, **_kept(node)}, document.title, document.source)
 
 
-def to_node(chunk: rc.Chunk) -> BaseNode:
+def to_node(chunk: rc.Chunk) -> schema.BaseNode:
     """Return the node as it was stored; for a passage that was ingested without LlamaIndex, a new TextNode.
 
     Node fields in the metadata are only trusted if they name this passage, because metadata may have come through
@@ -64,16 +60,16 @@ def to_node(chunk: rc.Chunk) -> BaseNode:
     """
     if is_node(chunk.document_id, chunk.metadata):
         return _restored(chunk.metadata, chunk.text)
-    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)}
+    source = {schema.NodeRelationship.SOURCE: schema.RelatedNodeInfo(node_id=chunk.document_id)}
     known = {name: value for name, value in (("title", chunk.title), ("source", chunk.source)) if value}
     # Page numbers count from 0 here, so a model is shown only the page label.
     hidden = {name: list(_COUNTED) for name in _HIDDEN}
     metadata = {**known, **_open(chunk.metadata)}
-    return TextNode(id_=chunk.id, text=chunk.text, metadata=metadata, relationships=source, **hidden)
+    return schema.TextNode(id_=chunk.id, text=chunk.text, metadata=metadata, relationships=source, **hidden)
 
 
-def to_scored_node(hit: rc.Hit) -> NodeWithScore:
-    return NodeWithScore(node=with_handle(to_node(hit.chunk), hit.handle), score=hit.score)
+def to_scored_node(hit: rc.Hit) -> schema.NodeWithScore:
+    return schema.NodeWithScore(node=with_handle(to_node(hit.chunk), hit.handle), score=hit.score)
 
 
 def is_node(id: str, metadata: Mapping[str, Any]) -> bool:
@@ -81,14 +77,14 @@ def is_node(id: str, metadata: Mapping[str, Any]) -> bool:
     return _CONTENT in metadata and metadata.get(ID_FIELD) == id
 
 
-def with_handle(node: BaseNode, handle: str | None) -> BaseNode:
+def with_handle(node: schema.BaseNode, handle: str | None) -> schema.BaseNode:
     """Return a copy with the handle, if any, in its metadata, hidden from the language model and the embedder."""
     named = {} if handle is None else {HANDLE_KEY: handle}
     hidden = {name: [*_without_handle(getattr(node, name)), *named] for name in _HIDDEN}
     return node.model_copy(update={"metadata": {**bare(node).metadata, **named}, **hidden})
 
 
-def bare(node: BaseNode) -> BaseNode:
+def bare(node: schema.BaseNode) -> schema.BaseNode:
     """Return a copy without the handle of a search; the node itself if it has none."""
     if not any(HANDLE_KEY in getattr(node, name) for name in ("metadata", *_HIDDEN)):
         return node
@@ -101,17 +97,17 @@ def _without_handle(keys: Sequence[str]) -> list[str]:
     return [key for key in keys if key != HANDLE_KEY]
 
 
-def handle_of(node: BaseNode) -> str | None:
+def handle_of(node: schema.BaseNode) -> str | None:
     handle = node.metadata.get(HANDLE_KEY)
     return handle if isinstance(handle, str) else None
 
 
-def embedded_text(node: BaseNode) -> str:
+def embedded_text(node: schema.BaseNode) -> str:
     """Return the text that an embedding model reads by LlamaIndex's rules: the node's metadata above its text."""
-    return node.get_content(metadata_mode=MetadataMode.EMBED)
+    return node.get_content(metadata_mode=schema.MetadataMode.EMBED)
 
 
-def _read_above(node: BaseNode, text: str) -> str:
+def _read_above(node: schema.BaseNode, text: str) -> str:
     """Return the text that the embedder reads above the node's text. The store puts it there, followed by a
     newline, as a document's title, so that its vectors equal LlamaIndex's.
     """
@@ -132,7 +128,7 @@ def _origin(metadata: Mapping[str, Any]) -> str:
     return next((value for value in found if isinstance(value, str) and value), "")
 
 
-def _kept(node: BaseNode) -> dict[str, Any]:
+def _kept(node: schema.BaseNode) -> dict[str, Any]:
     """Return the node's fields as JSON values, without text, metadata, embedding and handle."""
     try:
         whole = node.to_dict(mode="json")
@@ -151,11 +147,11 @@ def _kept(node: BaseNode) -> dict[str, Any]:
     }
 
 
-def _restored(stored: Mapping[str, Any], text: str) -> BaseNode:
+def _restored(stored: Mapping[str, Any], text: str) -> schema.BaseNode:
     whole = json.loads(stored[_CONTENT])
     whole["metadata"] = _open(stored)
     _set_text(whole, text)
-    return _KINDS.get(stored[_KIND], TextNode).from_dict(whole)
+    return _KINDS.get(stored[_KIND], schema.TextNode).from_dict(whole)
 
 
 def _open(metadata: Mapping[str, Any]) -> dict[str, Any]:
