@@ -42,7 +42,7 @@ class Quotas:
         return cls({kind: rate for kind, rate in rates.items() if rate is not None})
 
     def enter(self, key: Key) -> None:
-        """Note the limits of a key, as its file has them now. What it used before a limit was lowered keeps its share."""
+        """Note the limits of a key, as its file has them now. Use from before a limit was lowered keeps its share."""
         before = self._own.get(key.id, key.limits)
         self._own[key.id] = key.limits
         if before is not key.limits:
