@@ -42,8 +42,15 @@ class Quotas:
         return cls({kind: rate for kind, rate in rates.items() if rate is not None})
 
     def enter(self, key: Key) -> None:
-        """Note the limits of a key, as its file has them now."""
+        """Note the limits of a key, as its file has them now. Use from before a limit was lowered keeps its share."""
+        before = self._own.get(key.id, key.limits)
         self._own[key.id] = key.limits
+        if before is not key.limits:
+            for id, kind in [one for one in self._used if one[0] == key.id]:
+                used, since = self._used[id, kind]
+                old, new = (limits.get(kind, self._rates.get(kind)) for limits in (before, key.limits))
+                if old is not None and new is not None:
+                    self._used[id, kind] = used * min(1.0, new / old), since
 
     def left(self, kind: str) -> float:
         """Return the amount that is left for the caller; infinity without a limit."""

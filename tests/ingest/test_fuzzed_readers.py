@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fuzzing import counts, inputs, mutated
+from fuzzing import changed_bytes, counts, inputs, mutated, series
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,11 +11,23 @@ from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
 from ragcache.ingest.readers import SourceFile, read_file
 
-PDF = (
-    b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog /Pages 2 0 R >>\nendobj\n2 0 obj\n<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
-    b"\nendobj\n3 0 obj\n<< /Type /Page /Parent 2 0 R /Contents 4 0 R >>\nendobj\n4 0 obj\n<< /Length 33 >>\nstream\n"
-    b"BT /F1 9 Tf (A river.) Tj ET\nendstream\nendobj\ntrailer\n<< /Root 1 0 R >>\n%%EOF\n"
-)
+
+def pdf() -> bytes:
+    """A page of text, with its table of objects."""
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 99 99] /Resources << /Font << /F1 5 0 R >> >> /Contents 4 0 R >>",
+        b"<< /Length 27 >>\nstream\nBT /F1 9 Tf (A river.) Tj ET\nendstream",
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    file, table = b"%PDF-1.4\n", b"xref\n0 6\n0000000000 65535 f \n"
+    for number, one in enumerate(objects, 1):
+        table += b"%010d 00000 n \n" % len(file)
+        file += b"%d 0 obj\n%s\nendobj\n" % (number, one)
+    return file + table + b"trailer\n<< /Root 1 0 R /Size 6 >>\nstartxref\n%d\n%%%%EOF\n" % len(file)
+
+
 SEEDS = {
     "md": (
         b"---\ntitle: Alna\ntags: [a, b]\n---\n# Alna\n\nA *river*.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n"
@@ -30,7 +42,7 @@ SEEDS = {
     "csv": b'a,b\n1,river\n2,"x\ny"\n',
     "rtf": b"{\\rtf1\\ansi A {\\b river}.\\par \\u228?\n}",
     "ipynb": json.dumps({"cells": [{"cell_type": "markdown", "source": ["# A"]}], "nbformat": 4}).encode(),
-    "pdf": PDF,
+    "pdf": pdf(),
 }
 
 
@@ -38,12 +50,15 @@ SEEDS = {
 @counts
 def test_random_files_are_read_or_refused(tmp_path, kind, count):
     path = tmp_path / f"file.{kind}"
+    path.write_bytes(SEEDS[kind])
+    assert all(isinstance(record, Document) for record in read_file(SourceFile(path, str(path))))
 
-    @inputs(max(20, count // len(SEEDS)))
-    @given(mutated(SEEDS[kind]) | st.binary(max_size=512))
-    def check(data):
-        path.write_bytes(data)
-        for record in read_file(SourceFile(path, str(path))):
-            assert isinstance(record, Document | ReaderError)
+    @inputs(count // len(SEEDS))
+    @given(series(mutated(SEEDS[kind]) | st.binary(max_size=512), changed_bytes))
+    def check(files):
+        for data in files:
+            path.write_bytes(data)
+            for record in read_file(SourceFile(path, str(path))):
+                assert isinstance(record, Document | ReaderError)
 
     check()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fuzzing import counts, inputs, json_values
+from fuzzing import changed_bytes, changed_json, counts, inputs, json_values, series
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,13 +35,15 @@ def test_random_bodies_are_answered_or_refused(shared, path, count):
     chats = st.builds(lambda rest, turns: {**rest, "messages": turns}, fields, st.lists(message, max_size=3))
     bodies = st.one_of(fields, chats, json_values(NAMES, texts))
 
-    @inputs(max(20, count // len(PATHS)))
-    @given(bodies)
-    def check(body):
-        if isinstance(body, dict):
-            body = {**body, **dict.fromkeys(LONG, 1)}
-        answer = shared.http.post(path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
-        assert answer.status_code < 500, (body, answer.text)
+    @inputs(count // len(PATHS))
+    @given(series(bodies, lambda body, random: changed_json(body, random, NAMES)))
+    def check(bodies):
+        for body in bodies:
+            if isinstance(body, dict):
+                body |= dict.fromkeys(LONG, 1)
+            data = json.dumps(body).encode()
+            answer = shared.http.post(path, content=data, headers={"Content-Type": "application/json"})
+            assert answer.status_code < 500, (body, answer.text)
 
     check()
     assert shared.http.get("/healthz").status_code == 200
@@ -49,10 +51,11 @@ def test_random_bodies_are_answered_or_refused(shared, path, count):
 
 @counts
 def test_random_bytes_are_refused(shared, count):
-    @inputs(max(20, count // 10))
-    @given(st.binary(max_size=256), st.sampled_from(PATHS))
-    def check(data, path):
-        answer = shared.http.post(path, content=data, headers={"Content-Type": "application/json"})
-        assert 400 <= answer.status_code < 500, answer.text
+    @inputs(count // 10)
+    @given(series(st.binary(max_size=256), changed_bytes), st.sampled_from(PATHS))
+    def check(bodies, path):
+        for data in bodies:
+            answer = shared.http.post(path, content=data, headers={"Content-Type": "application/json"})
+            assert 400 <= answer.status_code < 500, answer.text
 
     check()

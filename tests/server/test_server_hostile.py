@@ -324,6 +324,20 @@ def test_a_bucket_refills_evenly():
     assert quotas.left(REQUESTS) == 60
 
 
+@pytest.mark.parametrize(("used", "left"), [(60, 0.0), (30, 1.0), (0, 2.0), (120, -2.0)])
+def test_use_before_a_lower_limit_keeps_its_share(used, left):
+    now = 0.0
+    quotas, key = Quotas({}, lambda: now), Key("", limits={REQUESTS: 60})
+    quotas.enter(key)
+    quotas.charge(REQUESTS, used)
+    quotas.enter(replace(key, limits={REQUESTS: 2}))
+    assert quotas.left(REQUESTS) == pytest.approx(left)
+    quotas.enter(key)
+    assert quotas.left(REQUESTS) == pytest.approx(58 + left), "a limit that is raised gives room at once"
+    now = 120.0
+    assert quotas.left(REQUESTS) == 60
+
+
 def test_a_large_schema_does_not_hold_the_loop(serve):
     pytest.importorskip("llguidance")
     served = serve()

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 from blocks import make_block, make_key, make_mixed_block
-from fuzzing import counts, inputs, json_values, mutated
+from fuzzing import changed_bytes, changed_json, counts, inputs, json_values, mutated, series
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,12 +23,13 @@ SEEDS = [
     pack_block(KEY, block, get_codec(codec), UNSEALED)[0]
     for codec, block in (("raw", make_block(1)), ("int8", make_block(2)), ("int4", make_mixed_block(3)))
 ]
+BLOCK = make_block(1)
 HEADER_WORDS = ["seal", "codec", "format_version", "codec_version", "num_tokens", "dtype", "shape", "data_offsets"]
 
 
 def read(data: bytes) -> None:
     try:
-        unpack_block("a fuzzed file", KEY, bytearray(data), None, UNSEALED).equal(make_block(1))
+        unpack_block("a fuzzed file", KEY, bytearray(data), None, UNSEALED).equal(BLOCK)
     except (DamagedBlockError, SchemaVersionError):
         return
 
@@ -43,9 +44,10 @@ def sealed(head: bytes, rest: bytes) -> bytes:
 @counts
 def test_random_block_files_are_damage(count):
     @inputs(count)
-    @given(st.sampled_from(SEEDS).flatmap(mutated) | st.binary(max_size=4096))
-    def check(data):
-        read(data)
+    @given(series(st.sampled_from(SEEDS).flatmap(mutated) | st.binary(max_size=4096), changed_bytes))
+    def check(files):
+        for data in files:
+            read(data)
 
     check()
 
@@ -54,25 +56,39 @@ def test_random_block_files_are_damage(count):
 def test_sealed_files_of_a_broken_writer_are_damage(count):
     """The seal is whole, so that the parsers see what is in them."""
 
-    @inputs(count)
-    @given(st.data())
-    def check(data):
-        file = data.draw(st.sampled_from(SEEDS))
+    values = json_values(HEADER_WORDS, ["F32", "I8", "raw", "int8", "1", "5"])
+    ranks = st.integers(0, 59)  # a multiple of most numbers of parts and fields
+
+    def broken(file, changes):
         (length,) = struct.unpack("<Q", file[:8])
         header = json.loads(file[8 : 8 + length])
-        for _ in range(data.draw(st.integers(0, 3))):
-            part = data.draw(st.sampled_from(sorted(header)))
-            entry = header[part]
-            value = data.draw(json_values(HEADER_WORDS, ["F32", "I8", "raw", "int8", "1", "5"]))
-            if isinstance(entry, dict) and data.draw(st.booleans()):
-                entry[data.draw(st.sampled_from([*sorted(entry), "x"]))] = value
+        for part, field, value in changes:
+            name = sorted(header)[part % len(header)]
+            entry = header[name]
+            if isinstance(entry, dict) and field is not None:
+                fields = [*sorted(entry), "x"]
+                entry[fields[field % len(fields)]] = value
             else:
-                header[part] = value
-        header.pop("__metadata__", None) if data.draw(st.integers(0, 20)) == 0 else None
-        if isinstance(about := header.get("__metadata__"), dict):
-            header["__metadata__"] = {"seal": "?" * MARK_LENGTH, **{k: v for k, v in about.items() if k != "seal"}}
-        text = json.dumps({"__metadata__": header.pop("__metadata__", None), **header}, separators=(",", ":")).encode()
-        read(sealed(struct.pack("<Q", len(text)) + text, file[8 + length :]))
+                header[name] = value
+        return header, file[8 + length :]
+
+    def change(file, random):
+        header, rest = file
+        found = changed_json(header, random, [*header, *HEADER_WORDS])
+        return (found if isinstance(found, dict) else header), rest
+
+    changes = st.lists(st.tuples(ranks, st.none() | ranks, values), max_size=3)
+
+    @inputs(count)
+    @given(series(st.builds(broken, st.sampled_from(SEEDS), changes), change))
+    def check(files):
+        for header, rest in files:
+            about = header.get("__metadata__")
+            if isinstance(about, dict):
+                about = {"seal": "?" * MARK_LENGTH, **{key: value for key, value in about.items() if key != "seal"}}
+            parts = {name: part for name, part in header.items() if name != "__metadata__"}
+            text = json.dumps({"__metadata__": about, **parts}, separators=(",", ":")).encode()
+            read(sealed(struct.pack("<Q", len(text)) + text, rest))
 
     check()
 
@@ -85,14 +101,15 @@ def test_random_indexes_are_damage(tmp_path, count):
     seed = (tmp_path / "index").read_bytes()
 
     @inputs(count)
-    @given(mutated(seed))
-    def check(data):
-        (tmp_path / "fuzzed").write_bytes(data)
-        try:
-            VectorIndex.load(tmp_path / "fuzzed")
-        except DamagedIndexError:
-            return
-        assert data == seed
+    @given(series(mutated(seed), changed_bytes))
+    def check(files):
+        for data in files:
+            (tmp_path / "fuzzed").write_bytes(data)
+            try:
+                VectorIndex.load(tmp_path / "fuzzed")
+            except DamagedIndexError:
+                continue
+            assert data == seed
 
     check()
 
@@ -121,12 +138,15 @@ def test_random_filters_are_answered_or_refused(documents, count):
         "$glob", "$exists", "year", "tags", "name", "ok", "none", "source",
     ]  # fmt: skip
 
+    filters = st.dictionaries(st.sampled_from(names), json_values(names, ["Alna", "*", "x", "a"]), max_size=4)
+
     @inputs(count)
-    @given(st.dictionaries(st.sampled_from(names), json_values(names, ["Alna", "*", "x", "a"]), max_size=4))
-    def check(where):
-        try:
-            assert len(documents.documents(where)) <= 2
-        except FilterError:
-            return
+    @given(series(filters, lambda where, random: changed_json(where, random, names)))
+    def check(filters):
+        for where in filters:
+            try:
+                assert len(documents.documents(where)) <= 2
+            except FilterError:
+                continue
 
     check()

@@ -35,7 +35,7 @@ def pieces_of(request: Logged) -> Iterator[tuple[int, int]]:
     """Yield each piece's hash and tokens. A word or sign counts as a token; a block of a trace is a piece."""
     for part in request.parts:
         if not isinstance(part, str):
-            yield part, request.block_tokens
+            yield part if isinstance(part, tuple) else (part, 1)
             continue
         piece: list[str] = []
         for unit in UNIT.finditer(part):

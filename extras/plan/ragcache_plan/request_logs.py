@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache_plan.logs import MOONCAKE_BLOCK
+from ragcache_plan import logs
 
 MOST_LINE = 64 * 2**20
 """Longest line, and largest file that is one JSON value, in bytes."""
@@ -23,25 +24,31 @@ VLLM_TIME = re.compile(r"\b(\d\d-\d\d) \d\d:\d\d:\d\d")
 class Logged(NamedTuple):
     """A request.
 
-    parts: its prompt: texts, or ids of blocks
-    block_tokens: tokens of each block
+    parts: its prompt: texts, token ids, or blocks of a trace: an id, and its tokens
     day:  in UTC, "day N" for a trace whose time begins at 0, or "unknown"
     kind: "question", "conversation", "tools", "prompt" or "trace"
     """
 
-    parts: Sequence[str | int]
+    parts: Sequence[str | int | tuple[int, int]]
     day: str
     kind: str
-    block_tokens: int = 1
 
 
 def read_log(path: Path, skipped: Counter[str]) -> Iterator[Logged]:
-    """Yield a log's requests, a line at a time. skipped: counts lines that are no request, by reason
+    """Yield a log's requests, a line at a time; of a directory, those of the RAGPulse traces in it.
 
-    Raises ConfigError for a file that cannot be read.
+    skipped: counts lines that are no request, by reason
+
+    Raises ConfigError for a file that cannot be read, TraceError for a directory that has no traces of RAGPulse.
     """
+    if path.is_dir():
+        for request in logs.read_log(path):
+            blocks = [(hash_id(part.hash), part.num_tokens) for part in request.parts]
+            yield Logged(blocks, _day(request.at), "trace")
+        return
+    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with open(path, "rb") as file:
+        with opened(path, "rb") as file:
             if file.read(64).lstrip().startswith(b"["):
                 file.seek(0)
                 yield from _read_array(path, file.read(MOST_LINE + 1), skipped)
@@ -126,18 +133,25 @@ def read_open_webui(entry: Mapping[str, Any]) -> Iterator[Logged]:
 
 
 def read_trace(entry: Mapping[str, Any]) -> Iterator[Logged]:
-    """Yield the request of Mooncake's or RAGPulse's traces, which have ids of blocks instead of text.
+    """Yield the request of a trace, which has ids of blocks instead of text.
 
-    RAGPulse has lists of ids by the component of the prompt, in their order.
+    Mooncake has a list of ids, and milliseconds. RAGPulse and `ragcache record` have lists by the component of the
+    prompt, and seconds. An id of `ragcache record` has its tokens beside it; those of RAGPulse are in other files of
+    its directory, so that each of its blocks has the prompt's mean here.
     """
-    ids = entry.get("hash_ids")
+    ids, when = entry.get("hash_ids"), entry.get("timestamp")
     rows = [ids] if isinstance(ids, list) else list(ids.values()) if isinstance(ids, Mapping) else []
-    blocks = [one for row in rows for one in (row if isinstance(row, list) else [row]) if isinstance(one, int | str)]
+    given = [one for row in rows for one in (row if isinstance(row, list) else [row])]
+    whole = entry.get("input_length")
+    stated = whole if isinstance(ids, Mapping) and isinstance(whole, int) else 0
+    size = max(1, round(stated / len(given))) if stated > 0 and given else logs.MOONCAKE_BLOCK
+    blocks = [
+        (hash_id(one), tokens)
+        for one, tokens in (pair if isinstance(pair, list) and len(pair) == 2 else (pair, size) for pair in given)
+        if isinstance(one, int | str) and type(tokens) is int and 0 < tokens <= logs.LONGEST
+    ]
     if blocks:
-        whole = entry.get("input_length")
-        stated = whole if isinstance(ids, Mapping) and isinstance(whole, int) else 0
-        size = max(1, round(stated / len(blocks))) if stated > 0 else MOONCAKE_BLOCK
-        yield Logged([hash_id(one) for one in blocks], _day(entry.get("timestamp"), trace=True), "trace", size)
+        yield Logged(blocks, _day(when, unit_s=0.001 if isinstance(ids, list) else 1.0), "trace")
 
 
 def hash_id(given: int | str) -> int:
@@ -167,13 +181,18 @@ def _kind(messages: Sequence[Any], tools: bool) -> str:
     return "conversation" if "assistant" in roles else "question"
 
 
-def _day(when: Any, *, trace: bool = False) -> str:
+def _day(when: Any, *, unit_s: float | None = None) -> str:
+    """Return the day of a time. unit_s: of a number; None: milliseconds where seconds would be beyond the year 5000"""
     try:
-        if isinstance(when, str):
+        seconds = float(when)
+    except (ValueError, TypeError):
+        seconds = None
+    try:
+        if seconds is None:
             return datetime.fromisoformat(when.replace("Z", "+00:00")).date().isoformat()
-        seconds = float(when) / 1000 if trace or float(when) > 1e11 else float(when)
+        seconds *= unit_s or (0.001 if seconds > 1e11 else 1.0)
         if seconds < 1e8:
             return f"day {int(seconds // 86400) + 1}"
         return datetime.fromtimestamp(seconds, UTC).date().isoformat()
-    except (ValueError, TypeError, OverflowError, OSError):
+    except (ValueError, TypeError, AttributeError, OverflowError, OSError):
         return "unknown"

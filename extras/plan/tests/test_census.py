@@ -7,9 +7,10 @@ from itertools import takewhile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragpulse import write_ragpulse
 from terminal import invoke
 
-from ragcache.errors import ConfigError
+from ragcache.errors import ConfigError, TraceError
 from ragcache_plan.census import SHARES, Census, pieces_of
 from ragcache_plan.request_logs import Logged, read_log
 
@@ -71,7 +72,8 @@ LOGS = {
     "batch": {"custom_id": "1", "body": {"messages": MESSAGES}, "created": 1772359200},
     "litellm": {"messages": json.dumps(MESSAGES), "startTime": "2026-03-01 10:00:00", "call_type": "acompletion"},
     "mooncake": {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]},
-    "ragpulse": {"timestamp": 5, "input_length": 90, "hash_ids": {"sys_prompt": ["a"], "passages": ["b", "c"]}},
+    "record": {"timestamp": 1772359200.5, "input_length": 9, "hash_ids": {"sys_prompt": [["5f", 7]], "history": []}},
+    "ragpulse": {"timestamp": "90000", "input_length": 90, "hash_ids": {"sys_prompt": ["a"], "passages": ["b", "c"]}},
 }
 
 
@@ -82,11 +84,27 @@ def test_every_programs_log_is_read(tmp_path):
         "\n".join([*map(json.dumps, LOGS.values()), vllm, '{"messages": [{"ro', "Started server", '{"a": 1}', ""])
     )
     found = list(read_log(path, skipped))
-    assert [one.day for one in found] == ["2026-03-01"] * 3 + ["day 1"] * 2 + ["03-01"]
-    assert [one.kind for one in found] == ["question"] * 3 + ["trace"] * 2 + ["prompt"]
-    assert [one.block_tokens for one in found[3:5]] == [512, 30]
+    assert [one.day for one in found] == ["2026-03-01"] * 3 + ["day 1", "2026-03-01", "day 2", "03-01"]
+    assert [one.kind for one in found] == ["question"] * 3 + ["trace"] * 3 + ["prompt"]
+    assert [[tokens for _, tokens in one.parts] for one in found[3:6]] == [[512] * 2, [7], [30] * 3]
     assert found[-1].parts == ["It's a \n mat"]
     assert sorted(skipped.values()) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_a_directory_of_ragpulse_has_the_lengths_of_its_tables(tmp_path, end):
+    requests = [{"sys_prompt": [1], "passages_ids": [5, 6]}, {"sys_prompt": [1], "passages_ids": [6], "history": [3]}]
+    write_ragpulse(tmp_path, requests, {1: 10, 5: 20, 6: 30, 3: 7}, end)
+    census = Census()
+    for request in read_log(tmp_path, census.skipped):
+        census.add(request)
+    assert census.tokens == {"new": 67, "prefix": 10, "moved": 30}
+    assert list(census.by_day) == ["day 1"]
+
+
+def test_a_directory_without_traces_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="RAGPulse"):
+        list(read_log(tmp_path, Counter()))
 
 
 def test_an_open_webui_export_is_a_request_for_each_answer(tmp_path):
