@@ -16,7 +16,7 @@ from typing import Any
 
 import ragcache as rc
 from benchmarks.report import Result, where_line
-from benchmarks.reuse import ONE, QUESTIONS, learn, sections
+from benchmarks.reuse import ONE, QUESTIONS, in_context, learn, sections
 from benchmarks.runner import Run
 from ragcache.models.language_model import LanguageModel
 from ragcache_demo.bag_of_words import BagOfWords
@@ -45,13 +45,8 @@ def chats(settings: Settings, pages: Sequence[str], chance: random.Random) -> It
     for number in range(settings.chats):
         if number % 5 == 4:
             memories.append(f"The user asked about page {number}.")
-        sources = "\n".join(
-            f'<source id="{rank}" name="page.md">{text}</source>'
-            for rank, text in enumerate(chance.sample(pages, settings.in_prompt), 1)
-        )
         now = f"It is {8 + number // 5}:{10 + number % 5 * 10}. Memories: {' '.join(memories[-3:])}"
-        task = "Answer from the context; cite sources as [id].\n\n"
-        asked = f"{task}<context>\n{sources}\n</context>\n\n{QUESTIONS[1 + number % 3]}"
+        asked = in_context(chance.sample(pages, settings.in_prompt), QUESTIONS[1 + number % 3])
         yield [{"role": "system", "content": now}, {"role": "user", "content": asked}]
 
 

@@ -1,9 +1,9 @@
 """How much of its passages' KV a prompt finds, whoever built it: `python -m benchmarks reuse`.
 
-For each way to ask, the share of the passages' tokens that were read from KV: at the first question, at the same one
+For each way to ask, the tokens read from KV as a share of the passages': at the first question, at the same one
 again, at another one over the same passages in another order, at a third in a third order, and at a last one after
 closing and opening the store. Passages that are nowhere are learnt from the prompts. What asks are LangChain's,
-LlamaIndex's and OpenAI's own objects, and ragcache's. `cacheblend` runs a part of what it reads
+LlamaIndex's, OpenAI's and Anthropic's own objects, and ragcache's. `cacheblend` runs a part of what it reads
 once more. Then conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on,
 in one process and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages
 are sections of this repository's documentation.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from anthropic import Anthropic
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
@@ -49,7 +50,7 @@ FIRST = "How is a block kept on disk?"
 QUESTIONS = (FIRST, FIRST, "What may be deleted?", "Who may read a document?")
 ONE = rc.Sampling(max_tokens=1)
 Ask = Callable[[rc.RagCache, Sequence[str], str], dict[str, Any]]
-"""Returns the answer as JSON: `usage.cached_tokens`, and `hits`, each with its tokens and where its KV came from."""
+"""Returns the answer as JSON, with `usage.cached_tokens`."""
 Keep = Callable[[rc.RagCache, Sequence[str]], object]
 
 
@@ -84,7 +85,7 @@ def fused(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, 
 
 def _of_message(message: Any) -> dict[str, Any]:
     cached = message.usage_metadata["input_token_details"]["cache_read"]
-    return {"usage": {"cached_tokens": cached}, "hits": message.response_metadata["sources"]}
+    return {"usage": {"cached_tokens": cached}}
 
 
 class LastAnswer(BaseEventHandler):
@@ -109,17 +110,57 @@ def compact(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str
     return HEARD.raw
 
 
-def served(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
-    """OpenAI's client against the server, passages under labels in a user message, as agents' tools return them."""
-    labelled = "\n\n".join(f"[{rank}] {text}" for rank, text in enumerate(passages, 1))
+def served(kb: rc.RagCache, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ask OpenAI's client, against the server without retrieval."""
     with TestClient(create_app(kb)) as http:
         client = OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http)
-        found = client.chat.completions.create(
-            model=client.models.list().data[1].id,  # NAME:plain, without retrieval
-            messages=[{"role": "user", "content": f"{labelled}\n\nQuestion: {question}"}],
-            max_tokens=1,
-        ).model_dump()
-    return {"usage": found["usage"]["prompt_tokens_details"], "hits": found["ragcache"]["sources"]}
+        model = client.models.list().data[1].id  # NAME:plain, without retrieval
+        made = client.chat.completions.create(model=model, messages=cast("Any", messages), max_tokens=1)
+    return {"usage": made.model_dump()["usage"]["prompt_tokens_details"]}
+
+
+def labelled(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """OpenAI's client, passages under labels in a user message."""
+    text = "\n\n".join(f"[{rank}] {text}" for rank, text in enumerate(passages, 1))
+    return served(kb, [{"role": "user", "content": f"{text}\n\nQuestion: {question}"}])
+
+
+def in_context(passages: Sequence[str], question: str) -> str:
+    """Return the message that Open WebUI makes of a question and what it retrieved itself."""
+    sources = "\n".join(f'<source id="{rank}" name="page.md">{text}</source>' for rank, text in enumerate(passages, 1))
+    return f"Answer from the context; cite sources as [id].\n\n<context>\n{sources}\n</context>\n\n{question}"
+
+
+def open_webui(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """Open WebUI's own retrieval, over OpenAI's route."""
+    return served(kb, [{"role": "user", "content": in_context(passages, question)}])
+
+
+def remembering(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """An agent whose memory changes with each question, and whose tool returned the passages."""
+    results = [
+        message
+        for rank, text in enumerate(passages)
+        for message in (
+            {"role": "user", "content": f"Read page {rank}."},
+            {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"},
+        )
+    ]
+    memory = f"You are an agent. Memory: the user asked {question!r} of {len(passages)} pages."
+    return served(kb, [{"role": "system", "content": memory}, *results, {"role": "user", "content": question}])
+
+
+def claude(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
+    """Anthropic's client, passages as documents."""
+    documents = [
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": text}} for text in passages
+    ]
+    content = cast("Any", [*documents, {"type": "text", "text": question}])
+    with TestClient(create_app(kb)) as http:
+        client = Anthropic(base_url="http://testserver", api_key="none", http_client=http)
+        model = http.get("/v1/models").json()["data"][1]["id"]
+        made = client.messages.create(model=model, max_tokens=1, messages=[{"role": "user", "content": content}])
+    return {"usage": {"cached_tokens": made.usage.cache_read_input_tokens}}
 
 
 def retrieved(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[str, Any]:
@@ -142,12 +183,8 @@ def precomputed(kb: rc.RagCache, passages: Sequence[str]) -> None:
 
 
 def share(kb: rc.RagCache, answer: dict[str, Any], passages: Sequence[str]) -> float:
-    """Share of the passages' tokens that were read from KV."""
-    tokens = float(sum(kb.count_tokens(text) for text in passages))
-    if not answer["hits"]:  # no hits: the cached part is a prefix
-        return min(1.0, float(answer["usage"]["cached_tokens"]) / tokens)
-    reused: int = sum(hit["tokens"] for hit in answer["hits"] if hit["kv"] not in ("computed", "unused"))
-    return min(1.0, reused / tokens)
+    """Tokens that were read from KV beside those of the passages: what precedes the passages counts too."""
+    return min(1.0, float(answer["usage"]["cached_tokens"]) / sum(kb.count_tokens(text) for text in passages))
 
 
 def learn(kb: rc.RagCache) -> None:
@@ -271,8 +308,12 @@ WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
     ("LlamaIndex's compact synthesizer, documents nowhere", compact, None, None),
     ("LlamaIndex's compact synthesizer, documents precomputed", compact, precomputed, None),
     ("the same, documents also in ragcache", compact, stored, None),
-    ("OpenAI's client, documents nowhere", served, None, None),
-    ("OpenAI's client, documents precomputed", served, precomputed, None),
+    ("OpenAI's client, documents nowhere", labelled, None, None),
+    ("OpenAI's client, documents precomputed", labelled, precomputed, None),
+    ("Open WebUI's own retrieval, documents nowhere", open_webui, None, None),
+    ("an agent whose memory changes, documents nowhere", remembering, None, None),
+    ("Anthropic's client, documents nowhere", claude, None, None),
+    ("Anthropic's client, documents precomputed", claude, precomputed, None),
     ("a raw prompt, documents precomputed", raw, precomputed, None),
     ("ragcache's own passages", retrieved, stored, None),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +28,8 @@ from ragcache.ingest.report import ProgressEvent
 from ragcache.ingest.report import bytes_text as bytes_text
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+PIPE_CLOSED = 141
+"""Status of a program whose reader has left, as shells report it."""
 Function = Callable[..., None]
 
 
@@ -113,6 +117,8 @@ def command(function: Function) -> Function:
         except KeyboardInterrupt as error:
             say_error("interrupted; what was stored stays")
             raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            raise typer.Exit(_unwritten(error)) from error
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
     all_of_them = (groups.get(name, {name: plain[name]} if name in plain else {}) for name in own)
@@ -120,6 +126,18 @@ def command(function: Function) -> Function:
         [_parameter(name, *declared) for options in all_of_them for name, declared in options.items()]
     )
     return run
+
+
+def _unwritten(error: OSError) -> int:
+    """Return the exit status after standard output could not be written, and write no more to it. Raises the error if
+    it names a file, or is none of a full or closed output."""
+    if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail again at the end
+    if error.errno == errno.EPIPE:
+        return PIPE_CLOSED
+    say_error(f"standard output cannot be written ({error.strerror})")
+    return FAILED
 
 
 class Command(typer.core.TyperCommand):
@@ -247,6 +265,11 @@ def bars() -> AbstractContextManager[Callable[[ProgressEvent], None] | None]:
     return progress_bars() if on_terminal() else nullcontext()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # the error that rich handles: `command` ends the program
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table. Columns whose name begins with ">" are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -254,7 +277,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable("" if cell is None else cell)) for cell in row))
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     console.print(table)

@@ -104,7 +104,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Answer:
-    """text: the answer. hits: the passages it was read from, best first.
+    """text: the answer. hits: the passages it was read from, best first, and pieces learnt from earlier prompts
+    (`chunk.is_learnt`).
 
     method: the fusion method that read it, with the options that differ from its own; method_reason: why this method,
             and what to do next
@@ -139,10 +140,10 @@ class Answer:
         return list(self.reasons())
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values, the hits as `source_to_json` writes them."""
+        """Return all fields as JSON values, the hits as `sources_to_json` writes them."""
         return {
             "text": self.text,
-            "hits": [source_to_json(hit) for hit in self.hits],
+            "hits": sources_to_json(self.hits),
             "timings": asdict(self.timings),
             "usage": asdict(self.usage),
             "method": self.method,
@@ -157,7 +158,13 @@ class Answer:
         }
 
 
-def source_to_json(source: Source) -> dict[str, Any]:
+def sources_to_json(hits: Sequence[Source]) -> list[dict[str, Any]]:
+    """Return the passages that an answer has as its sources. Pieces learnt from prompts are none: they are the callers'
+    own words."""
+    return [_source_to_json(hit) for hit in hits if not hit.chunk.is_learnt]
+
+
+def _source_to_json(source: Source) -> dict[str, Any]:
     chunk = source.chunk
     return {
         "chunk_id": chunk.id,

@@ -23,6 +23,7 @@ from ragcache.ingest.store_writer import StoreWriter
 from ragcache.ingest.whole_chunker import PassthroughSplitter
 from ragcache.ingest.worker import ChunkedDocument, EncodeJob, Record, Say, Source, Vectors, Work, Worker
 from ragcache.models.deadline import LIMIT
+from ragcache.retrieval.deletion import unlearn
 from ragcache.store.documents import DocumentStore
 from ragcache.store.records import Chunk, NewChunk, NewDocument, StoredVersion
 
@@ -405,6 +406,12 @@ class IngestRun:
         )  # fmt: skip
         with self.report.seconds.timed("commit_s"):
             before = self.to.documents.vector_ids_of([document.id]) if pending.replaces else []
+            if pending.replaces:  # first, as at a deletion: what the document says no longer is forgotten
+                said = {tuple(chunk.token_ids) for chunk in chunks}
+                old = (
+                    chunk for chunk in self.to.documents.chunks_of(document.id) if tuple(chunk.token_ids) not in said
+                )
+                unlearn(self.to.documents, self.to.kv, old)
             try:
                 added = self.to.documents.replace_document(new, chunks)
             except errors.IngestError as error:

@@ -11,7 +11,15 @@ from ragcache.store.collections import OTHERS, may
 from ragcache.store.directory import StoreLayout
 from ragcache.store.documents import DocumentStore
 from ragcache.store.kv_store import KVStore, collect_garbage
+from ragcache.store.records import Chunk
 from ragcache.store.rows import parts_of
+
+
+def unlearn(documents: DocumentStore, kv: KVStore, chunks: Iterable[Chunk]) -> None:
+    """Delete what was learnt from prompts that quote these chunks, as far as the view may write them. Raises
+    StoreReadOnlyError, StoreFullError, StoreBusyError."""
+    own = (chunk for chunk in chunks if may(documents.view.writes, chunk.collection))
+    kv.unlearn(((chunk.collection, OTHERS), chunk.token_ids) for chunk in own)
 
 
 def delete_documents(
@@ -35,9 +43,7 @@ def delete_documents(
             retriever.refresh()
         gone = documents.vector_ids_of(document_ids)
         for part in parts_of(document_ids):  # first, so that a kill in between leaves no piece that quotes deleted text
-            own = (chunk for id in part for chunk in documents.chunks_of(id))
-            own = (chunk for chunk in own if may(documents.view.writes, chunk.collection))
-            kv.unlearn(((chunk.collection, OTHERS), chunk.token_ids) for chunk in own)
+            unlearn(documents, kv, (chunk for id in part for chunk in documents.chunks_of(id)))
         deleted = documents.delete_documents(document_ids)
         if retriever is not None:
             retriever.apply([], np.empty((0, retriever.index.dimension), np.float32), gone)

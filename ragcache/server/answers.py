@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from ragcache import Answer, Chunk, GenerationOptions, Passage, RagCache, RetrieveOptions, Sampling, Source
-from ragcache.engine.answer import TokenLogprob, source_to_json
+from ragcache.engine.answer import TokenLogprob, sources_to_json
 from ragcache.engine.options import AnswerDefaults, names
 from ragcache.server import chat_types
 
@@ -183,7 +183,7 @@ def dearest(answers: Sequence[Answer]) -> Answer:
 
 
 def sources_of(hits: Sequence[Source]) -> list[chat_types.SourceItem]:
-    return [chat_types.SourceItem(**source_to_json(hit)) for hit in hits]
+    return [chat_types.SourceItem(**source) for source in sources_to_json(hits)]
 
 
 def citations(answer: Answer) -> list[dict[str, JsonValue]]:

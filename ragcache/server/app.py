@@ -67,7 +67,9 @@ def create_app(kb: RagCache, settings: ServerSettings | None = None, *, web: boo
         redirect_slashes=False,
     )
     app.state.service = service
-    for router in (*ROUTERS, *added.values()):
+    # The page's "/" has priority over that of another added route.
+    first = [added[PAGE_NAME]] if PAGE_NAME in added else []
+    for router in (*ROUTERS, *first, *(router for router in added.values() if router not in first)):
         app.include_router(router)
     forms = {f"{router.prefix}/": getattr(router, "error_body", None) for router in added.values()}
     app.state.error_forms = {start: form for start, form in forms.items() if form is not None}

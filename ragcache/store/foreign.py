@@ -83,10 +83,15 @@ class Listed(NamedTuple):
 
 
 class FoundPassage(NamedTuple):
-    """A listed passage whose block is stored. name: the user's name for it, or None"""
+    """A listed passage whose block is stored.
+
+    name:      the user's name for it, or None
+    is_learnt: whether it has no name because it was learnt from prompts
+    """
 
     token_ids: list[int]
     name: Name | None
+    is_learnt: bool
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,9 @@ class PassageList:
             for number in numbers:
                 for handle, ids in database.execute(query, (number, owner)).fetchall():
                     if handle in self._blocks:
-                        there[number] = FoundPassage(np.frombuffer(ids, _TOKEN).tolist(), _name_of(database, handle))
+                        name = _name_of(database, handle)
+                        is_learnt = name is None and _is_learnt(database, handle)
+                        there[number] = FoundPassage(np.frombuffer(ids, _TOKEN).tolist(), name, is_learnt)
                     elif not self._read_only:
                         _take_off(database, _unnamed(database, [handle]))
             return there
@@ -399,6 +406,10 @@ def _take_off(database: sqlite3.Connection, handles: Iterable[str]) -> None:
         database.execute("DELETE FROM learnt WHERE handle = ?", (handle,))
         database.execute("DELETE FROM quotes WHERE handle = ?", (handle,))
         database.execute("DELETE FROM names WHERE collection = ? AND id = ?", (NOBODY, handle))
+
+
+def _is_learnt(database: sqlite3.Connection, handle: str) -> bool:
+    return database.execute("SELECT 1 FROM learnt WHERE handle = ?", (handle,)).fetchone() is not None
 
 
 def _name_of(database: sqlite3.Connection, handle: str) -> Name | None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict
 
@@ -268,6 +269,22 @@ def test_methods_are_those_of_the_library():
     found = json_of(invoke("methods", "--json"))["methods"]
     assert [method["name"] for method in found] == list(rc.METHODS)
     assert all(name in invoke("methods").stdout for name in rc.METHODS)
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_output_that_cannot_be_written_is_one_line(as_json):
+    program = [sys.executable, "-m", "ragcache", "methods", *as_json]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: standard output cannot be written (No space left on device)\n",
+    )
+    ours, theirs = os.pipe()
+    os.close(ours)  # a reader that has left
+    done = subprocess.run(program, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_version():

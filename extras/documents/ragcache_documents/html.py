@@ -10,10 +10,14 @@ from typing import Any
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache.ingest.readers.plain import decode, read_bytes, storable
+from ragcache.ingest.readers.plain import decode, decode_stated, read_bytes, storable
 from ragcache.ingest.text_blocks import MAX_TITLE, first_heading
 
-DROPPED = ["button", "head", "iframe", "nav", "noscript", "script", "select", "style", "svg", "template"]
+# The last two draw a formula that is MathML beside them.
+DROPPED = [
+    *("button", "head", "iframe", "nav", "noscript", "script", "select", "style", "svg", "template"),
+    *(".katex-html", "mjx-math[aria-hidden=true]"),
+]
 _DECLARED = re.compile(rb"""(?i)<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""")
 # Code is unchanged. Elsewhere the converter writes two spaces at a line break, and escapes what a line of Markdown
 # would begin a list with: "1\. Opening hours".
@@ -28,6 +32,9 @@ _MARKUP = re.compile(
     | <title\b{_INSIDE_TAG}>(?P<title>.*?)(?:</title\b|\Z)
     | <[a-z/!?]{_INSIDE_TAG}(?:>|\Z)"""
 )
+_CELLS = re.compile(rf"(?i)<(?P<closes>/?)(?P<name>table|tr|td|th)(?=[\s/>]){_INSIDE_TAG}>")
+_SPAN, _WIDTH = (re.compile(rf"""(?i)\s{name}span\s*=\s*["']?(\d{{1,5}})["']?""") for name in ("row", "col"))
+_MOST_ROWS, _MOST_COLUMNS = 1000, 100
 _NO_TITLE = {"", "untitled", "anonymous", "(anonymous)", "word document", "powerpoint presentation"}
 _FILE_TITLE = re.compile(r"Microsoft (Word|Excel|PowerPoint) - ")
 
@@ -50,11 +57,81 @@ def markdown_of(page: str, where: Path) -> tuple[str, str]:
         skip_images=True, extract_metadata=False,
     )  # fmt: skip
     raised: Any = _Raised()  # its protocol wants every method
-    made = convert(storable(page), options, raised)
+    made = convert(_filled_down(storable(page)), options, raised)
     if any(warning.kind == WarningKind.DEPTH_LIMIT_EXCEEDED for warning in made.warnings):
         raise ReaderError(where, "its elements are nested too deeply")
     text = _WRITTEN.sub(_as_seen, made.content or "").strip()
     return _page_title(page) or first_heading(text), text
+
+
+def _filled_down(page: str) -> str:
+    """Return the page with the text of each cell that spans rows in all of its rows, so that each says what it is of.
+
+    Only short texts are repeated; below a longer one the cell is empty.
+    """
+    if not _SPAN.search(page):
+        return page
+    out, done = list[str](), 0
+    tables: list[_Table] = []
+    for tag in _CELLS.finditer(page):
+        name, closes = tag["name"].lower(), bool(tag["closes"])
+        out.append(page[done : tag.start()])
+        done = tag.end()
+        if name == "table":
+            if closes and tables:
+                out += tables.pop().end_row(page, tag.start())
+            elif not closes:
+                tables.append(_Table())
+        elif tables and name == "tr":
+            out += tables[-1].end_row(page, tag.start())
+        elif tables:
+            tables[-1].end_cell(page, tag.start())
+            if not closes:
+                out += tables[-1].begin_cell(tag)
+        out.append(_SPAN.sub("", tag[0]) if tables and name in ("td", "th") else tag[0])
+    return "".join([*out, page[done:]])
+
+
+class _Table:
+    """The cells of a table's row so far, and those that reach down from earlier rows by their column."""
+
+    def __init__(self) -> None:
+        self._below: dict[int, tuple[int, str]] = {}
+        self._column = self._width = self._start = 0
+        self._rows, self._is_open, self._is_row = 1, False, False
+
+    def begin_cell(self, tag: re.Match[str]) -> Iterator[str]:
+        """Yield the cells that earlier rows have before this cell."""
+        self._is_row = True
+        yield from self._from_above()
+        spans = (_SPAN.search(tag[0]), _WIDTH.search(tag[0]))
+        self._rows, self._width = (min(int(one[1]) or _MOST_ROWS, _MOST_ROWS) if one else 1 for one in spans)
+        self._start, self._is_open = tag.end(), True
+
+    def end_cell(self, page: str, end: int) -> None:
+        if not self._is_open:
+            return
+        text = page[self._start : end] if end - self._start <= MAX_TITLE else ""
+        for column in range(self._column, self._column + min(self._width, _MOST_COLUMNS)):
+            if self._rows > 1:
+                self._below[column] = (self._rows - 1, text)
+        self._column += self._width
+        self._is_open = False
+
+    def end_row(self, page: str, end: int) -> Iterator[str]:
+        """Yield the cells that earlier rows have behind the last cell of the row."""
+        self.end_cell(page, end)
+        if self._is_row:
+            yield from self._from_above()
+        self._column, self._is_row = 0, False
+
+    def _from_above(self) -> Iterator[str]:
+        while (held := self._below.pop(self._column, None)) is not None:
+            rows, text = held
+            if rows > 1:
+                self._below[self._column] = (rows - 1, text)
+            self._column += 1
+            yield f"<td>{text}</td>"
 
 
 def _page_title(page: str) -> str:
@@ -102,7 +179,7 @@ def decode_page(data: bytes, path: Path) -> str:
     declared = found[1].decode("ascii", "replace") if found else ""
     if declared and not re.fullmatch("utf-?8|utf-?(16|32).*|unicode", declared, re.IGNORECASE):
         try:
-            return data.decode(declared)
+            return decode_stated(data, declared, path)
         except (LookupError, UnicodeDecodeError) as error:
             raise ReaderError(path, f"the page declares the encoding {declared!r}, but is not in it") from error
     return decode(data, path)

@@ -15,6 +15,7 @@ from ragcache.ingest.text_blocks import first_heading
 from ragcache.store.places import Place, edited
 from ragcache_documents.html import decode_page, markdown_of
 from ragcache_documents.sheets import list_table, workbook_tables
+from ragcache_documents.shown import as_shown
 from ragcache_documents.slides import slide_places
 from ragcache_documents.titles import document_title
 
@@ -57,7 +58,8 @@ def _convert(data: bytes, suffix: str, path: Path) -> _Converted:
         converter = getattr(converters, f"{suffix[1:].capitalize()}Converter")()
         if suffix in (".docx", ".epub"):
             converter._html_converter = _Pages(path)
-        made = converter.convert(BytesIO(data), StreamInfo(extension=suffix, charset="utf-8"))
+        read = as_shown(data, suffix) if suffix in (".docx", ".pptx") else data
+        made = converter.convert(BytesIO(read), StreamInfo(extension=suffix, charset="utf-8"))
     except (MissingDependencyException, ModuleNotFoundError) as error:
         raise ReaderError(path, missing_extra(suffix)) from error
     except (MemoryError, ReaderError):

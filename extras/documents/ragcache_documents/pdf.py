@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from pypdf import PdfReader
+from pypdf import PageObject, PdfReader
 from pypdf.errors import DependencyError, FileNotDecryptedError
 
 from ragcache.errors import ReaderError
@@ -21,7 +22,13 @@ from ragcache_documents.html import stated_title
 # leaves none: a line end too many does no harm there, two paragraphs in one would.
 WRAP_SHARE = 0.85
 WRAP_SHARE_AFTER_SENTENCE = 1.0
+# A page without a line of so many characters has no full lines, and neither has a page on which every line begins as a
+# sentence does: a list of prices, addresses or times.
+FULL_LINE = 40
 BETWEEN_PAGES = "\n\n"
+# Flags of a form's fields and of their boxes on the page.
+_PASSWORD, _HIDDEN = 1 << 13, 1 << 1
+_MOST_NESTED = 32
 _NEW_BLOCK = re.compile(r"\s*([-*•‣◦–]|\d+[.)])\s")
 MAX_LABEL = 100
 
@@ -33,7 +40,7 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
         reader = PdfReader(path)
         if reader.is_encrypted and not reader.decrypt(""):
             raise ReaderError(path, "the PDF is encrypted with a password; save it without one")
-        pages = [join_wrapped_lines(storable(page.extract_text())) for page in reader.pages]
+        pages = [_page_text(page) for page in reader.pages]
         labels = _labels(reader, len(pages))
         title = stated_title(str((reader.metadata.title if reader.metadata else None) or ""))
     except (ReaderError, MemoryError):
@@ -55,6 +62,40 @@ def read_pdf(path: Path, document_id: str) -> Iterator[Document | ReaderError]:
     yield Document(document_id, text, title=title, source=document_id, places=places)
 
 
+def _page_text(page: PageObject) -> str:
+    text = join_wrapped_lines(storable(page.extract_text()))
+    return "\n".join(part for part in (text, *_filled_in(page)) if part)
+
+
+def _filled_in(page: PageObject) -> Iterator[str]:
+    """Yield the name and value of the form's fields on the page that were filled in."""
+    for annotation in page.annotations or ():
+        box = annotation.get_object()
+        if box.get("/Subtype") != "/Widget" or int(box.get("/F", 0)) & _HIDDEN:
+            continue
+        kind, value = _of_field(box, "/FT"), _of_field(box, "/V")
+        name = _of_field(box, "/TU") or _of_field(box, "/T")
+        if kind == "/Btn":  # a box is ticked, or one of several
+            value = box.get("/AS", value)
+            value = None if value in (None, "/Off") else str(value).lstrip("/")
+        if kind not in ("/Tx", "/Ch", "/Btn") or value in (None, "") or int(_of_field(box, "/Ff") or 0) & _PASSWORD:
+            continue
+        values = value if isinstance(value, list) else [value]
+        yield storable(f"{name or 'field'}: {', '.join(str(one) for one in values)}")
+
+
+def _of_field(box: Any, key: str) -> Any:
+    """Return what a field states, or a field that it belongs to."""
+    for _ in range(_MOST_NESTED):
+        if key in box:
+            value = box[key].get_object()
+            return value.get_data().decode("latin-1") if hasattr(value, "get_data") else value
+        if "/Parent" not in box:
+            break
+        box = box["/Parent"].get_object()
+    return None
+
+
 def _labels(reader: PdfReader, num_pages: int) -> list[str]:
     """Return the PDF's labels of its pages: their numbers from 1, unless it states other readable labels."""
     try:
@@ -69,7 +110,9 @@ def _labels(reader: PdfReader, num_pages: int) -> list[str]:
 def join_wrapped_lines(page: str) -> str:
     """Return the page's text with a line per paragraph, if its lines were full; words cut at a line end are joined."""
     lines = [line.rstrip() for line in page.splitlines()]
-    widest = max((len(line) for line in lines), default=0)
+    widest = max(FULL_LINE, *(len(line) for line in lines), 0)
+    if not any(line[:1].isalpha() and not line[:1].isupper() for line in map(str.strip, lines)):
+        return "\n".join(lines)
     joined: list[str] = []
     for position, line in enumerate(lines):
         if joined and _is_wrapped(lines[position - 1], line, widest):

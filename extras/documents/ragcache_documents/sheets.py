@@ -28,6 +28,7 @@ SEPARATORS = ",;\t|"
 # Rows from which a list's separator is found.
 TOLD_BY = 50
 MAX_NAME = 100
+MOST_COLUMNS = 1 << 14
 
 
 def workbook_tables(data: bytes) -> tuple[str, list[Place]]:
@@ -39,15 +40,80 @@ def workbook_tables(data: bytes) -> tuple[str, list[Place]]:
     written = load(BytesIO(data)).worksheets if _has_formulas(data) else repeat(None)
     tables, places, start = list[str](), list[Place](), 0
     for sheet, formulas in zip(book.worksheets, written, strict=False):
-        rows = _rows(sheet)
+        if sheet.sheet_state != "visible":
+            continue
+        layout = _Layout.of(data, sheet)
+        rows = layout.shown(_rows(sheet))
         if formulas is not None:
-            both = zip(rows, _rows(formulas), strict=True)
+            both = zip(rows, layout.shown(_rows(formulas)), strict=True)
             rows = ([text if value is None else value for value, text in zip(*pair, strict=True)] for pair in both)
         heading, table, named = f"## {sheet.title}\n", _table(rows), {"sheet": storable(sheet.title)[:MAX_NAME]}
         tables.append(f"{heading}{table.text}".rstrip("\n"))
         places += [Place(start, named), *table.places(start + len(heading), named)]
         start += len(tables[-1]) + len("\n\n")
     return "\n\n".join(tables), places
+
+
+# A row or columns that are hidden, and a range of merged cells, as the sheet's file states them.
+_LAYOUT = re.compile(
+    rb"""<(?:\w+:)?(?:(?P<what>row|col)\b(?=[^>]*\shidden=["'](?:1|true))[^>]*>|mergeCell\b[^>]*\bref=["'](?P<ref>[^"']+))"""
+)
+_ATTRIBUTE = rb"""\s%s=["'](\d+)"""
+
+
+class _Layout(NamedTuple):
+    """How a sheet shows its cells. merged: first and last row of ranges, by the row and column of their first cell"""
+
+    hidden_rows: set[int]
+    hidden_columns: set[int]
+    merged: dict[tuple[int, int], int]
+
+    @classmethod
+    def of(cls, data: bytes, sheet: Any) -> _Layout:
+        from openpyxl.utils.cell import range_boundaries
+
+        layout = cls(set(), set(), {})
+        for found in _matches(data, sheet._worksheet_path, _LAYOUT):
+            if found["ref"]:
+                column, row, _, last_row = range_boundaries(found["ref"].decode("ascii", "replace"))
+                if last_row > row:
+                    layout.merged[row, column] = last_row
+                continue
+            numbers = {name: re.search(_ATTRIBUTE % name, found[0]) for name in (b"r", b"min", b"max")}
+            if numbers[b"r"]:
+                layout.hidden_rows.add(int(numbers[b"r"][1]))
+            elif numbers[b"min"] and numbers[b"max"]:
+                layout.hidden_columns.update(
+                    range(int(numbers[b"min"][1]), min(int(numbers[b"max"][1]), MOST_COLUMNS) + 1)
+                )
+        return layout
+
+    def shown(self, rows: Iterable[Sequence[object]]) -> Iterator[Sequence[object]]:
+        """Yield the rows, hidden ones empty, with the value of a merged cell in each row that it covers."""
+        below: dict[int, tuple[int, object]] = {}
+        for number, row in enumerate(rows, 1):
+            values = list(row)
+            for column in range(1, len(values) + 1):
+                last, held = below.get(column, (0, None))
+                if number <= last and values[column - 1] is None:
+                    values[column - 1] = held
+                if (end := self.merged.get((number, column))) is not None:
+                    below[column] = (end, values[column - 1])
+            if number in self.hidden_rows:
+                yield []
+            else:
+                yield [value for column, value in enumerate(values, 1) if column not in self.hidden_columns]
+
+
+def _matches(data: bytes, path: str, pattern: re.Pattern[bytes]) -> Iterator[re.Match[bytes]]:
+    """Yield what the pattern finds in a file of the workbook, piece by piece. Tags end with ">"."""
+    with ZipFile(BytesIO(data)) as archive, archive.open(path.lstrip("/")) as sheet:
+        before = b""
+        for piece in iter(partial(sheet.read, PIECE), b""):
+            text = before + piece
+            cut = text.rfind(b">") + 1
+            yield from pattern.finditer(text, 0, cut)
+            before = text[cut:][-PIECE:]
 
 
 def _rows(sheet: Any) -> Iterator[Sequence[object]]:
@@ -134,15 +200,8 @@ def _formatted(number: float, format: str | None) -> object:
 
 def _has_formulas(data: bytes) -> bool:
     with ZipFile(BytesIO(data)) as archive:
-        for name in archive.namelist():
-            if name.startswith("xl/worksheets/"):
-                with archive.open(name) as sheet:
-                    before = b""
-                    for piece in iter(partial(sheet.read, PIECE), b""):
-                        if _FORMULA.search(before + piece):
-                            return True
-                        before = piece[-2:]
-    return False
+        names = [name for name in archive.namelist() if name.startswith("xl/worksheets/")]
+    return any(True for name in names for _ in _matches(data, name, _FORMULA))
 
 
 class _Table(NamedTuple):

@@ -14,7 +14,8 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 
 from ragcache.errors import ReaderError
 from ragcache.ingest.document import Document
-from ragcache_documents.html import _page_title
+from ragcache.ingest.readers.plain import decode_stated
+from ragcache_documents.html import _filled_down, _page_title
 from ragcache_documents.pdf import join_wrapped_lines
 
 # HTML
@@ -111,6 +112,58 @@ def test_a_page_that_declares_utf_16_in_ascii_is_utf_8(write, declared, pad):
     assert read_one(write("page.html", page)).text == "Caf\u00e9 at nine."
 
 
+@pytest.mark.parametrize(
+    ("declared", "data", "text"),
+    [
+        ("iso-8859-1", b"It\x92s 5 \x80.", "It\u2019s 5 \u20ac."),
+        ("us-ascii", b"\x81 5 \x80.", "\x81 5 \x80."),
+        ("iso-8859-1", "Caf\u00e9".encode(), "Caf\u00e9"),
+        ("iso-8859-1", b"\xef\xbb\xbfCaf\xc3\xa9", "Caf\u00e9"),
+        ("gb2312", "\u6731\u9555\u57fa".encode("gbk"), "\u6731\u9555\u57fa"),
+        ("shift_jis", "\u2460\u9ad9\u6a4b".encode("cp932"), "\u2460\u9ad9\u6a4b"),
+        ("x-sjis", "\u6a4b".encode("cp932"), "\u6a4b"),
+        ("ks_c_5601-1987", "\ud3b2\uc2dc".encode("cp949"), "\ud3b2\uc2dc"),
+        ("windows-1250", b"K\xf9\xf2", "K\u016f\u0148"),
+    ],
+)
+def test_names_of_encodings_mean_what_browsers_mean(declared, data, text):
+    assert decode_stated(data, declared, "a") == text
+
+
+def test_formulas_are_read_once(write):
+    drawn = "<span class=katex-html aria-hidden=true><span>r2</span></span>"
+    formula = f"<span class=katex><span><math><msup><mi>r</mi><mn>2</mn></msup></math></span>{drawn}</span>"
+    assert read_one(write("a.html", f"<p>It is {formula} wide.</p>")).text == "It is r^2 wide."
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ("<tr><td rowspan=2>Heron<td>Ann<tr><td>Bo<tr><td>Swan<td>Di", ["Heron | Ann", "Heron | Bo", "Swan | Di"]),
+        (
+            "<tr><td>1</td><td rowspan='0'>all</td></tr><tr><td>2</td></tr><tr><td>3</td></tr>",
+            ["1 | all", "2 | all", "3 | all"],
+        ),
+        ("<tr><td rowspan=2 colspan=2>ab</td><td>c</td></tr><tr><td>d</td></tr>", ["ab | | c", "ab | ab | d"]),
+        (f"<tr><td rowspan=2>{'x' * 9999}</td><td>c</td></tr><tr><td>d</td></tr>", [f"{'x' * 9999} | c", "| d"]),
+        (
+            "<tr><td rowspan=2>out</td><td><table><tr><td>in</td></tr></table></td></tr><tr><td>d</td></tr>",
+            ["out | in", "out | d"],
+        ),
+    ],
+)
+def test_cells_that_span_rows_are_in_each_of_them(write, rows, lines):
+    head, _, *rest = read_one(write("a.html", f"<table>{rows}</table>")).text.splitlines()
+    assert [line.strip("|").strip() for line in (head, *rest)] == [line.strip() for line in lines]
+
+
+def test_rows_that_span_are_filled_in_linear_time(write):
+    page = "<table>" + "<tr>" + "<td rowspan=65000>cell</td>" * 200 + "<tr><td>x" * 2000 + "</table>"
+    started = time.perf_counter()
+    assert len(_filled_down(page)) < 200 * 2000 * 20
+    assert time.perf_counter() - started < 5
+
+
 # PDF
 
 
@@ -176,6 +229,37 @@ def test_wrapped_lines_join_and_lists_and_short_lines_stay():
     joined = "This is a line that was wrapped at the margin and goes on to here, where it ends at last."
     assert join_wrapped_lines(f"Title\n\n{wrapped}\n{rest}\n") == f"Title\n\n{joined}\n{rest}"
     assert join_wrapped_lines("") == ""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "Boat fees 2024\nHeron 9 m 12.50\nSwan 30.00\nOtter 7 m",
+        "Petra Elley\n12 Harbour Road\nEast Thornbury upon Osby, near the lake",
+    ],
+)
+def test_pages_of_short_lines_keep_them(page):
+    assert join_wrapped_lines(page) == page
+
+
+def test_what_was_filled_into_a_form_is_read(write):
+    stream = io.BytesIO()
+    page = canvas.Canvas(stream)
+    page.drawString(72, 750, "Application")
+    form = page.acroForm
+    form.textfield(name="name", value="Petra Elley", tooltip="Full name", x=120, y=690, width=200, height=20)
+    form.textfield(name="empty", x=120, y=600, width=200, height=20)
+    form.textfield(name="secret", value="hunter2", fieldFlags="password", x=120, y=500, width=200, height=20)
+    form.choice(name="boat", value="Heron", options=["Heron", "Swan"], x=120, y=650, width=100, height=20)
+    form.checkbox(name="insured", checked=True, x=120, y=550)
+    form.checkbox(name="sold", checked=False, x=120, y=530)
+    page.save()
+    assert read_one(write("a.pdf", stream.getvalue())).text.splitlines() == [
+        "Application",
+        "Full name: Petra Elley",
+        "boat: Heron",
+        "insured: Yes",
+    ]
 
 
 def test_pdfs_that_cannot_be_read_say_why(write, tmp_path):

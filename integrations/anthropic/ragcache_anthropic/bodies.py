@@ -109,7 +109,7 @@ class DocumentBlock(Block):
 
     @property
     def read(self) -> str:
-        return "\n".join([part for part in (self.title, self.context) if part] + [f"{self.source.read.rstrip()}\n"])
+        return "\n".join([part for part in (self.title, self.context) if part] + [f"{self.source.read.rstrip()}\n\n"])
 
 
 class SearchResultBlock(Block):
@@ -120,7 +120,7 @@ class SearchResultBlock(Block):
 
     @property
     def read(self) -> str:
-        return f"{self.title}\n{self.source}\n{_joined(self.content).rstrip()}\n"
+        return f"{self.title}\n{self.source}\n{_joined(self.content).rstrip()}\n\n"
 
 
 ResultBlock = Annotated[

@@ -134,7 +134,7 @@ class Tools:
             options["sampling"] = replace(options["sampling"], max_tokens=max_tokens)
         async with self._told():
             answer = await self.answered(lambda: self.seen().aask(question, **options))
-        sources = [_passage(hit) for hit in answer.hits]
+        sources = [_passage(hit) for hit in answer.hits if not hit.chunk.is_learnt]
         return Answered(answer=answer.text, sources=sources, is_cut=answer.finish_reason == "length")
 
     async def add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
@@ -72,14 +73,14 @@ async def version() -> Version:
 
 
 def entries(service: Service) -> list[ModelEntry]:
-    digest = service.kb.lm.fingerprint
+    digests = {service.embedding_model: hashlib.sha256(service.embedding_model.encode()).hexdigest()}
     return [
         ModelEntry(
             name=name if ":" in name else name + LATEST,
             model=name if ":" in name else name + LATEST,
             modified_at=started(service),
             size=0 if name == service.embedding_model else weight_bytes(service),
-            digest="" if name == service.embedding_model else digest,
+            digest=digests.get(name, service.kb.lm.fingerprint),
             details=details(service, embeds=name == service.embedding_model),
         )
         for name in (service.chat_model, service.plain_model, service.embedding_model)

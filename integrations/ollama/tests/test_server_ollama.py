@@ -243,6 +243,7 @@ def test_models_are_listed_and_shown(client, kb):
     assert listed["tiny:latest"].size == sum(one.nbytes for one in kb.lm.model.parameters())
     assert listed["tiny:latest"].details.family == "llama"
     assert [model.context_length for model in client.ps().models][:2] == [4096, 4096]
+    assert {len(model.digest) for model in (*client.list().models, *client.ps().models)} == {64}
     for name in ("tiny", "tiny:latest", "tiny:plain"):
         shown = client.show(name)
         assert shown.modelinfo["llama.context_length"] == 4096
@@ -252,6 +253,11 @@ def test_models_are_listed_and_shown(client, kb):
         ["embedding"], kb.embedder.dimension,
     )  # fmt: skip
     assert client.chat("tiny:plain", ASKED, options=SHORT).prompt_eval_count < 60
+
+
+def test_ollamas_programs_find_that_it_runs(served):
+    assert served.http.get("/").text == "Ollama is running"
+    assert served.http.head("/").status_code == 200
 
 
 def test_a_name_with_the_usual_tag_may_be_said_without(serve, connect):

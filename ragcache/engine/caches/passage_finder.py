@@ -158,13 +158,14 @@ class PassageFinder:
 
     def _chunk(self, found: FoundPassage) -> Chunk:
         """Return the passage under the name that its collection has for it."""
-        ids, name = found
+        ids, name, is_learnt = found
         id, source, title = ("", "", "") if name is None else (name.id, name.source, name.title)
         metadata = {} if name is None else dict(name.metadata)
         document = source or id
         source = text_field(metadata, "source") or source
         text = str(self._tokenizer.decode(ids))
-        return Chunk(id, document, 0, text, ids, metadata, NOT_STORED, None, 0.0, source, title)
+        about = (metadata, NOT_STORED, None, 0.0, source, title)
+        return Chunk(id, document, 0, text, ids, *about, is_learnt=is_learnt)
 
     def _refresh(self) -> None:
         """Index the passages stored since the last search. Deleted names stay until they are half of all names."""

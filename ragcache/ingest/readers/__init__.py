@@ -68,8 +68,8 @@ class FileList(NamedTuple):
 
     files:   files to read
     failed:  errors of given paths that cannot be read
-    skipped: in folders, files of a kind that has no reader, dangling links, and links to folders, which are not
-        followed because they may lead anywhere
+    skipped: in folders, files of a kind that has no reader, names that begin with a dot, dangling links, and links to
+        folders, which are not followed because they may lead anywhere
     """
 
     files: list[SourceFile]
@@ -102,7 +102,7 @@ def _source_file(path: Path) -> SourceFile:
 def _find(path: Path, found: FileList) -> None:
     if path.is_dir():
         for file in _walk(path, found.failed):
-            if file.suffix.lower() in readers() and file.is_file():
+            if file.suffix.lower() in readers() and file.is_file() and not file.name.startswith("."):
                 found.files.append(_source_file(file))
             else:
                 found.skipped.append(file)
@@ -153,9 +153,10 @@ def _walk(root: Path, failed: list[ReaderError]) -> Iterator[Path]:
         if STORE_MARK in names:  # a store's own files are not documents
             folders.clear()
             continue
+        names += [name for name in folders if name.startswith(".")]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (link for name in folders if (link := Path(folder, name)).is_symlink())
         for name in sorted(names):
             path = Path(folder, name)
-            if not name.startswith(".") and (path.is_file() or path.is_symlink()):
+            if path.is_file() or path.is_symlink() or name.startswith("."):
                 yield path

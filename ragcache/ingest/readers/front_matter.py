@@ -10,6 +10,7 @@ import math
 import re
 from base64 import b64encode
 from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import yaml
@@ -37,6 +38,16 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(kind)
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float | str:
+    """Return the number, or its text where a number would lose digits: version 1.10 is another than 1.1."""
+    text = str(node.value)
+    number = float(text)
+    if math.isinf(number):
+        return str(number)
+    return number if Decimal(text) == Decimal(repr(number)) and not re.search(r"\.\d*0$", text) else text
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 for _name, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -19,11 +21,24 @@ ENCODING: ContextVar[str | None] = ContextVar("ragcache_encoding", default=None)
 """Encoding of text that is not UTF-8, as `ReadLimits.encoding` states it."""
 STATE = "--encoding, ReadLimits.encoding"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# What programs mean by an encoding's name (WHATWG, Encoding): a larger set than Python's of the same name.
+_MEANT = {
+    **dict.fromkeys(("ascii", "iso8859-1"), "cp1252"),
+    **dict.fromkeys(("tis-620", "iso8859-11", "windows-874"), "cp874"),
+    **dict.fromkeys(("gb2312", "gbk", "x-gbk"), "gb18030"),
+    **dict.fromkeys(("shift_jis", "x-sjis"), "cp932"),
+    "iso8859-9": "cp1254",
+    "euc_kr": "cp949",
+    "big5": "big5hkscs",
+    "iso-8859-8-i": "iso8859-8",
+}
+_OF_ONE_BYTE = re.compile(r"ascii|iso8859|cp125|cp874|koi8|mac")
 # Characters without width, which split words for tokenizers and searches, and typographic ligatures.
 _UNSEEN: dict[int, str | None] = {
     **dict.fromkeys((0xAD, 0x200B, 0x2060, 0xFEFF)),
     **{0xFB00 + rank: letters for rank, letters in enumerate(("ff", "fi", "fl", "ffi", "ffl"))},
 }
+_DATA_URI = re.compile(r"""(\bdata:[\w.+-]+/[\w.+-]+)[;,][^\s"'()<>\\]{100,}""")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -43,7 +58,8 @@ def decode(data: bytes, path: str | os.PathLike[str]) -> str:
     Encodings are not guessed: charset-normalizer decodes a fifteenth of short texts into letters of another script, and
     more of those in Latin letters into names that do not exist. Raises ReaderError.
     """
-    stated = ENCODING.get()
+    stated = ENCODING.get() or ""
+    stated = _MEANT.get(codecs.lookup(stated).name, stated) if stated else ""
     tried = ["utf-16"] if data.startswith(_UTF16) else ["utf-8-sig"] * (b"\0" not in data) + [stated] * bool(stated)
     if not tried:
         raise ReaderError(path, "the file is binary (it holds NUL bytes), not text")
@@ -64,6 +80,27 @@ def decode(data: bytes, path: str | os.PathLike[str]) -> str:
         raise ReaderError(path, "the file is binary (it holds NUL characters), not text")
     if not text.strip():
         raise ReaderError(path, "the file is empty")
+    return _with_line_feeds(text)
+
+
+def decode_stated(data: bytes, stated: str, path: str | os.PathLike[str]) -> str:
+    """Decode text in the encoding that its file states, with "\\n" line ends.
+
+    The bytes are believed before the statement: a byte order mark is, and so is UTF-8 where an encoding of single bytes
+    is stated, since no text in that happens to be UTF-8. Raises LookupError, UnicodeDecodeError, ReaderError.
+    """
+    if data.startswith((*_UTF16, codecs.BOM_UTF8)):
+        return decode(data, path)
+    name = stated.strip().lower()
+    with suppress(LookupError):
+        name = codecs.lookup(name).name
+    for encoding in (*["utf-8"] * bool(_OF_ONE_BYTE.match(name)), _MEANT.get(name, name)):
+        with suppress(UnicodeDecodeError):
+            return _with_line_feeds(data.decode(encoding))
+    return _with_line_feeds(data.decode("iso8859-1" if name == "ascii" else name))
+
+
+def _with_line_feeds(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -83,7 +120,9 @@ def storable(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Return the text as it appears: without soft hyphens and other zero-width characters, ligatures as letters."""
+    """Return the text as it appears: without soft hyphens and other zero-width characters, ligatures as letters, and
+    without the data of images and fonts that are written into it."""
+    text = _DATA_URI.sub(r"\1", text) if "data:" in text else text
     return text if text.isascii() else text.translate(_UNSEEN)
 
 

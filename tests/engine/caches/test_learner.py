@@ -68,6 +68,17 @@ def test_text_is_found_after_its_second_prompt(kb):
     assert answer.usage.cached_tokens >= 0.95 * total
 
 
+def test_learnt_pieces_are_no_sources(kb):
+    """Passages that somebody supplied are, with a name or without."""
+    supplied = paragraph(9)
+    kb.precompute([supplied])
+    ask(kb, stuffed(PAGES, "Who rows?"))
+    ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
+    answer = ask(kb, stuffed([PAGES[2], supplied], "Who swims?", "Now read."))
+    assert [hit.chunk.is_learnt for hit in answer.hits] == [True, False]
+    assert [hit["text"][5:40] for hit in answer.to_json()["hits"]] == [supplied[5:40]]
+
+
 def test_learnt_pieces_are_those_that_two_prompts_share(kb):
     texts = [
         stuffed([*random.Random(seed).sample(PAGES, 2), paragraph(50 + seed)], f"Who {seed}?", f"By {seed}.")
@@ -143,7 +154,7 @@ def test_a_secret_said_once_is_not_kept(kb):
     assert learnt(kb) == []
 
 
-@pytest.mark.parametrize("way", ["document", "forget"])
+@pytest.mark.parametrize("way", ["document", "replaced", "forget"])
 def test_deleted_text_is_learnt_after_two_more_prompts(kb, way):
     ask(kb, stuffed(PAGES, "Who rows?"))
     ask(kb, stuffed(PAGES[::-1], "Who sings?", "Read."))
@@ -151,6 +162,10 @@ def test_deleted_text_is_learnt_after_two_more_prompts(kb, way):
     if way == "document":
         kb.ingest(rc.Document("page", f"{PAGES[0]} {PAGES[1]}"), split=False)
         kb.delete("page")
+    elif way == "replaced":
+        text = f"{PAGES[0]} {PAGES[1]}"
+        kb.ingest([rc.Document("page", text), rc.Document("same", PAGES[2])], split=False)
+        kb.ingest([rc.Document("page", "Another page, of boats."), rc.Document("same", PAGES[2])], split=False)
     else:
         kb.forget(given=[PAGES[0], PAGES[1]])
 

@@ -3,6 +3,8 @@
 
 import { element } from "./dom.js";
 
+// Scripts without spaces between words, of which two letters next to each other stand for a word.
+const UNSPACED = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}\p{Script=Myanmar}ー]+/gu;
 const MOST = 3; // passages for one sentence
 const LEAST_GAIN = 0.125; // of the sentence's weight, that a passage has to add
 const LEAST_COVER = 0.5; // of it, that all of them have to hold
@@ -47,7 +49,12 @@ export function holding(sentence, passages) {
 }
 
 /** @param {string} text */
-export const words = (text) => new Set(text.toLowerCase().match(/[\p{L}\p{N}]{3,}|\p{N}+/gu) ?? []);
+export const words = (text) => {
+  const lower = text.toLowerCase();
+  const runs = (lower.match(UNSPACED) ?? []).map((run) => [...run]);
+  const pairs = runs.flatMap((run) => run.map((letter, at) => letter + (run[at + 1] ?? "")).slice(0, Math.max(run.length - 1, 1)));
+  return new Set([...(lower.replace(UNSPACED, " ").match(/[\p{L}\p{N}]{3,}|\p{N}+/gu) ?? []), ...pairs]);
+};
 
 /** A word that stands in every passage says little about where a sentence is from. @param {string} word @param {Set<string>[]} passages */
 function weight(word, passages) {
