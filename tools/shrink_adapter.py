@@ -46,7 +46,9 @@ def shrink(adapter: Path, out: Path, rank: int) -> float:
 
 
 def _cut(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
-    left, sizes, right = torch.linalg.svd(up @ down, full_matrices=False)
+    (before, inner), (after, outer) = torch.linalg.qr(up), torch.linalg.qr(down.T)
+    left, sizes, right = torch.linalg.svd(inner @ outer.T)  # of as few numbers as the rank has
+    left, right = before @ left, right @ after.T
     roots = sizes[:rank].sqrt()
     kept = sizes[:rank].square().sum() / sizes.square().sum()
     return (roots[:, None] * right[:rank]).contiguous(), (left[:, :rank] * roots).contiguous(), kept.item()
