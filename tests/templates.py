@@ -1,5 +1,7 @@
 """Small tokenizers with the chat templates and control tokens of well-known families."""
 
+from pathlib import Path
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,86 +33,8 @@ MISTRAL = (
 )
 # The parts of well-known templates that show tools, calls and results, in the words that tell the format of calls.
 TOOL_TEMPLATES = {
-    "hermes": """{% if tools %}<|im_start|>system
-<tools>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}</tools>
-<tool_call>
-{"name": <name>, "arguments": <args>}
-</tool_call><|im_end|>
-{% endif %}{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) }}
-{{ '<tool_response>' if m.role == 'tool' }}{{ m.content }}{% for call in m.tool_calls %}
-<tool_call>
-{{ call.function | tojson }}
-</tool_call>{% endfor %}{{ '</tool_response>' if m.role == 'tool' }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
-    "xml": """{% if tools %}<|im_start|>system
-<tools>
-{% for tool in tools %}<function>{{ tool.function.name }}: {{ tool.function.description }}
-{{ tool.function.parameters | tojson }}</function>{% endfor %}</tools>
-Reply as <tool_call>
-<function=name>
-<parameter=one>
-value
-</parameter>
-</function>
-</tool_call><|im_end|>
-{% endif %}{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) }}
-{{ m.content }}{% for call in m.tool_calls %}
-<tool_call>
-<function={{ call.function.name }}>
-{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>
-{{ value }}
-</parameter>
-{% endfor %}</function>
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
-    "llama3": """{{ bos_token }}{% for m in messages %}
-<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
-
-{% if loop.first and tools %}
-Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}{% if 'tool_calls' in m %}
-{% if m.tool_calls | length > 1 %}{{ raise_exception('This model supports single calls only!') }}{% endif %}
-{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}
-{% elif m.role == 'tool' %}{{ {'output': m.content} | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>
-{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif %}""",
-    "mistral": """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last %}
-[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }} [/INST]
-{% elif 'tool_calls' in m %}[TOOL_CALLS] [{% for call in m.tool_calls %}{% if call.id | length != 9 %}
-{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
-{{ call.function | tojson }}{{ '' if loop.last else ', ' }}{% endfor %}]{{ eos_token }}
-{% elif m.role == 'tool' %}
-[TOOL_RESULTS] {{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]
-{% else %} {{ m.content + eos_token }}{% endif %}{% endfor %}""",
-    "pythonic": """{{ bos_token }}{% for m in messages %}
-<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}
-{% if loop.first and tools %}Call them as [func_name1(param=value), func_name2(param)]
-{{ tools | tojson(indent=4) }}
-{% endif %}{% if 'tool_calls' in m %}[{% for call in m.tool_calls %}{{ call.function.name }}(
-{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{{ '' if loop.last else ', ' }}
-{% endfor %}){{ '' if loop.last else ', ' }}{% endfor %}]{% endif %}{{ m.content | trim }}<end_of_turn>
-{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
-{% endif %}""",
-    "harmony": """{% if tools %}<|start|>developer<|message|>Calls go to the commentary channel.
-{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}{% if 'tool_calls' in m %}{% for call in m.tool_calls %}
-<|start|>assistant to=functions.{{ call.function.name }}<|channel|>commentary json<|message|>
-{{ call.function.arguments | tojson }}<|call|>{% endfor %}{% elif m.role == 'tool' %}
-<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>
-{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
-{% if add_generation_prompt %}<|start|>assistant{% endif %}""",
-    "gemma": """{{ bos_token }}{% if tools %}<|turn>system
-<|tool>{{ tools | tojson }}<tool|><turn|>{% endif %}{% for m in messages %}<|turn>{{ m.role }}
-{% for call in m.tool_calls %}
-<|tool_call>call:{{ call.function.name }}{{ call.function.arguments | tojson }}<tool_call|>{% endfor %}
-{{ m.content | trim }}<turn|>
-{% endfor %}{% if add_generation_prompt %}<|turn>model
-{% endif %}""",
+    path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
+    for path in sorted(Path(__file__).with_name("tool_templates").glob("*.jinja"))
 }
 # Template, special tokens (BOS, end, and others), added tokens that are not special, SentencePiece's spaces or not.
 FAMILIES: dict[str, tuple[str, list[str], list[str], bool]] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from jupyter_client.manager import AsyncKernelManager
+from kit.makers import made_by
 from nbclient import NotebookClient
 
 import ragcache as rc
@@ -63,14 +64,10 @@ class Ran:
         assert not [out for outputs in self.outputs.values() for out in outputs if out.output_type == "error"]
 
 
-@pytest.fixture(scope="module")
-def fused_prefill() -> Ran:
-    return Ran("01_fused_prefill.ipynb", NOTEBOOKS)  # where Jupyter runs it
+fused_prefill = made_by(Ran, "01_fused_prefill.ipynb", NOTEBOOKS)  # where Jupyter runs it
 
 
-@pytest.fixture(scope="module")
-def choosing() -> Ran:
-    return Ran("02_choosing_a_method.ipynb", ROOT)
+choosing = made_by(Ran, "02_choosing_a_method.ipynb", ROOT)
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

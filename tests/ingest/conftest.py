@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.ingestion import Kit
+from kit.makers import made_by
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -50,9 +51,7 @@ def write(tmp_path):
     return write
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer()
+tokenizer = made_by(train_tokenizer, scope="session")
 
 
 @pytest.fixture(scope="session")

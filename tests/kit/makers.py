@@ -42,6 +42,16 @@ def made_by(make: Callable[..., Any], *given: Any, scope: str = "module") -> Any
     return made
 
 
+def same_as(name: str) -> Any:
+    """Return a fixture that is the one of this name."""
+
+    @pytest.fixture
+    def same(request):
+        return request.getfixturevalue(name)
+
+    return same
+
+
 def tiny_directory(**options: Any) -> Any:
     """Return a fixture with the directory of a tiny Llama. options: those of `save_tiny_llama`"""
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from engine_texts import TEXTS
+from kit.makers import same_as
 from openai import BadRequestError, OpenAI
 from openai.types.chat.chat_completion_message import Annotation
 from openai.types.responses import ResponseOutputText, ResponseOutputTextAnnotationAddedEvent
@@ -19,19 +20,13 @@ from ragcache.store.places import Place
 QUESTION = "Where does the cat sit?"
 
 
-@pytest.fixture
-def kb(shared_kb):
-    return shared_kb
+kb = same_as("shared_kb")
 
 
-@pytest.fixture
-def served(shared):
-    return shared
+served = same_as("shared")
 
 
-@pytest.fixture
-def client(shared_client):
-    return shared_client
+client = same_as("shared_client")
 
 
 def ask(client: OpenAI, question: str = QUESTION, **more):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.makers import made_by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ragcache as rc
@@ -22,14 +23,10 @@ def mini(request):
     return load(request.param)
 
 
-@pytest.fixture(scope="module")
-def linked():
-    return rc.load_lm("mini")
+linked = made_by(rc.load_lm, "mini")
 
 
-@pytest.fixture(scope="module")
-def base():
-    return rc.load_lm("mini-base")
+base = made_by(rc.load_lm, "mini-base")
 
 
 def share_right(lm, method, kind, num_cases):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from kit.makers import made_by
 from torch.nn import functional
 
 from tools.mini.base import Options, build_model
@@ -12,10 +13,7 @@ from tools.mini.curriculum import STAGES
 from tools.mini.packed import packed_hidden, packed_scores
 from tools.mini.tokenizer import build_tokenizer
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
+tokenizer = made_by(build_tokenizer)
 
 
 @pytest.fixture(scope="module")

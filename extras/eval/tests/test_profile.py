@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from tiny_model import save_tiny_llama
+from kit.makers import tiny_lm
 
 import ragcache as rc
 from ragcache.errors import ConfigError
@@ -25,9 +25,7 @@ TEXTS = (
 QUESTIONS = ("Where do dogs bark?", "Who keeps bees?", "What rises in the hills?")
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return rc.load_lm(save_tiny_llama(tmp_path_factory.mktemp("profiled"), positions=2048))
+lm = tiny_lm(positions=2048)
 
 
 @pytest.fixture(scope="module")

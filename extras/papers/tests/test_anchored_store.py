@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.makers import each
 from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM
 
@@ -33,9 +34,7 @@ def directories(tmp_path_factory):
     return {name: save_tiny_llama(tmp_path_factory.mktemp(name), reuse=spec) for name, spec in SPECS.items()}
 
 
-@pytest.fixture(params=SPECS)
-def name(request):
-    return request.param
+name = each(SPECS)
 
 
 @pytest.fixture

@@ -20,14 +20,12 @@ from formula_oracle import (
     with_answer,
     without_dropped,
 )  # fmt: skip
+from kit.makers import each
 
 import ragcache as rc
 from ragcache.kv.block_key import Recipe
 
-
-@pytest.fixture(params=METHOD_FAMILIES)
-def family(request):
-    return Family(request.param)
+family = each(METHOD_FAMILIES, Family)
 
 
 def test_a3_votes_with_what_ran_again(family):

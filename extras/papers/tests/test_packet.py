@@ -14,6 +14,7 @@ from families import (
     random_prompt,
     tiny,
 )
+from kit.makers import each, made_by
 
 import ragcache as rc
 from ragcache.errors import ConfigError, StaleBlockError
@@ -25,14 +26,10 @@ GIVEN = {"header_ids": HEADER, "trailer_ids": TRAILER}
 SPEC = TrainedTokens("packet", first_packet_id=170, header_tokens=3, trailer_tokens=2)
 
 
-@pytest.fixture(params=METHOD_FAMILIES)
-def family(request):
-    return tiny(request.param)
+family = each(METHOD_FAMILIES, tiny)
 
 
-@pytest.fixture
-def trained():
-    return tiny("llama", SPEC)
+trained = made_by(tiny, "llama", SPEC)
 
 
 def with_packets(prompt):

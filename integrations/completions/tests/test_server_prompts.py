@@ -7,6 +7,7 @@ import jsonschema
 import openai
 import pytest
 import torch
+from kit.makers import same_as
 from serving import events
 from transformers import PreTrainedTokenizerFast
 
@@ -15,14 +16,10 @@ import ragcache as rc
 PROMPT = "Dogs bark at night in"
 
 
-@pytest.fixture
-def kb(shared_kb):
-    return shared_kb
+kb = same_as("shared_kb")
 
 
-@pytest.fixture
-def served(shared):
-    return shared
+served = same_as("shared")
 
 
 def completed(served, **fields):

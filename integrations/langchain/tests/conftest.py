@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.makers import made_by
 from langchain_registry import QUESTION, REGISTRY, registry_documents
 
 import ragcache as rc
@@ -40,14 +41,10 @@ def no_network(monkeypatch) -> None:
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
 
 
-@pytest.fixture(scope="session")
-def mini() -> rc.LanguageModel:
-    return rc.load_lm("mini")
+mini = made_by(rc.load_lm, "mini", scope="session")
 
 
-@pytest.fixture(scope="session")
-def minilm() -> rc.Embedder:
-    return rc.load_embedder("minilm")
+minilm = made_by(rc.load_embedder, "minilm", scope="session")
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import forked
 import pytest
+from kit.makers import same_as
 from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from openai_clients import TEXT, attach, send
 from serving import wait_for
@@ -18,15 +19,10 @@ from ragcache.errors import NoSuchDocumentError
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_openai.records import Record
 
-
-@pytest.fixture
-def running(shared):
-    return shared
+running = same_as("shared")
 
 
-@pytest.fixture
-def client(shared_client):
-    return shared_client
+client = same_as("shared_client")
 
 
 @pytest.fixture

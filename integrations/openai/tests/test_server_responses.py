@@ -1,6 +1,7 @@
 """POST /v1/responses through the official client: the same answers as the engine's, in OpenAI's newer shapes."""
 
 import pytest
+from kit.makers import same_as
 from openai import BadRequestError, OpenAI
 
 import ragcache as rc
@@ -10,14 +11,10 @@ QUESTION = "Where does the cat sit?"
 SHORT = rc.Sampling(8)
 
 
-@pytest.fixture
-def kb(shared_kb):
-    return shared_kb
+kb = same_as("shared_kb")
 
 
-@pytest.fixture
-def client(shared_client):
-    return shared_client
+client = same_as("shared_client")
 
 
 def ask(client: OpenAI, input=QUESTION, **more):

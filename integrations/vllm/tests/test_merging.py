@@ -8,8 +8,8 @@ import pytest
 import torch
 from adapters import save_adapter
 from families import VOCAB, save_tiny, tiny_config
+from kit.makers import tiny_directory
 from safetensors.torch import load_file, save_file
-from tiny_model import save_tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -49,9 +49,7 @@ def test_plain_transformers_loads_the_same_model(tmp_path, family, dtype):
     assert rc.load_lm(merged).reuse == SPEC
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("base"))
+base = tiny_directory()
 
 
 @pytest.fixture
