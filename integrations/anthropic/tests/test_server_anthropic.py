@@ -300,6 +300,21 @@ def test_a_cache_point_is_of_its_keys_collections(tight, connect):
     assert ask("bob", LONG, {})[0] < size
 
 
+def test_a_cache_point_without_room_created_nothing(tight, connect):
+    """The key that would keep most gives way: its prompt counts as input, as in Anthropic's API below its minimum."""
+
+    def ask(key: str, said: str) -> anthropic.types.Usage:
+        asked = {"model": "tiny:plain", "max_tokens": 2, "messages": ASKED, "system": [text(said, cache_control=POINT)]}
+        return connect(tight, key).messages.create(**asked).usage
+
+    size = tight.service.kb.count_tokens(LONG)
+    assert ask("alice", LONG).cache_creation_input_tokens >= size
+    refused = ask("bob", f"And {LONG}")
+    assert refused.cache_creation_input_tokens == 0
+    assert refused.input_tokens >= size
+    assert ask("alice", LONG).cache_read_input_tokens >= size
+
+
 def test_points_in_turns_and_tools_pin_what_comes_before(agent, converse, monkeypatch):
     pins, tree = [], agent.service.kb._engine.prefixes._tree
     monkeypatch.setattr(tree, "pin", lambda *given: pins.append(given) or 0)
