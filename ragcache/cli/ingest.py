@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -120,10 +122,14 @@ def ingest(
     cluster = ray_config(ray, ray_actors)
     if cluster is not None and store.is_new and store.neighbours is None:
         store = replace(store, neighbours=0)  # computed when all documents are stored
-    with flags.open_with_models(store, models, chunks, reading, create=not dry_run) as kb:
+    with ExitStack() as held:
+        tries = dry_run and store.is_new and store.remote is None
+        if tries:  # what a first run would do is tried on a store that is removed
+            store = replace(store, store=Path(held.enter_context(TemporaryDirectory())))
+        kb = held.enter_context(flags.open_with_models(store, models, chunks, reading, create=tries or not dry_run))
         if not as_json:
             terminal.say_note(kb.estimate_kv(paths))
-        seen = kb if collection is None else kb.collection(collection, create=not dry_run)
+        seen = kb if collection is None else kb.collection(collection, create=tries or not dry_run)
         with terminal.bars() as progress:
             report = seen.ingest(
                 paths, kv=kv, sync=sync, dry_run=dry_run, ray=cluster,
@@ -274,7 +280,7 @@ def print_report(report: IngestReport, *, named: bool = False) -> None:
     if not report.dry_run:
         terminal.say(report.kv_text)
     if report.skipped:
-        kind = "files of kinds that cannot be read, or links to folders,"
+        kind = "files of kinds that cannot be read, dotted names, or links to folders,"
         terminal.say(f"{len(report.skipped)} {kind} were skipped, such as {report.skipped[0]}")
 
 

@@ -37,7 +37,7 @@ from ragcache.server.error_object import EventStream, event
 from ragcache.server.http_errors import ApiError, errors, streamed
 from ragcache.server.observe import note, tell_method, waited_s
 from ragcache.server.service import Service, ServiceParam, Work
-from ragcache.server.tracing import trace
+from ragcache.server.tracing import traced
 from ragcache.server.wire import AnswerModel
 
 router = APIRouter(route_class=JsonRoute, tags=["answers"])
@@ -129,25 +129,26 @@ async def _counted(
     is a log of requests, even if its reader has hung up.
     """
     queue_s, last = waited_s(request), 0.0
-    async with aclosing(events) as open_events:  # type: ignore[type-var]
-        async for one in open_events:
-            if isinstance(one, Done):
-                answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
-                if getattr(request.state, "explains", False):
-                    reasons = await service.in_thread(answer.explain)  # it compares the prompt with all passages
-                    answer = replace(answer, reasons=partial(tuple, reasons))
-                service.count_answer(answer)
-                trace(answer, request.headers, service.chat_model)
-                if service.log is not None and isinstance(body, chat_types.ChatRequest):
-                    await service.in_thread(service.log.write, body.messages, answer)  # it counts tokens
-                yield Done(answer)
-            else:
-                if isinstance(one, Token | Reasoning):
-                    now = time.perf_counter()
-                    if last:
-                        service.metrics.inter_token.observe(now - last)
-                    last = now
-                yield one
+    with traced(request.headers, service.chat_model, queue_s) as ends:
+        async with aclosing(events) as open_events:  # type: ignore[type-var]
+            async for one in open_events:
+                if isinstance(one, Done):
+                    answer = replace(one.answer, timings=one.answer.timings.behind(queue_s))
+                    if getattr(request.state, "explains", False):
+                        reasons = await service.in_thread(answer.explain)  # it compares the prompt with all passages
+                        answer = replace(answer, reasons=partial(tuple, reasons))
+                    service.count_answer(answer)
+                    ends(answer)
+                    if service.log is not None and isinstance(body, chat_types.ChatRequest):
+                        await service.in_thread(service.log.write, body.messages, answer)  # it counts tokens
+                    yield Done(answer)
+                else:
+                    if isinstance(one, Token | Reasoning):
+                        now = time.perf_counter()
+                        if last:
+                            service.metrics.inter_token.observe(now - last)
+                        last = now
+                    yield one
 
 
 def _answer(last: Event | None) -> Answer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -33,23 +34,45 @@ def tracer() -> Any:
     return provider.get_tracer("ragcache")
 
 
-def trace(answer: Answer, headers: Mapping[str, str], model: str) -> None:
-    """Write an answer's spans, which end now: the whole answer, and within it each phase that took time.
+@contextmanager
+def traced(headers: Mapping[str, str], model: str, waited_s: float) -> Iterator[Callable[[Answer], None]]:
+    """Write the span of an answer, with the phases of its timings within it; yield what takes the answer.
 
-    headers: of the request; a W3C trace context in them becomes the parent
+    Within it, the span is the trace context of this task: the requests that it makes name it as their parent. An answer
+    that fails has its error's class.
+
+    headers:  of the request; a W3C trace context in them becomes the parent
+    waited_s: since the request's arrival
     """
     if (writer := tracer()) is None:
+        yield lambda answer: None
         return
-    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.context import attach
+    from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    times, usage = answer.timings, answer.usage
-    start = time.time_ns() - int(times.total_s * NS)
-    parent = TraceContextTextMapPropagator().extract(headers)
-    attributes = {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "ragcache",
-        "gen_ai.request.model": model,
+    start, parent = time.time_ns() - int(waited_s * NS), TraceContextTextMapPropagator().extract(headers)
+    own = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "ragcache", "gen_ai.request.model": model}
+    whole = writer.start_span(f"chat {model}", parent, SpanKind.SERVER, own, start_time=start)
+    attach(set_span_in_context(whole))  # ends with the task
+    answers: list[Answer] = []
+    try:
+        yield answers.append
+    except BaseException as error:
+        if not answers:
+            whole.set_attribute("error.type", type(error).__name__)
+            whole.set_status(Status(StatusCode.ERROR))
+        raise
+    finally:
+        for answer in answers:
+            whole.set_attributes(_attributes(answer))
+            _write_phases(writer, set_span_in_context(whole), answer, start)
+        whole.end(start + int(answers[0].timings.total_s * NS) if answers else None)
+
+
+def _attributes(answer: Answer) -> dict[str, Any]:
+    usage = answer.usage
+    return {
         "gen_ai.response.finish_reasons": (answer.finish_reason,),
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -58,8 +81,10 @@ def trace(answer: Answer, headers: Mapping[str, str], model: str) -> None:
         "ragcache.method": answer.method,
         "ragcache.passages": len(answer.hits),
     }
-    whole = writer.start_span(f"chat {model}", parent, SpanKind.SERVER, attributes, start_time=start)
-    inside, at = set_span_in_context(whole), start
+
+
+def _write_phases(writer: Any, inside: Any, answer: Answer, start: int) -> None:
+    times, at = answer.timings, start
     phases = {
         "queue": times.queue_s,
         "retrieve": times.retrieve_s,
@@ -75,4 +100,3 @@ def trace(answer: Answer, headers: Mapping[str, str], model: str) -> None:
             at = end
     end, first = start + int(times.total_s * NS), start + int(times.ttft_s * NS)
     writer.start_span("decode", inside, start_time=first).end(end)
-    whole.end(end)

@@ -302,6 +302,16 @@ def test_no_store_is_made_by_asking_for_one(command, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_dry_run_says_what_a_first_run_would_do(folder, model, tmp_path):
+    arguments = ["ingest", folder, "--model", model, "--dry-run", "--store", tmp_path / "new"]
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stderr.count("error")) == (0, 0), result.output
+    told = json_of(invoke(*arguments, "--collection", "red", "--json"))
+    assert {str(path) for path in folder.iterdir() if path.suffix == ".md"} <= set(told["added"])
+    assert told["computed_tokens"] > 0
+    assert not (tmp_path / "new").exists()
+
+
 def test_ingest_sync_follows_the_folder_and_a_dry_run_says_so_first(store, folder, tmp_path):
     docs = tmp_path / "docs"
     shutil.copytree(folder, docs, ignore=shutil.ignore_patterns("*.jsonl"))

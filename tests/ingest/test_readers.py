@@ -66,6 +66,25 @@ def test_front_matter_keeps_its_types(write):
     document.check()
 
 
+def test_front_matter_keeps_digits_that_numbers_lose(write):
+    lines = "title: 3.10\nversion: 1.10\nexact: 0.12345678901234567890123\nprice: 2.5"
+    document = read_one(write("a.md", f"---\n{lines}\n---\nText.\n"))
+    assert document.title == "3.10"
+    assert document.metadata == {
+        "title": "3.10", "version": "1.10", "exact": "0.12345678901234567890123", "price": 2.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.txt", "a.html", "a.jsonl"])
+def test_data_of_images_is_no_text(write, name):
+    text = f"Before. ![chart](data:image/png;base64,{'iVBOR/+9' * 50}) After."
+    given = json.dumps({"text": text}) if name == "a.jsonl" else text
+    found = read_one(write(name, given)).text
+    assert "iVBOR" not in found
+    assert found.startswith("Before. ")
+    assert found.endswith(" After.")
+
+
 def test_front_matter_never_holds_the_name_of_a_python_object(write):
     """A set has another order in each process: the document would change at every ingestion."""
     lines = "tags: !!set {d, b, c, a}\npairs: !!pairs [a: 1]\nkey: !!binary aGVsbG8=\ntitle: [a, b]\n"
@@ -151,7 +170,7 @@ def test_a_folder_is_walked_in_order_without_hidden_and_unknown_files(write, tmp
     found = find_files([tmp_path / "root"])
     ids = [str(tmp_path / "root" / name) for name in ("b.md", "a/z.txt", "a/b/c.TXT")]
     assert [file.id for file in found.files] == ids
-    assert [path.name for path in found.skipped] == ["Makefile", "picture.png"]
+    assert [path.name for path in found.skipped] == [".git", "Makefile", "picture.png", ".hidden.md"]
     assert [document.id for document in read_path(tmp_path / "root")] == ids
 
 

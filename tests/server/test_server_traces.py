@@ -1,6 +1,10 @@
 """Spans of answers, as OpenTelemetry's own exporter in memory receives them."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -35,6 +39,53 @@ def test_an_answer_is_a_span_with_its_phases(served, exported):
         assert whole.start_time <= span.start_time <= span.end_time
     took = whole.end_time - whole.start_time
     assert took == pytest.approx(answer["ragcache"]["timings"]["total_s"] * 1e9, rel=0.01)
+
+
+def test_an_answer_that_fails_is_a_span_with_its_error(served, exported):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Where? " * 5000}]}
+    assert served.http.post("/v1/chat/completions", json=body).status_code == 400
+    (span,) = exported.get_finished_spans()
+    assert (span.attributes["error.type"], span.status.status_code.name) == ("ContextTooLongError", "ERROR")
+    assert "Where?" not in span.to_json()
+
+
+def test_a_collector_gets_the_spans_over_http(served, monkeypatch):
+    """Decoded by OTLP's own messages, as Jaeger and Langfuse receive them."""
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+    monkeypatch.setenv(tracing.VARIABLES[0], f"http://127.0.0.1:{server.server_port}")
+    writer = tracing.tracer.__wrapped__()
+    monkeypatch.setattr(tracing, "tracer", lambda: writer)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 3}
+    served.http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
+    writer.span_processor.force_flush()
+    writer.span_processor.shutdown()
+    server.shutdown()
+    server.server_close()
+    assert {path for path, _ in received} == {"/v1/traces"}
+    found = [ExportTraceServiceRequest.FromString(data) for _, data in received]
+    (resource,) = {one.value.string_value for part in found for held in part.resource_spans
+                   for one in held.resource.attributes if one.key == "service.name"}  # fmt: skip
+    spans = {span.name: span for part in found for held in part.resource_spans
+             for scope in held.scope_spans for span in scope.spans}  # fmt: skip
+    assert resource == "ragcache"
+    assert spans.keys() >= {"chat tiny", "retrieve", "prefill", "decode"}
+    assert {span.trace_id.hex() for span in spans.values()} == {PARENT[3:35]}
+    assert spans["chat tiny"].parent_span_id.hex() == PARENT[36:52]
+    told = {one.key: one.value for one in spans["chat tiny"].attributes}
+    assert told["gen_ai.usage.output_tokens"].int_value == 3
 
 
 def test_nothing_is_traced_unless_an_exporter_is_named(monkeypatch):

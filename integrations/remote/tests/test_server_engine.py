@@ -1,11 +1,15 @@
 """The server over a store whose model runs in vLLM (a double)."""
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving import serving
 
 import ragcache as rc
 from integrations.remote.tests.vllm_double import VllmDouble
 from integrations.remote.tests.vllm_double import serving as vllm_serving
+from ragcache.server import tracing
 from ragcache.server.settings import ServerSettings
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_vllm.request_layout import served_name
@@ -45,3 +49,16 @@ def test_where_a_failing_engine_is_stays_here(served, vllm):
     assert failed.status_code == 502
     assert failed.json()["error"]["code"] == "engine_failed"
     assert "127.0.0.1" not in failed.text
+
+
+def test_the_engines_spans_are_within_the_servers(served, vllm, monkeypatch):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "tracer", lambda: provider.get_tracer("ragcache"))
+    served.chat("When does the club meet?")
+    (whole,) = [span for span in exporter.get_finished_spans() if span.name.startswith("chat ")]
+    ids = f"00-{whole.context.trace_id:032x}-{whole.context.span_id:016x}"
+    assert [trace[:52] for trace in vllm.traces] == [ids]
+    monkeypatch.setattr(tracing, "tracer", lambda: None)
+    served.chat("When does the club meet?")
+    assert vllm.traces[1:] == [None]

@@ -14,7 +14,7 @@ class VllmDouble:
 
     ids:       of every answer, a token an event; cached: prompt tokens that it says it did not compute
     answer:    replaces the whole answer to a completion: called with the handler
-    bodies, keys: of the requests it got; left: set when a client hung up before the answer's end
+    bodies, keys, traces: of the requests it got; left: set when a client hung up before the answer's end
     """
 
     def __init__(self, name: str, ids: list[int], cached: int | None = None) -> None:
@@ -25,6 +25,7 @@ class VllmDouble:
         self.answer: Callable[[BaseHTTPRequestHandler], None] | None = None
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.traces: list[str | None] = []
         self.left = threading.Event()
         self.url = ""
 
@@ -60,6 +61,7 @@ def handler_of(double: VllmDouble) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             double.keys.append(self.headers.get("Authorization"))
+            double.traces.append(self.headers.get("traceparent"))
             double.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             try:
                 double.answer(self) if double.answer is not None else self.stream()

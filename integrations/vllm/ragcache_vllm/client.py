@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from itertools import chain, repeat
@@ -117,11 +118,17 @@ class VllmClient:
                 threading.Thread(target=_run_loop, args=[self._loop], name="ragcache-vllm", daemon=True).start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def pump(self, body: Mapping[str, Any], servers: Sequence[EngineServer], out: queue.SimpleQueue[Any]) -> None:
+    async def pump(
+        self,
+        body: Mapping[str, Any],
+        servers: Sequence[EngineServer],
+        out: queue.SimpleQueue[Any],
+        headers: Mapping[str, str],
+    ) -> None:
         """Put each event of a completion's stream into `out`, then None, or the error that ended it."""
         for number, server in enumerate(servers):
             try:
-                await self._pump(body, server, out)
+                await self._pump(body, server, out, headers)
                 return
             except Exception as error:  # any error: the caller waits for it
                 if not isinstance(error, UNREACHED) or number == len(servers) - 1:
@@ -129,8 +136,10 @@ class VllmClient:
                     return
                 log.warning("nothing answers at %s: its question goes to %s", server.url, servers[number + 1].url)
 
-    async def _pump(self, body: Mapping[str, Any], server: EngineServer, out: queue.SimpleQueue[Any]) -> None:
-        async with self._http().stream("POST", f"{server.base}/v1/completions", json=body) as response:
+    async def _pump(
+        self, body: Mapping[str, Any], server: EngineServer, out: queue.SimpleQueue[Any], headers: Mapping[str, str]
+    ) -> None:
+        async with self._http().stream("POST", f"{server.base}/v1/completions", json=body, headers=headers) as response:
             await self._check(server, response)
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
@@ -187,6 +196,16 @@ class VllmClient:
         raise EngineError(f"{server.url} answered {status}: {said}")
 
 
+def trace_context() -> dict[str, str]:
+    """Return the headers of the caller's trace context (W3C), by which vLLM's spans are within its trace."""
+    headers: dict[str, str] = {}
+    if "opentelemetry" in sys.modules:  # else nobody traces
+        from opentelemetry.propagate import inject
+
+        inject(headers)
+    return headers
+
+
 class Completion:
     """A completion that is being computed.
 
@@ -202,7 +221,7 @@ class Completion:
         self._likeliest = int(body.get("logprobs") or 0)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_over = False
-        self._task = engine.submit(engine.pump(body, servers, self._events))
+        self._task = engine.submit(engine.pump(body, servers, self._events, trace_context()))
 
     def tokens(self) -> Generator[tuple[int, TokenScores | None], None, None]:
         """Yield token ids as they come, including the id that ends the text, with log-probabilities if requested.
