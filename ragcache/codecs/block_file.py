@@ -198,6 +198,6 @@ def _codec_of(where: str, metadata: Mapping[str, str], bases: Bases | None) -> C
 
 def _number(metadata: Mapping[str, str], name: str) -> int:
     text = metadata.get(name, "")
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 18:  # Python refuses to read the longest numbers
         raise DamagedBlockError(f"not a block file: {name} is {text!r}")
     return int(text)

@@ -229,6 +229,8 @@ def _unpack(where: str, head: bytes | bytearray, data: Tensor, seal: FileSeal) -
 def _tensor(data: Tensor, entry: dict[str, Any]) -> Tensor:
     dtype, shape = getattr(torch, DTYPES[entry["dtype"]]), entry["shape"]
     begin, end = entry["data_offsets"]
+    if not all(type(size) is int for size in shape):  # a text or a list would be repeated by the product
+        raise TypeError("a tensor's shape is no list of whole numbers")
     count = math.prod(shape)
     if not 0 <= begin <= end <= len(data) or end - begin != count * dtype.itemsize:
         raise ValueError("a tensor's shape and bytes disagree")

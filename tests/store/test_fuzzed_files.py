@@ -52,6 +52,38 @@ def test_random_block_files_are_damage(count):
     check()
 
 
+def packed(header: dict, rest: bytes) -> bytes:
+    """A file of this header with a whole seal."""
+    about = header.get("__metadata__")
+    if isinstance(about, dict):
+        about = {"seal": "?" * MARK_LENGTH, **{key: value for key, value in about.items() if key != "seal"}}
+    parts = {name: part for name, part in header.items() if name != "__metadata__"}
+    text = json.dumps({"__metadata__": about, **parts}, separators=(",", ":")).encode()
+    return sealed(struct.pack("<Q", len(text)) + text, rest)
+
+
+def unpacked(file: bytes) -> tuple[dict, bytes]:
+    (length,) = struct.unpack("<Q", file[:8])
+    return json.loads(file[8 : 8 + length]), file[8 + length :]
+
+
+@pytest.mark.parametrize("shape", [["F32", 2**40], [[None], 2**40], [[[]], 2**40], {"": 0}, [True], [1.5], [-1, -1]])
+def test_a_shape_that_is_no_list_of_numbers_is_damage(shape):
+    """The product of a text and a number repeats the text."""
+    header, rest = unpacked(SEEDS[0])
+    header["keys"]["shape"] = shape
+    with pytest.raises(DamagedBlockError):
+        unpack_block("a broken file", KEY, bytearray(packed(header, rest)), None, UNSEALED)
+
+
+@pytest.mark.parametrize("name", ["format_version", "codec_version"])
+def test_a_number_of_five_thousand_digits_is_damage(name):
+    header, rest = unpacked(SEEDS[0])
+    header["__metadata__"][name] = "1" * 5000
+    with pytest.raises(DamagedBlockError):
+        unpack_block("a broken file", KEY, bytearray(packed(header, rest)), None, UNSEALED)
+
+
 @counts
 def test_sealed_files_of_a_broken_writer_are_damage(count):
     """The seal is whole, so that the parsers see what is in them."""
@@ -60,8 +92,7 @@ def test_sealed_files_of_a_broken_writer_are_damage(count):
     ranks = st.integers(0, 59)  # a multiple of most numbers of parts and fields
 
     def broken(file, changes):
-        (length,) = struct.unpack("<Q", file[:8])
-        header = json.loads(file[8 : 8 + length])
+        header, rest = unpacked(file)
         for part, field, value in changes:
             name = sorted(header)[part % len(header)]
             entry = header[name]
@@ -70,7 +101,7 @@ def test_sealed_files_of_a_broken_writer_are_damage(count):
                 entry[fields[field % len(fields)]] = value
             else:
                 header[name] = value
-        return header, file[8 + length :]
+        return header, rest
 
     def change(file, random):
         header, rest = file
@@ -83,12 +114,7 @@ def test_sealed_files_of_a_broken_writer_are_damage(count):
     @given(series(st.builds(broken, st.sampled_from(SEEDS), changes), change))
     def check(files):
         for header, rest in files:
-            about = header.get("__metadata__")
-            if isinstance(about, dict):
-                about = {"seal": "?" * MARK_LENGTH, **{key: value for key, value in about.items() if key != "seal"}}
-            parts = {name: part for name, part in header.items() if name != "__metadata__"}
-            text = json.dumps({"__metadata__": about, **parts}, separators=(",", ":")).encode()
-            read(sealed(struct.pack("<Q", len(text)) + text, rest))
+            read(packed(header, rest))
 
     check()
 
