@@ -290,9 +290,11 @@ def look_up(count: int) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """model: bundled name or directory; passages of so many characters"""
+    """model: bundled name or directory; ways: only those whose names have it, and no conversations; passages of so many
+    characters"""
 
     model: str = "mini"
+    ways: str = ""
     passages: int = 4
     characters: int = 700
     indexed: int = 100_000
@@ -319,15 +321,20 @@ WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
 )
 
 
-def measure(settings: Settings, run: Run) -> Result:
+def measure(settings: Settings, run: Run) -> Iterator[Result]:
+    """Yield the result each time that another way to ask was measured."""
     lm, passages = rc.load_lm(settings.model), sections(settings.passages, settings.characters)
-    methods = (None, "reposition")
-    shares = [
-        [name, method or "by default", *row(lm, passages, ask, keep, before, method)]
-        for name, ask, keep, before in WAYS
-        for method in methods
-    ]
-    conversations = []
+    methods, shares, conversations = (None, "reposition"), list[Any](), list[Any]()
+    found: dict[str, Any] = {"shares": shares, "conversations": conversations, "look_up": look_up(settings.indexed)}
+    found["passage_tokens"] = [len(encode_text(lm.tokenizer, text)) for text in passages]
+    for name, ask, keep, before in WAYS:
+        if settings.ways in name:
+            shares += [
+                [name, method or "by default", *row(lm, passages, ask, keep, before, method)] for method in methods
+            ]
+            yield run.result(figures=found)
+    if settings.ways:
+        return
     for label, turns, known in (
         ("plain chat", plain_chat, []),
         ("agent's loop", agent_loop, []),
@@ -336,9 +343,7 @@ def measure(settings: Settings, run: Run) -> Result:
         for method in methods:
             here, closed = (late(lm, turns, method, known, closed=closed) for closed in (False, True))
             conversations.append([f"{label}, {method or 'method by default'}", *here, *closed[1:]])
-    tokens = [len(encode_text(lm.tokenizer, text)) for text in passages]
-    found = {"shares": shares, "conversations": conversations, "passage_tokens": tokens}
-    return run.result(figures={**found, "look_up": look_up(settings.indexed)})
+    yield run.result(figures=found)
 
 
 def markdown(found: Mapping[str, Any]) -> list[str]:
@@ -359,7 +364,7 @@ def markdown(found: Mapping[str, Any]) -> list[str]:
         "the same, closed",
         "",
     )
-    lines += ["", f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|"]
+    lines += ["", f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|"] if figures["conversations"] else []
     for name, length, most, share_here, again, share_closed in figures["conversations"]:
         lines.append(f"| {name} | {length} | {most} | {share_here:.1%} | {again} | {share_closed:.1%} |")
     return [*lines, "", f"Look-up: {figures['look_up']}"]

@@ -178,7 +178,7 @@ def test_documents_are_read_as_text(say, kb):
     block = {"type": "document", "title": "Cats", "source": source}
     found = say([{"role": "user", "content": [block, text(QUESTION)]}])
     right = kb.chat(
-        [{"role": "user", "content": f"Cats\nThe cat sits on the mat.\n{QUESTION}"}], sampling=rc.Sampling(8)
+        [{"role": "user", "content": f"Cats\nThe cat sits on the mat.\n\n{QUESTION}"}], sampling=rc.Sampling(8)
     )
     assert (found.content[0].text, read(found.usage)) == (right.text, right.usage.prompt_tokens)
 
