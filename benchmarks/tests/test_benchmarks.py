@@ -240,7 +240,7 @@ def test_a_random_model_of_a_shape_loads_as_any_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reuse(tmp_path: Path) -> None:
     """Passages that are known are found by every client; those that a stock chain sends are learnt."""
-    result = main("reuse", ["--passages=2", "--characters=300", "--indexed=200", "--out", str(tmp_path)])
+    result = main("reuse", ["--passages=3", "--characters=500", "--indexed=200", "--out", str(tmp_path)])
     shares = {(name, method): own for name, method, *own in written(tmp_path, result.name)["figures"]["shares"]}
     assert all(0 <= share <= 1 for own in shares.values() for share in own)
     assert min(shares["ragcache's own passages", "reposition"]) > 0.9
