@@ -97,8 +97,9 @@ EXTRAS = {
     "integrations/remote": ["remote"],
     "integrations/vllm": ["vllm"],
 }
-# Used where they are installed: pydantic comes with FastAPI, LangChain and MCP, triton with torch on a GPU.
-OPTIONAL = {"langchain", "pydantic", "triton"}
+# Used where they are installed: opentelemetry by those who trace; pydantic comes with FastAPI, LangChain and MCP,
+# triton with torch on a GPU.
+OPTIONAL = {"langchain", "opentelemetry", "pydantic", "triton"}
 
 
 def imported(path: Path) -> set[str]:

@@ -259,7 +259,6 @@ def test_forms_that_are_none(shared: Served):
 
 def test_paths_and_methods_that_are_not_there(shared: Served):
     for path in (
-        "/",
         "/v1",
         "/v1/",
         "/v1/nothing",
