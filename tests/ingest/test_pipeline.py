@@ -206,7 +206,7 @@ def test_bad_inputs_are_reported_with_their_reason_and_the_others_go_on(kit, fol
     ])  # fmt: skip
     added = [*(str(folder / name) for name in ("a.md", "b.txt", "sub/c.html")), "good", "x"]
     assert sorted(report.added) == added
-    assert report.skipped == [folder / "picture.png"]
+    assert report.skipped == [folder / ".hidden.txt", folder / "picture.png"]
     reasons = [(failure.source.rpartition("/")[2], type(failure.error)) for failure in report.failed]
     assert sorted(reasons, key=str) == sorted([
         ("bad.txt", ReaderError), ("empty.md", ReaderError), ("nowhere", ReaderError), ("picture.png", ReaderError),
