@@ -405,13 +405,12 @@ class IngestRun:
             document.id, document.where, pending.content_hash, dict(document.metadata), document.title, pending.file
         )  # fmt: skip
         with self.report.seconds.timed("commit_s"):
-            before = self.to.documents.vector_ids_of([document.id]) if pending.replaces else []
-            if pending.replaces:  # first, as at a deletion: what the document says no longer is forgotten
-                said = {tuple(chunk.token_ids) for chunk in chunks}
-                old = (
-                    chunk for chunk in self.to.documents.chunks_of(document.id) if tuple(chunk.token_ids) not in said
-                )
-                unlearn(self.to.documents, self.to.kv, old)
+            before = list[int]()
+            if pending.replaces:  # text that the document has no longer is forgotten first, as at a deletion
+                before = self.to.documents.vector_ids_of([document.id])
+                kept = {tuple(chunk.token_ids) for chunk in chunks}
+                old = self.to.documents.chunks_of(document.id)
+                unlearn(self.to.documents, self.to.kv, (chunk for chunk in old if tuple(chunk.token_ids) not in kept))
             try:
                 added = self.to.documents.replace_document(new, chunks)
             except errors.IngestError as error:
@@ -459,7 +458,7 @@ class IngestRun:
             for pending in window
             for key, chunk in zip(pending.keys, pending.chunks, strict=True)
         }
-        if self.eager:
+        if self.eager or self._eager_then:
             stored = self.to.kv.lookup(tokens_by_key, "durable")
             self.report.computed_tokens += sum(tokens for key, tokens in tokens_by_key.items() if key not in stored)
 

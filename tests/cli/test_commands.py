@@ -308,7 +308,7 @@ def test_a_dry_run_says_what_a_first_run_would_do(folder, model, tmp_path):
     assert (result.exit_code, result.stderr.count("error")) == (0, 0), result.output
     told = json_of(invoke(*arguments, "--collection", "red", "--json"))
     assert {str(path) for path in folder.iterdir() if path.suffix == ".md"} <= set(told["added"])
-    assert told["computed_tokens"] == 0  # nothing is read by a model
+    assert told["computed_tokens"] > 0
     assert not (tmp_path / "new").exists()
 
 
