@@ -95,11 +95,10 @@ EXTRAS = {
     "integrations/openai": ["server"],
     "integrations/ray": ["ray"],
     "integrations/remote": ["remote"],
-    "integrations/vllm": ["vllm"],
+    "integrations/vllm": ["otel", "vllm"],
 }
-# Used where they are installed: opentelemetry by those who trace; pydantic comes with FastAPI, LangChain and MCP,
-# triton with torch on a GPU.
-OPTIONAL = {"langchain", "opentelemetry", "pydantic", "triton"}
+# Used where they are installed: pydantic comes with FastAPI, LangChain and MCP, triton with torch on a GPU.
+OPTIONAL = {"langchain", "pydantic", "triton"}
 
 
 def imported(path: Path) -> set[str]:
