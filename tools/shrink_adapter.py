@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ragcache.models.lora import LORA_FILE, Lora
+from ragcache.models.lora import DOWN, LORA_FILE, UP, Lora, take_pairs
 
 FLOAT8 = torch.float8_e4m3fn
 HIGHEST = 1 << 4
@@ -31,14 +31,11 @@ def shrink(adapter: Path, out: Path, rank: int) -> float:
     shutil.copytree(adapter, out, ignore=lambda where, names: {"checkpoints", *(n for n in names if "jsonl" in n)})
     stated = json.loads((adapter / Lora.FILE).read_text(encoding="utf-8"))
     held = load_file(adapter / LORA_FILE)
-    layers = [name.removesuffix(".lora_A.weight") for name in held if name.endswith(".lora_A.weight")]
-    pairs = {name: [held.pop(f"{name}.lora_{side}.weight").double() for side in "AB"] for name in layers}
-    cut = {name: _cut(down, up, rank) for name, (down, up) in pairs.items() if up.any()}
+    cut = {name: _cut(down.double(), up.double(), rank) for name, (down, up) in take_pairs(held).items() if up.any()}
     most = max(matrix.abs().max().item() for down, up, _ in cut.values() for matrix in (down, up))
     factor = 2.0 ** math.floor(math.log2(HIGHEST / most))
     for name, (down, up, _) in cut.items():
-        held[f"{name}.lora_A.weight"] = (down * factor).to(FLOAT8)
-        held[f"{name}.lora_B.weight"] = (up * factor).to(FLOAT8)
+        held[f"{name}{DOWN}"], held[f"{name}{UP}"] = ((matrix * factor).to(FLOAT8) for matrix in (down, up))
     save_file(held, out / LORA_FILE, {"format": "pt"})
     stated |= {"r": rank, "lora_alpha": rank * stated["lora_alpha"] / stated["r"] / factor**2}
     (out / Lora.FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

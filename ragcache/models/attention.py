@@ -257,14 +257,19 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
 
 
+def encoding() -> EncodePass | None:
+    """Return the current pass if it encodes passages; None in all others, plain ones among them."""
+    current = CURRENT.get()
+    return current if isinstance(current, EncodePass) and current.rope is not None else None
+
+
 def hook_rotary(rotary: nn.Module) -> None:
     """Hook the rotary module: encode passes get the identity, and the true angles are kept for `attention`."""
     rotary.register_forward_hook(_identity_angles, with_kwargs=True)
 
 
 def _identity_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    current = CURRENT.get()
-    if not isinstance(current, EncodePass) or current.rope is None:
+    if (current := encoding()) is None:
         return None
     kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
     current.angles[module, kind] = as_angles(output)

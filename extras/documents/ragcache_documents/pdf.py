@@ -110,7 +110,7 @@ def _labels(reader: PdfReader, num_pages: int) -> list[str]:
 def join_wrapped_lines(page: str) -> str:
     """Return the page's text with a line per paragraph, if its lines were full; words cut at a line end are joined."""
     lines = [line.rstrip() for line in page.splitlines()]
-    widest = max(FULL_LINE, *(len(line) for line in lines), 0)
+    widest = max([FULL_LINE, *map(len, lines)])
     if not any(line[:1].isalpha() and not line[:1].isupper() for line in map(str.strip, lines)):
         return "\n".join(lines)
     joined: list[str] = []

@@ -26,6 +26,7 @@ from ragcache.models.language_model import LanguageModel
 from ragcache.models.lora import LORA_FILE, Lora
 from ragcache.models.named import NAMED
 from ragcache.models.trained_tokens import TrainedTokens
+from ragcache_train.train_options import LORA_ON
 
 
 def add_lora(
@@ -57,7 +58,7 @@ def add_lora(
     if earlier is not None and earlier.has_lora:
         alpha = _same_scale(earlier, rank, alpha)
         if earlier.on_passages != on_passages:
-            acts, wanted = (("all", "passages")[on] for on in (earlier.on_passages, on_passages))
+            acts, wanted = (LORA_ON[on] for on in (earlier.on_passages, on_passages))
             raise ConfigError(
                 f"lora_on is {wanted!r} and the matrices of {earlier.directory} were trained with {acts!r}; train with "
                 f"lora_on={acts!r}, or from its base, {earlier.base.name}"
