@@ -1,6 +1,6 @@
 """How much of changing prompts is found, beside prefix caching alone: `python -m benchmarks context`.
 
-A scripted day over a store to which nobody handed a document. Chats as Open WebUI sends them: the time and the user's
+A scripted day over a store that was given no document. Chats as Open WebUI sends them: the time and the user's
 memories in the system message, and sources in tags, in the order of their relevance. A research agent: a status line
 that changes with every step, results of tools of which the oldest are dropped and the next shortened. Each request is
 asked in one store that learns passages from prompts and in another that has prefix caching alone.

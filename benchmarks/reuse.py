@@ -1,4 +1,4 @@
-"""How much of its passages' KV a prompt finds, whoever built it: `python -m benchmarks reuse`.
+"""How much of its passages' KV a prompt finds, built by ragcache or by others: `python -m benchmarks reuse`.
 
 For each way to ask, the tokens read from KV as a share of the passages': at the first question, at the same one
 again, at another one over the same passages in another order, at a third in a third order, and at a last one after
@@ -126,7 +126,7 @@ def labelled(kb: rc.RagCache, passages: Sequence[str], question: str) -> dict[st
 
 
 def in_context(passages: Sequence[str], question: str) -> str:
-    """Return the message that Open WebUI makes of a question and what it retrieved itself."""
+    """Return the message that Open WebUI makes of a question and the passages that it retrieved itself."""
     sources = "\n".join(f'<source id="{rank}" name="page.md">{text}</source>' for rank, text in enumerate(passages, 1))
     return f"Answer from the context; cite sources as [id].\n\n<context>\n{sources}\n</context>\n\n{question}"
 

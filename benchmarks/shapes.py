@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: speed depends on the shape, not on what was learnt."""
+"""Models of known shapes with random weights: speed depends on the shape, not on training."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ scripts/soak --minutes 3 --codec int8
 Two processes share one store: `ragcache serve`, which half of the askers ask through OpenAI's client, and this one,
 whose engine the other half asks. Beside them two threads add and delete documents, one through each. Expected answers
 come from a fresh engine over another store, asked one by one beforehand. The memory tiers are too small for the
-documents, so that blocks are evicted all the time. What is checked: benchmarks/soak_checks.py. Exit status 1 when a
+documents, so that blocks are evicted all the time. The checks: benchmarks/soak_checks.py. Exit status 1 when a
 check fails.
 """
 

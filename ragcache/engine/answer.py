@@ -159,8 +159,8 @@ class Answer:
 
 
 def sources_to_json(hits: Sequence[Source]) -> list[dict[str, Any]]:
-    """Return the passages that an answer has as its sources. Pieces learnt from prompts are none: they are the callers'
-    own words."""
+    """Return the sources of an answer as JSON values. Pieces learnt from prompts, the callers' own words, are left
+    out."""
     return [_source_to_json(hit) for hit in hits if not hit.chunk.is_learnt]
 
 

@@ -33,7 +33,7 @@ BLOCKS = ("kv", "foreign")
 
 
 class Backup(NamedTuple):
-    """path: its directory; files, bytes: what it holds; database: where the documents are, if they are not in it"""
+    """path: its directory; files, bytes: of its content; database: where the documents are, if they are not in it"""
 
     path: str
     files: int

@@ -208,7 +208,7 @@ class Precompute:
                 report.tokens += chunk.num_tokens
 
     def _remove(self, handles: Iterable[str], report: PrecomputeReport) -> None:
-        """Remove KV from every tier, and what was learnt from prompts that quote it; a document keeps its own."""
+        """Remove KV from every tier, and pieces learnt from prompts that quote it; a document keeps its own."""
         gone = list(dict.fromkeys(handles))
         gone += self._list.unlearn((self._learnt, ids) for ids in self._list.token_ids(gone)) if gone else []
         gone = list(dict.fromkeys(gone))

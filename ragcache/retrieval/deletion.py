@@ -16,7 +16,7 @@ from ragcache.store.rows import parts_of
 
 
 def unlearn(documents: DocumentStore, kv: KVStore, chunks: Iterable[Chunk]) -> None:
-    """Delete what was learnt from prompts that quote these chunks, as far as the view may write them. Raises
+    """Delete the pieces learnt from prompts that quote these chunks, as far as the view may write them. Raises
     StoreReadOnlyError, StoreFullError, StoreBusyError."""
     own = (chunk for chunk in chunks if may(documents.view.writes, chunk.collection))
     kv.unlearn(((chunk.collection, OTHERS), chunk.token_ids) for chunk in own)

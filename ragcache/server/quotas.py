@@ -1,4 +1,4 @@
-"""Rates of each API key: requests, tokens of answers, and tokens of uploads. What is beyond them gets 429."""
+"""Rates of each API key: requests, tokens of answers, and tokens of uploads. Requests beyond them get 429."""
 
 from __future__ import annotations
 

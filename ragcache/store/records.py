@@ -89,7 +89,7 @@ class Chunk:
     collection: of its document; salt: secret that its KV is named by, or None for a passage that was not ingested
     neighbours: ids of the chunks that precede this chunk when its KV is computed, in reading order, if looked up
     cut_from: if token_ids are a part of the passage: all of the passage's ids, and how many of them precede the part
-    is_learnt: whether it is a piece of earlier prompts, which nobody supplied as a passage
+    is_learnt: whether it is a piece of earlier prompts, which no caller supplied as a passage
     """
 
     id: str

@@ -85,7 +85,7 @@ def _filled_in(page: PageObject) -> Iterator[str]:
 
 
 def _of_field(box: Any, key: str) -> Any:
-    """Return what a field states, or a field that it belongs to."""
+    """Return a field's own value of a key, or that of a field around it; None if there is no value."""
     for _ in range(_MOST_NESTED):
         if key in box:
             value = box[key].get_object()

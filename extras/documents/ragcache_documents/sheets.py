@@ -106,7 +106,7 @@ class _Layout(NamedTuple):
 
 
 def _matches(data: bytes, path: str, pattern: re.Pattern[bytes]) -> Iterator[re.Match[bytes]]:
-    """Yield what the pattern finds in a file of the workbook, piece by piece. Tags end with ">"."""
+    """Yield a pattern's matches in a file of the workbook, which is read in pieces that end with a tag."""
     with ZipFile(BytesIO(data)) as archive, archive.open(path.lstrip("/")) as sheet:
         before = b""
         for piece in iter(partial(sheet.read, PIECE), b""):

@@ -7,7 +7,7 @@ A prompt is cut into pieces where its own words say so, so that a piece is found
     changed  if it was not, and stands between two pieces that were
     new      otherwise
 
-The last `most` pieces and beginnings are remembered; what was seen before that is new again.
+The last `most` pieces and beginnings are remembered; anything older is new again.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Device of the run, and what it writes on the way."""
+    """Device of the run, and the files that it writes on the way."""
 
     device: Annotated[str, option("--device", "auto, cuda, xpu, mps or cpu.")] = "auto"
     dtype: Annotated[str, option("--dtype", "Of the weights while training.")] = "float32"

@@ -47,8 +47,8 @@ NoContext = Annotated[list[JsonValue] | None, AfterValidator(_no_context)]
 
 
 class Options(RequestModel):
-    """num_predict: the longest answer, in tokens; 0 and below: until it ends. seed: -1 is none. The last fields are
-    about loading a model, which is loaded already."""
+    """num_predict: the longest answer, in tokens; 0 and below: until it ends. seed: -1 means no seed. The last fields
+    are about loading a model, which is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

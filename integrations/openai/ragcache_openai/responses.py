@@ -201,7 +201,7 @@ class FileSearchResult(AnswerModel):
 
 
 class FileSearchCall(AnswerModel):
-    """What was searched for. results: where `include` asks for them"""
+    """The queries of a search. results: where `include` asks for them"""
 
     id: str
     type: Literal["file_search_call"]

@@ -199,7 +199,7 @@ class VllmClient:
 def trace_context() -> dict[str, str]:
     """Return the headers of the caller's trace context (W3C), by which vLLM's spans are within its trace."""
     headers: dict[str, str] = {}
-    if "opentelemetry" in sys.modules:  # else nobody traces
+    if "opentelemetry" in sys.modules:  # else there is no tracing
         from opentelemetry.propagate import inject
 
         inject(headers)

@@ -34,8 +34,8 @@ def servable(name: str, checkpoint: str, into: Path) -> tuple[str, str]:
     checkpoint: expected digest of the model
     into: folder for merged directories
 
-    A model that is not an adapter is returned as it is. Matrices that act on passages alone are left out: blocks hold
-    what they did, and an engine reads the rest with the base's weights. Raises ModelMismatchError, AdapterError.
+    A model that is not an adapter is returned as it is. Matrices that act on passages alone are left out: they are
+    part of the blocks, and an engine reads the rest with the base's weights. Raises ModelMismatchError, AdapterError.
     """
     where = resolve(name)
     adapter = Adapter.find(where) if where else None
