@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -36,6 +37,7 @@ from benchmarks.journal import Runs
 from benchmarks.report import Result
 from benchmarks.runner import Run
 from ragcache.errors import ConfigError, check_least
+from ragcache.ingest.context_chunks import are_copies
 from ragcache.prompt import PromptFormat, encode_text, prompt_format
 from ragcache.retrieval.embedder import load_embedder
 from ragcache.retrieval.embedder_types import Embedder
@@ -153,12 +155,12 @@ def questions_of(
 
 
 def with_neighbours(
-    questions: dict[str, list[Case]], directory: Path, count: int, embedder: Embedder, seed: int
+    questions: dict[str, list[Case]], directory: Path, count: int, embedder: Embedder, lm: rc.LanguageModel, seed: int
 ) -> dict[str, list[Case]]:
     """Return the same questions with neighbours for each passage.
 
-    These are the `count` passages of the whole set with the most similar embeddings, the most similar last, as a store
-    of the set would read the passage after them. Like texts count once.
+    These are the `count` passages of the whole set with the most similar embeddings, the most similar last, without
+    copies, as a store of the set would read the passage after them.
     """
     found = {}
     for source, cases in questions.items():
@@ -168,17 +170,33 @@ def with_neighbours(
         vectors = np.asarray(embedder.embed(texts), np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 
+        tokens = cache(partial(_tokens, lm, texts))
+
         def behind(
-            passage: CasePassage, texts: Sequence[str] = texts, vectors: Any = vectors, places: Any = places
+            passage: CasePassage,
+            texts: Sequence[str] = texts,
+            vectors: Any = vectors,
+            places: Any = places,
+            tokens: Any = tokens,
         ) -> CasePassage:
             own = places[passage.rendered()]
             scores = vectors @ vectors[own]
             scores[own] = -np.inf
-            nearest = np.argsort(-scores)[:count]
-            return passage._replace(behind=tuple(texts[place] for place in nearest[::-1]))
+            nearest, seen = list[str](), [tokens(own)]
+            for place in np.argsort(-scores)[: len(texts) - 1]:
+                if len(nearest) == count:
+                    break
+                if not any(are_copies(before, tokens(place)) for before in seen):
+                    nearest.append(texts[place])
+                    seen.append(tokens(place))
+            return passage._replace(behind=tuple(nearest[::-1]))
 
         found[source] = [replace(case, passages=tuple(map(behind, case.passages))) for case in cases]
     return found
+
+
+def _tokens(lm: rc.LanguageModel, texts: Sequence[str], place: int) -> list[int]:
+    return encode_text(lm.tokenizer, texts[place])
 
 
 def in_turn(questions: dict[str, list[Case]]) -> Iterator[Case]:
@@ -209,7 +227,7 @@ def measure(settings: Settings, run: Run) -> Result:
     questions = questions_of(settings.sets, settings.data, runner, *chosen)
     if settings.neighbours:
         near = settings.neighbours, load_embedder("minilm")
-        questions = with_neighbours(questions, settings.data, *near, settings.seed)
+        questions = with_neighbours(questions, settings.data, *near, lm, settings.seed)
     path, runs = run.journal_path, Runs(run.journal_path)
     stated = {"dtype": settings.dtype, "context": settings.context, "seed": settings.seed}
     with Journal(path, {**stated, **runner.describe()}) as journal:

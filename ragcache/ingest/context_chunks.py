@@ -23,7 +23,7 @@ import numpy as np
 
 from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.models.deadline import LIMIT
-from ragcache.retrieval.retriever import Retriever
+from ragcache.retrieval.retriever import Ranking, Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.neighbours import DOCUMENT, SIMILARITY, Near, NeighbourChoice, NeighbourTable
@@ -31,8 +31,11 @@ from ragcache.store.records import Chunk, VectorBatch
 
 log = logging.getLogger(__name__)
 
-# Chunks fetched per neighbour wanted: the chunk itself is found too, and a text that is stored twice counts once.
-FETCH_FACTOR = 4
+# Chunks fetched per neighbour wanted, at first: the chunk itself is found too, and copies are left out. Then more, as
+# long as copies crowd out neighbours.
+FETCH_FACTOR, MOST_FETCHED = 4, 256
+# Texts are copies if they have more than this share of their runs of tokens in common.
+RUN, MOST_SHARED = 8, 1 / 3
 # Embeddings compared at once: two such batches and their products take 80 MB.
 BATCH = 4096
 # Chunks whose neighbours, and whose KV, are committed together.
@@ -142,8 +145,25 @@ class Preceding(Neighbourhood):
         return [Near(id) for id in ids if id in passing]
 
 
+def are_copies(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two texts, as token ids, have more than a third of the shorter one's runs of 8 tokens in common.
+
+    A model that has just read a text copies it where it stands again, and the KV of the second is of little use without
+    the first: passages of MuSiQue that were read behind other releases of the same page answered worse than passages
+    that were read alone.
+    """
+    runs, others = _runs(one), _runs(other)
+    return len(runs & others) > MOST_SHARED * min(len(runs), len(others))
+
+
+def _runs(token_ids: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the runs of `RUN` tokens in a text; the text itself if it is shorter."""
+    return {tuple(token_ids[start : start + RUN]) for start in range(max(1, len(token_ids) - RUN + 1))}
+
+
 class Similar(Neighbourhood):
-    """A neighbourhood of the chunks with the most similar embeddings. A text that is stored twice counts once.
+    """A neighbourhood of the chunks with the most similar embeddings, without copies of the chunk or of each other
+    (`are_copies`).
 
     `update` compares the embedding of every recorded chunk with that of every new chunk. It searches the index once for
     each chunk that is new or has a nearer neighbour among the new chunks.
@@ -168,22 +188,29 @@ class Similar(Neighbourhood):
 
     def _find(self, vector_id: int, where: Filter | None = None) -> list[Near]:
         own = next(self._documents.embeddings(after=vector_id - 1, batch_size=1), None)
-        if own is None or own.ids[0] != vector_id:
-            return []
-        name = next((chunk.collection for chunk in self._documents.chunks_by_vector_ids([vector_id])), None)
-        if name is None:
+        chunk = next(iter(self._documents.chunks_by_vector_ids([vector_id])), None)
+        if chunk is None or own is None or own.ids[0] != vector_id:
             return []
         # Of the same collection: a chunk's KV depends on its neighbours' texts.
+        name, wanted = chunk.collection, self.choice.number
         there = self._there.setdefault(name, self._documents.seen_by(self._documents.view.only(name)))
-        result = self._retriever.nearest(there, own.vectors[0], FETCH_FACTOR * (self.choice.number + 1), where)
+        width = FETCH_FACTOR * (wanted + 1)
+        while True:
+            result = self._retriever.nearest(there, own.vectors[0], width, where)
+            found = self._without_copies(chunk, result)
+            if len(found) >= wanted or len(result.ids) < width or width >= MOST_FETCHED:
+                return found[:wanted]
+            width *= FETCH_FACTOR
+
+    def _without_copies(self, chunk: Chunk, result: Ranking) -> list[Near]:
+        """Return the chunks of a search, without copies of a chunk or of a nearer one."""
         scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
-        chunks = self._documents.chunks_by_vector_ids([vector_id, *(id for id in scores if id != vector_id)])
-        seen, found = set[tuple[int, ...]](), list[Near]()
-        for chunk in chunks:
-            if (ids := tuple(chunk.token_ids)) not in seen and chunk.vector_id != vector_id:
-                found.append(Near(chunk.vector_id, scores[chunk.vector_id]))
-            seen.add(ids)
-        return found[: self.choice.number]
+        seen, found = [chunk.token_ids], list[Near]()
+        for near in self._documents.chunks_by_vector_ids(scores):
+            if not any(are_copies(before, near.token_ids) for before in seen):
+                found.append(Near(near.vector_id, scores[near.vector_id]))
+                seen.append(near.token_ids)
+        return found
 
 
 NEIGHBOURHOODS: dict[str, type[Neighbourhood]] = {SIMILARITY: Similar, DOCUMENT: Preceding}
