@@ -174,7 +174,8 @@ class VectorIndex:
 
     def find(self, documents: DocumentStore, vector: Vectors, k: int, where: Filter | None) -> SearchResult:
         """Search among the chunks that pass a filter; see `search`. Raises FilterError."""
-        return self.search(vector, k, None if documents.shows_all(where) else documents.vector_ids(where))
+        is_all = documents.shows_all(where, self.generation)
+        return self.search(vector, k, None if is_all else documents.vector_ids(where))
 
     def search(self, vector: Vectors, k: int, allowed: Collection[int] | None = None) -> SearchResult:
         """Return the k ids with the largest inner product with `vector` ([dimension]), or all ids if there are fewer.

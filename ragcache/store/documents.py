@@ -313,16 +313,20 @@ class DocumentStore:
         found: Select[Any] = self._narrowed(rows.select_vector_ids(where, self.database.dialect), chunks)
         return found
 
-    def shows_all(self, where: Filter | None = None) -> bool:
-        """Return whether the view shows all of the store's documents, and there is no filter."""
+    def shows_all(self, where: Filter | None = None, generation: int | None = None) -> bool:
+        """Return whether the view shows all of the store's documents, and there is no filter.
+
+        generation: of the store, if the caller has just read it; None: it is read
+        """
         reads = self.view.reads
         if where or reads is None:
             return not where
-        with self.database.read() as connection:
-            generation = current(connection, "generation")
-            if self._hides[0] != generation:
-                other = select(documents.c.id).where(~within(documents.c.collection, reads)).limit(1)
-                self._hides = (generation, connection.execute(other).first() is not None)
+        if generation is None or self._hides[0] != generation or generation < 0:
+            with self.database.read() as connection:
+                generation = current(connection, "generation")
+                if self._hides[0] != generation:
+                    other = select(documents.c.id).where(~within(documents.c.collection, reads)).limit(1)
+                    self._hides = (generation, connection.execute(other).first() is not None)
         return not self._hides[1]
 
     def _narrowed(self, query: Any, table: Any) -> Any:

@@ -534,7 +534,14 @@ def test_a_view_shows_and_changes_its_collections_alone(url):
             assert set(store.search_text("text", 9)) == store.vector_ids()
             assert len(store.handles_by_vector_ids(sorted(documents.vector_ids()))) == len(seen)
             assert store.unknown_fields({"of": "a"})[0] == []
+            generation = store.generation()
             assert not store.shows_all()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(store.database, "read", lambda: pytest.fail("the generation is known"))
+                assert not store.shows_all(generation=generation)
+            assert not documents.seen_by(store.view).shows_all(generation=-1), (
+                "an index that was never brought up to date"
+            )
         a = documents.seen_by(View().only("a"))
         before = a.vector_ids()
         a.replace_document(NewDocument("two", "", "hash"), [NewChunk("two#0", "t", [1], np.ones(2, np.float32))])
