@@ -10,6 +10,7 @@ are those of commit ba45c45c. All attacks together take about two minutes, and o
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import re
@@ -24,14 +25,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 import ragcache as rc
 from benchmarks.report import Goal, Result
 from benchmarks.runner import Run
+from benchmarks.timing import Ratio, Variant, alternate, ratio
+from ragcache.engine.keys import Key
 from ragcache.errors import ConfigError
 
 ALICE, BOB = "alice-of-the-benchmark", "bob-of-the-benchmark"
@@ -47,17 +52,22 @@ BEFORE = {
     "schema of 250 KB: /healthz p99, ms": "1300",
     "requests beyond a key's rate that are answered": "all",
 }
+BY_KEY = "first token by a key / without keys"
 LIMITS = (100, 1_000_000, 0, 0.2, 3, 0, 10, 2, 100, 0)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """seconds: of the half headers. crowd: questions of one key at once. halves, open: connections of an attack"""
+    """seconds: of the half headers. crowd: questions of one key at once. halves, open: connections of an attack
+
+    rounds: pairs of questions, by a key and without keys
+    """
 
     seconds: float = 20.0
     crowd: int = 100
     halves: int = 1200
     open: int = 300
+    rounds: int = 200
 
 
 class Server:
@@ -253,9 +263,27 @@ def schema(server: Server) -> float:
     return p99(times)
 
 
+def by_key(folder: Path, rounds: int) -> Ratio:
+    """Return the time to the first token by a key of one collection, as a share of the time without keys."""
+    with rc.RagCache.open(folder, method="reposition") as kb:
+        kb.ingest(
+            rc.Document(f"d{rank}", f"The club {rank} meets in the old mill at noon. " * 30) for rank in range(30)
+        )
+        own = frozenset(["default"])
+        views = {"none": kb, "key": kb.as_key(Key("key", reads=own, writes=own))}
+        asked = itertools.count()
+
+        def ask(view: rc.RagCache) -> rc.Answer:
+            return view.ask(f"Where is club {next(asked)}?", k=8, sampling=rc.Sampling(max_tokens=1))
+
+        variants = [Variant(name, partial(ask, view)) for name, view in views.items()]
+        return ratio(alternate(variants, rounds, 0, torch.device("cpu")), "key", "none")
+
+
 def measure(settings: Settings, run: Run) -> Result:
     found: list[float] = []
     figures: dict[str, Any] = {f"before: {attack}": said for attack, said in BEFORE.items()}
+    keys = by_key(run.workdir / "keys", settings.rounds)
     with rc.RagCache.open(run.workdir / "kb") as kb:
         kb.ingest(rc.Document("clubs", "The heron club meets in the old mill. " * 20))
     server = Server(run.workdir)
@@ -293,7 +321,8 @@ def measure(settings: Settings, run: Run) -> Result:
     # Where other work takes the processors, a quiet server takes longer too.
     bounds = [max(most, 2 * alone) if "p99" in attack else most for attack, most in zip(BEFORE, LIMITS, strict=True)]
     goals = [Goal(attack, "at most", most, rows[attack], True) for attack, most in zip(BEFORE, bounds, strict=True)]
-    return run.result(figures=figures, goals=goals)
+    goals.append(Goal.of(BY_KEY, "at most", 1.02, keys, True))
+    return run.result(figures=figures, goals=goals, ratios={BY_KEY: keys})
 
 
 def failed(result: Result) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import ragcache as rc
+from ragcache.engine.keys import Key
 from ragcache.fusion.method import Placer
 from ragcache.models.scheduler import Scheduler
 from ragcache.store.kv_store import KVStore
@@ -74,8 +75,9 @@ def _looking(function: Callable[..., Any], end: str, found: Longest) -> Callable
 
 
 @pytest.fixture(scope="module")
-def ways(tmp_path_factory) -> dict[str, list[str]]:
-    """The longest stack of every way, over two passages that are in memory."""
+def measured(tmp_path_factory) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The longest stack of every way, and of a question's ways where it comes by a key."""
+    found: list[dict[str, list[str]]] = []
     lm = rc.load_lm("mini")
     path = tmp_path_factory.mktemp("frames") / "kb"
     documents = [rc.Document("a", "Jonas Lansen wears a green hat."), rc.Document("b", "The river Ula is long.")]
@@ -85,11 +87,19 @@ def ways(tmp_path_factory) -> dict[str, list[str]]:
     ):
         with watched(lm, patch) as ingestion:
             kb.ingest(documents)
-        with watched(lm, patch) as question:
-            answer = kb.ask("Who wears a hat?", k=2, sampling=rc.Sampling(max_tokens=2))
-    assert {source.kv for source in answer.hits} == {"memory"}
-    found = {f"question to {end}": frames for end, frames in question.items()}
-    return found | {"ingestion to model": ingestion["model"]}
+        own = frozenset(["default"])
+        for view in (kb, kb.as_key(Key("reader", reads=own, writes=own))):
+            with watched(lm, patch) as question:
+                answer = view.ask("Who wears a hat?", k=2, sampling=rc.Sampling(max_tokens=2))
+            assert {source.kv for source in answer.hits} == {"memory"}
+            found.append({f"question to {end}": frames for end, frames in question.items()})
+    return found[0] | {"ingestion to model": ingestion["model"]}, found[1]
+
+
+@pytest.fixture(scope="module")
+def ways(measured) -> dict[str, list[str]]:
+    """The longest stack of every way, over two passages that are in memory."""
+    return measured[0]
 
 
 def test_every_way_is_measured(ways):
@@ -102,3 +112,9 @@ def test_a_way_is_no_longer_than_it_was(ways, way):
     shown = "\n".join(frames)
     assert len(frames) <= FRAMES[way], f"{way} passes {len(frames)} frames:\n{shown}"
     assert len(frames) >= FRAMES[way], f"{way} passes {len(frames)} frames only: lower its number\n{shown}"
+
+
+def test_a_key_makes_no_way_longer(measured):
+    without, by_key = ({way: len(frames) for way, frames in ways.items()} for ways in measured)
+    assert by_key == {way: without[way] for way in by_key}
+    assert by_key.keys() == without.keys() - {"ingestion to model"}
