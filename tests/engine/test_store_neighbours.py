@@ -235,7 +235,7 @@ def test_a_lone_chunk_and_a_passage_from_outside_are_read_alone(open_near, oracl
 
 
 def test_every_method_that_moves_blocks_reads_them(near):
-    for method in ("reposition", "cacheblend", "epic", "a3", "prophet", "samkv", "infllm"):
+    for method in ("reposition", "cacheblend", "epic", "a3", "prophet", "samkv"):
         answer = ask(near, method=method)
         assert {source.kv for source in answer.hits} <= {"memory", "shared"}
         assert answer.method == method

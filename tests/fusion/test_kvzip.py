@@ -220,7 +220,7 @@ def test_eviction_drops_more_of_what_is_left(llama):
     assert all(set(own) <= held[head] for head, own in enumerate(few.cache.layer_state(1)[2].tolist()))
 
 
-@pytest.mark.parametrize("method", ["cacheblend", "epic", "a3", "prophet", "samkv", "infllm"])
+@pytest.mark.parametrize("method", ["cacheblend", "epic", "a3", "prophet", "samkv"])
 def test_methods_that_need_whole_blocks_say_so(llama, method):
     prompt = random_prompt(77)
     with pytest.raises(ConfigError, match=rf"{method}.*all of them.*reposition.*kept=1"):

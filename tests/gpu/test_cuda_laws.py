@@ -24,9 +24,7 @@ RECOMPUTE = (
     "a3",
     "prophet",
     "samkv",
-    "infllm",
     "ape",
-    "entropy",
 )
 
 

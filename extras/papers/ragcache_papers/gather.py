@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.fusion.method import PrefillOutput, PrefillRequest
+from ragcache.fusion.method import PrefillRequest
 from ragcache.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
 
     from ragcache.kv.fused_cache import FusedCache
     from ragcache.models.attention import Projected
-    from ragcache.models.layerwise import LayerPoint
-
-Select = Callable[[int, "Projected"], "Tensor"]
-"""What a layer keeps: slots, int64, ascending, given its index and the text's queries, keys and values in it."""
 
 
 def attention_received(asking: Projected, key: Tensor, key_positions: Tensor) -> Tensor:
@@ -63,7 +58,6 @@ class Gather:
         self.positions = torch.cat([torch.arange(request.known), *parts]).to(lm.device)
         bounds = list(accumulate((block.num_tokens for block in self._blocks), initial=request.known))
         self._starts, self._ends = bounds[:-1], torch.tensor(bounds[1:], dtype=torch.int64, device=lm.device)
-        self._behind = self.slots[request.known :]
         self._cut: tuple[Tensor, list[Tensor]] = (self.slots[:0], [])
 
     @property
@@ -74,16 +68,6 @@ class Gather:
     def keys(self, layer: int, slots: Tensor) -> Tensor:
         """Rotated keys of these tokens of the blocks, [num_kv_heads, num_slots, head_dim]. slots: int64, ascending."""
         return self._lm.rope.rotate(self._keys(layer, slots), layer, self.positions[slots])
-
-    def all_keys(self, layer: int) -> Tensor:
-        """Rotated keys of every token, [num_kv_heads, num_tokens, head_dim]."""
-        known, keys = self._request.known, self.keys(layer, self._behind)
-        if self._request.exact is None:
-            return keys
-        heads, *widths = self._lm.shape.layers[layer]
-        exact, values = (keys.new_empty(heads, known, width) for width in widths)
-        self._request.exact.copy_layer(layer, exact, values)
-        return torch.cat([exact, keys], dim=1)
 
     def place(self, cache: FusedCache, layer: int, slots: Tensor, held: Held | None = None) -> None:
         """Put these tokens into an empty layer. slots: int64, ascending, including all of the prefix's.
@@ -136,14 +120,3 @@ class Gather:
             cuts = zip(self._starts, bounds[:-1], bounds[1:], strict=True)
             self._cut = (slots, [slots[first:last] - start for start, first, last in cuts])
         return self._cut[1]
-
-
-def prefill_selecting(request: PrefillRequest, gather: Gather, select: Select) -> PrefillOutput:
-    """Run the text; before each layer ask which of the context's tokens are placed in it."""
-    chosen: dict[int, Tensor] = {}
-
-    def before_layer(point: LayerPoint) -> None:
-        chosen[point.layer] = select(point.layer, point.probe())
-
-    cache = request.new_cache(lambda cache, layer: gather.place(cache, layer, chosen[layer]))
-    return request.run(cache, before_layer=before_layer)

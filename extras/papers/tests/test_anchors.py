@@ -203,7 +203,7 @@ def test_ids_that_the_model_lacks_and_chunks_that_grow_too_long_are_refused(llam
         llama.encode([[5] * 400], ANCHORED)
 
 
-@pytest.mark.parametrize("method", ["cacheblend", "epic", "a3", "prophet", "samkv", "infllm"])
+@pytest.mark.parametrize("method", ["cacheblend", "epic", "a3", "prophet", "samkv"])
 def test_methods_that_need_whole_blocks_say_so(llama, method):
     with pytest.raises(ConfigError, match=rf"{method}.*all of them.*170 to 172.*reposition.*'full'"):
         rc.fuse(llama, PROMPT, method)

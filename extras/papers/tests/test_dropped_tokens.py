@@ -76,11 +76,11 @@ def test_ape_weighs_what_is_left(family):
 
 
 def test_layers_that_hold_different_tokens(family):
-    """What infllm holds in each layer is its own matter (test_infllm.py); eviction chooses among that."""
+    """What samkv holds in each layer is its own matter (test_samkv.py); eviction chooses among that."""
     prompt = random_prompt(66, prefix=4, chunks=CHUNKS, suffix=5)
-    options = {"block_size": 5, "top_blocks": 4, "initial_tokens": 3, "local_tokens": 4}
+    options = {"block_size": 2, "local_blocks": 1, "top_p": 0.5, "cross_filter": False, "recompute": "none"}
     context = prompt.context_tokens
-    whole = rc.fuse(family.lm, prompt, "infllm", **options)
+    whole = rc.fuse(family.lm, prompt, "samkv", **options)
     held = [[token for token in held_tokens(whole, layer)[0] if token < context] for layer in range(LAYERS)]
     assert held[0] != held[1]
 
@@ -94,7 +94,7 @@ def test_layers_that_hold_different_tokens(family):
 
     tokens = [[token for token in layer if token >= 4] for layer in held]
     logits, kept = expected(family.formula, prompt.ids, plan_of, tokens, 5, rc.SnapKV(10))
-    fused = rc.fuse(family.lm, prompt, "infllm", evict=10, **options)
+    fused = rc.fuse(family.lm, prompt, "samkv", evict=10, **options)
     assert_kept(fused, kept, range(4), range(context, prompt.num_tokens))
     assert_same(step_by_step(family.lm, fused, ANSWER), logits, atol=3e-5)
 

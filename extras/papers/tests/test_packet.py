@@ -114,7 +114,7 @@ def test_so_do_epic_reposition_and_link(trained):
 def test_every_method_that_reads_blocks_reads_the_models_own(trained):
     lm, _ = trained
     prompt = random_prompt(8, prefix=4, chunks=(30, 40))
-    for method, recipe in (("concat", "isolated"), ("ape", "prefix"), ("entropy", "prefix"), ("samkv", "isolated")):
+    for method, recipe in (("concat", "isolated"), ("ape", "prefix"), ("samkv", "isolated")):
         blocks = rc.encode(lm, prompt, rc.Recipe(recipe, markers=(HEADER, TRAILER)))
         assert rc.fuse(lm, prompt, method, blocks).added_tokens == 2 * 5
     with pytest.raises(StaleBlockError, match="170 to 172 and 173 to 174"):

@@ -1,4 +1,4 @@
-"""APE against attention in two parts merged by weight, entropy against weights summed by hand (laws 2 and 5)."""
+"""APE against attention in two parts merged by weight (laws 2 and 5)."""
 
 from functools import partial
 
@@ -42,41 +42,7 @@ def test_neutral_ape_is_one_forward_with_overlapping_positions(family):
     assert (sharpened - expected).abs().max() > 0.01 * expected.abs().max(), "temperature and scale have no effect"
 
 
-def selected(oracle, prompt, top_k):
-    """What entropy lets suffix and answer see, layer by layer: the chunks that get most of the suffix's weights."""
-    positions, allowed, _ = layout(prompt, ANSWER)
-    ids, by_layer, kept = [*prompt.ids, *ANSWER], [], []
-    for layer in range(oracle.config.num_hidden_layers):
-        plan = Plan([*by_layer, *[allowed] * (oracle.config.num_hidden_layers - layer)], positions)
-        planned_logits(oracle, ids, plan)
-        drawn = plan.weights[layer][0, :, prompt.context_tokens : prompt.num_tokens].sum((0, 1))
-        start, sums = len(prompt.prefix_ids), []
-        for chunk in prompt.chunk_ids:
-            sums.append((float(drawn[start : start + len(chunk)].sum()), range(start, start + len(chunk))))
-            start += len(chunk)
-        sums.sort(key=lambda pair: -pair[0])
-        mask = allowed.clone()
-        for _, tokens in sums[top_k:]:
-            mask[prompt.context_tokens :, list(tokens)] = False
-        by_layer.append(mask)
-        kept.append(int(mask[prompt.num_tokens - 1].sum()))
-    return Plan(by_layer, positions), tuple(kept)
-
-
-@pytest.mark.parametrize("top_k", [2, 9])
-def test_entropy_attends_to_the_chunks_that_draw_most(family, top_k):
-    lm, oracle = family
-    prompt = random_prompt(15, prefix=4, chunks=(9, 6, 8, 7, 5))
-    plan, kept = selected(oracle, prompt, top_k)
-    expected = planned_logits(oracle, [*prompt.ids, *ANSWER], plan)
-    fused = rc.fuse(lm, prompt, method="entropy", top_k=top_k)
-    assert_like(step_by_step(lm, fused, ANSWER), expected[prompt.num_tokens - 1 :])
-    assert fused.kept_tokens == kept
-    assert set(fused.computed_tokens) == {len(prompt.suffix_ids)}
-
-
-@pytest.mark.parametrize("method", ["entropy", "ape"])
-def test_blocks_that_saw_no_prefix_are_refused(method, tmp_path):
+def test_blocks_that_saw_no_prefix_are_refused(tmp_path):
     lm, prompt = rc.load_lm(save_tiny("llama", str(tmp_path))), random_prompt(14)
     with pytest.raises(ConfigError, match="prefix"):
-        rc.fuse(lm, prompt, method=method, blocks=rc.encode(lm, prompt))
+        rc.fuse(lm, prompt, method="ape", blocks=rc.encode(lm, prompt))

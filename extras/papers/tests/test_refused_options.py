@@ -27,10 +27,6 @@ REFUSED = {
     ("kvcomm", "max_anchors"): ([1, 2.0, *COUNTS], "2 or more"),
     ("kvcomm", "threshold"): (SHARES, "from 0 to 1"),
     ("kvcomm", "temperature"): ([0, -1, *NO_NUMBERS], "above 0"),
-    ("infllm", "block_size"): ([-1], ""),
-    ("infllm", "top_blocks"): ([-1], ""),
-    ("infllm", "representative_tokens"): ([-1], ""),
-    ("infllm", "initial_tokens"): ([-1], ""),
     ("samkv", "block_size"): ([0], ""),
     ("samkv", "initial_blocks"): ([0], ""),
     ("samkv", "local_blocks"): ([-1], ""),
@@ -38,7 +34,6 @@ REFUSED = {
     ("samkv", "top_p"): ([1.5], ""),
     ("samkv", "recompute"): (["some"], ""),
     ("samkv", "update"): (["mix"], ""),
-    ("entropy", "top_k"): ([0], ""),
     ("ape", "temperature"): ([0], ""),
     ("ape", "scale"): ([math.nan], ""),
 }

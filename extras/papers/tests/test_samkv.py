@@ -255,3 +255,9 @@ def test_chunks_without_a_middle_are_kept(llama):
 def test_more_layers_than_there_are_are_refused(llama):
     with pytest.raises(ConfigError, match="stable_layers"):
         rc.fuse(llama, random_prompt(8), method="samkv", stable_layers=99)
+
+
+def test_models_that_keep_latents_are_refused(load):
+    for latent in ("deepseek_v2", "deepseek_v3"):
+        with pytest.raises(ConfigError, match="keeps latents"):
+            rc.fuse(load(latent)[0], random_prompt(5, chunks=(40, 30, 20)), "samkv")

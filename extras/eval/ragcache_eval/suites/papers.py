@@ -103,7 +103,6 @@ SAMKV = Suite(
     (SETS["2wikimqa"], SETS["musique"], SETS["hotpotqa"]),
     methods=(
         "concat",
-        "infllm",
         "cacheblend:ratio=0.15",
         "epic:last_tokens=16",
         "samkv-overwrite=samkv:block_size=64:update=overwrite",
@@ -112,7 +111,6 @@ SAMKV = Suite(
     names={
         "full": ("Recompute",),
         "concat": ("Reuse",),
-        "infllm": ("Multi-InfLLM",),
         "cacheblend": ("CacheBlend",),
         "epic": ("EPIC",),
         "samkv-overwrite": ("SamKV-overwrite",),
