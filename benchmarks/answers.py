@@ -12,7 +12,7 @@ the end where a prompt is longer than --context.
 
 Every score is on disk before the next is measured. Run it again to go on, with more questions, sets or methods if you
 like: the report is of all that the journal holds. A method is made anew for each question: one that learns from earlier
-prompts (`kvcomm`, `cachecraft`) knows none.
+prompts (`kvcomm`) knows none.
 """
 
 from __future__ import annotations

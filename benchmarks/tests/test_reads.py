@@ -11,8 +11,8 @@ from benchmarks import methods
 from benchmarks.shapes import build
 from ragcache.models import attention
 
-READS = {"samkv": 66, "kvshare": 1}
-"""`samkv` keeps other tokens in each layer, of two layers. All methods but these read nothing."""
+READS = {"samkv": 66}
+"""`samkv` keeps other tokens in each layer, of two layers. All other methods read nothing."""
 
 READING = {
     "item": lambda x: x[0].item(),

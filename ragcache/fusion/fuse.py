@@ -301,11 +301,6 @@ def _parts(
     lm: ModelCard, method: FusionMethod, prompt: Prompt | Sequence[Part], evict: SnapKV | int | None
 ) -> Sequence[Part]:
     """Return the prompt's parts. Raises ConfigError or PromptError if the method cannot read them."""
-    if evict is not None and method.reruns_in_answers:
-        raise ConfigError(
-            f"evict drops passages' tokens that method {method.name!r} may run again while it answers; leave one of "
-            "the two out"
-        )
     if isinstance(prompt, Prompt):
         method.check(lm, prompt)
         return prompt.parts

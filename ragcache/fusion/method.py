@@ -274,7 +274,6 @@ class FusionMethod:
                     `Recipe.anchors`); such a method moves blocks unchanged and neither runs nor selects passages'
                     tokens
     remembers:      whether it keeps KV of earlier prompts, by `PrefillRequest.scope`
-    reruns_in_answers: whether passages' tokens run again while an answer is written (`FusedCache.step`)
     """
 
     name: ClassVar[str]
@@ -290,7 +289,6 @@ class FusionMethod:
     shares_context: ClassVar[bool] = True
     takes_sparse: ClassVar[bool] = True
     remembers: ClassVar[bool] = False
-    reruns_in_answers: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Make a method that overrides `prefill` share no context and take no sparse blocks, by default.

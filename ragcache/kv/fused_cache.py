@@ -25,7 +25,6 @@ from ragcache.kv.state import State
 
 Adjust = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[Tensor, Tensor], Tensor]
-Step = Callable[["FusedCache", Tensor, Tensor], Tensor]
 Place = Callable[["FusedCache", int], None]
 """Places a layer's context in a cache; recurrent layers are numbered after the others."""
 
@@ -58,8 +57,6 @@ class FusedCache(Cache):  # type: ignore[misc]
               that returns the scores' shape
     merge:    computes the entry that replaces another: a function of (old, new), both [1, num_kv_heads, num_tokens,
               head_dim], for keys and for values; without it the new entry is written
-    step:     runs an answer's next token instead of a plain pass: a function of (this cache, the token's id and its
-              position, both int64 [1]) that returns logits, float32 [vocab_size]
     probing:  whether `update` only returns new keys and values, without storing them
     states:   of recurrent layers, after all tokens so far; None: before the first token
     """
@@ -83,7 +80,6 @@ class FusedCache(Cache):  # type: ignore[misc]
         self._ran = [0] * pool.shape.num_layers
         self.adjust: Adjust | None = None
         self.merge: Merge | None = None
-        self.step: Step | None = None
         self.probing = False
         self._projected = [0] * pool.shape.num_layers
         self._head_positions: dict[int, Tensor] = {}

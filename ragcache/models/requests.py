@@ -6,7 +6,6 @@ import queue
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,9 +75,8 @@ class DecodingSequence:
             self.end(None)
             return None
         ids, positions = torch.tensor([[token], [self.position - 1]]).to(logits.device, non_blocking=True)  # one upload
-        run, step = ForwardRequest(ids, positions, self.cache, ordered=True), self.cache.step
-        alone = None if step is None else partial(step, self.cache, ids, positions)
-        following = QueuedRequest(run, alone, sequence=self, limit=self.limit)
+        run = ForwardRequest(ids, positions, self.cache, ordered=True)
+        following = QueuedRequest(run, sequence=self, limit=self.limit)
         if self.granted is None or self.position <= self.granted:
             return following
         self.tokens.put(following)  # the reader submits it once it has been granted memory

@@ -97,7 +97,6 @@ SMALL_OPTIONS = {
     "link": {"link_ids": [[7], [8, 9], [], [7]]},
     "markers": {"doc_start_id": 150, "doc_end_id": 151},
     "packet": {"header_ids": [150], "trailer_ids": [151]},
-    "kvshare": {"decode_tokens": 0},
     "samkv": {"block_size": 4, "local_blocks": 1},
 }
 

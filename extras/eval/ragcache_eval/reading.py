@@ -17,7 +17,6 @@ from ragcache.fusion.method import FusionMethod
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import PRIMER, Neighbours, Recipe
 from ragcache.kv.exact import Exact
-from ragcache.kv.fused_cache import Step
 from ragcache.models.card import eos_token_ids
 from ragcache.models.generate import Detokenizer, decode
 from ragcache.models.language_model import LanguageModel
@@ -157,26 +156,16 @@ def forced_logits(lm: LanguageModel | EmbeddedModel, fused: FuseOutput, ids: Seq
     """Return the logits that predict each of `ids` given the earlier ones: float32 [len(ids), vocab_size].
 
     Ids that no answer may hold have -inf: a head that shares an adapter's embeddings would choose them first.
-    The cache is restored afterwards, except for passage tokens that its method ran again.
+    The cache is restored afterwards.
     """
     parts = [fused.next_logits[None]]
     if len(ids) > 1:
         mark = fused.cache.mark()
-        step = fused.cache.step
         if isinstance(lm, EmbeddedModel):
             parts.append(lm.run_each(ids[:-1], fused.cache))
-        elif step is None:
-            parts.append(lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1))
         else:
-            parts.append(_in_steps(fused, step, ids[:-1]))
+            parts.append(lm.run(ids[:-1], fused.next_position, fused.cache, num_logits=len(ids) - 1))
         fused.cache.rewind(mark)
     logits = torch.cat(parts)
     logits[:, sorted(lm.suppress_tokens)] = -torch.inf
     return logits
-
-
-def _in_steps(fused: FuseOutput, step: Step, ids: Sequence[int]) -> Tensor:
-    """Return the logits after each of these tokens, which run singly, as an answer's tokens do."""
-    device = fused.next_logits.device
-    tokens = (torch.tensor([[id], [where]], device=device) for where, id in enumerate(ids, fused.next_position))
-    return torch.stack([step(fused.cache, id, where) for id, where in tokens])
