@@ -11,8 +11,7 @@ passage, the n-th question has it at the n-th of them, and so on round. Passages
 the end where a prompt is longer than --context.
 
 Every score is on disk before the next is measured. Run it again to go on, with more questions, sets or methods if you
-like: the report is of all that the journal holds. A method is made anew for each question: one that learns from earlier
-prompts (`kvcomm`) knows none.
+like: the report is of all that the journal holds.
 """
 
 from __future__ import annotations

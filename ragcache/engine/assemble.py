@@ -315,7 +315,6 @@ def _here(
         SharedPrefixes(admission, tree),
         estimate,
         config.graph_bytes,
-        generation,
     )
     generation.follow(prefixes.invalidate, local_engine.contexts.clear)
     return _Made(local_engine, encoder, admission, estimate, generation, loader)

@@ -133,17 +133,6 @@ class KVLookup:
         """
         return self.keeps_context_of(method) and (method.reuses_blocks or not self.lm.is_recurrent)
 
-    def is_of_store(self, request: Request) -> bool:
-        """Return whether only the store's own prefix and passages that are still stored come before the question."""
-        own = tuple(request.options.method.prefix_ids(self.lm, request.prompt)) == self.encoder.first_ids
-        ids = {hit.chunk.vector_id for hit in request.hits}
-        return (
-            own
-            and request.earlier_turns is None
-            and not request.options.found
-            and len(self._documents.chunks_by_vector_ids(ids)) == len(ids)
-        )
-
     def _path(self, request: Request) -> Path | None:
         method, earlier_turns = request.options.method, request.earlier_turns
         goes_on = (

@@ -10,7 +10,6 @@ from functools import partial
 
 from ragcache.engine.admission import Size, kv_bytes, tokens_within
 from ragcache.engine.answer import Done, Event, Sources
-from ragcache.engine.caches.generation import Generation
 from ragcache.engine.caches.prefix_cache import PrefixStats
 from ragcache.engine.caches.prefixes import Prefixes
 from ragcache.engine.caches.shared_prefixes import MemoryNeed, SharedPrefixes, SharedPrefixRef
@@ -20,7 +19,6 @@ from ragcache.engine.output import OutputProcessor, write
 from ragcache.engine.prompts import ANSWER_TOKENS, Prompts
 from ragcache.engine.request import Request, RequestOptions
 from ragcache.fusion.fuse import FuseOutput, prefill
-from ragcache.fusion.method import Scope
 from ragcache.fusion.place_check import place_kernel
 from ragcache.models.card import eos_token_ids
 from ragcache.models.deadline import limited
@@ -32,7 +30,6 @@ from ragcache.models.scheduler import PassStats
 from ragcache.models.thoughts import ThoughtLimit
 
 WARM_TOKENS = 16
-MOST_SCOPES = 64
 
 
 @dataclass(eq=False, repr=False)
@@ -50,14 +47,15 @@ class LocalEngine:
     contexts: SharedPrefixes
     estimate: PrefillEstimate
     graph_bytes: int | None
-    generation: Generation
 
     def __post_init__(self) -> None:
         self._eos = eos_token_ids(self.lm)
 
     def of(self, salt: str) -> LocalEngine:
-        """Return the engine for another salt. Model, memory and budgets are shared, and neither finds KV of the other,
-        nor learns from its questions."""
+        """Return the engine for another salt.
+
+        Model, memory and budgets are shared, and neither finds KV of the other.
+        """
         prefixes, estimate = self.prefixes.of(salt), PrefillEstimate()
         lookup = self.lookup.of(salt, prefixes, estimate.add)
         prompts = self.prompts.of(lookup.encoder, prefixes.count)
@@ -100,7 +98,6 @@ class LocalEngine:
                         evict=options.evict,
                         exact=resolved.prefix.exact if shared.placed is None else None,
                         base=shared.placed,
-                        scope=self._scope_of(request),
                     )
                     if publish is not None:
                         publish(fused.share())
@@ -122,20 +119,10 @@ class LocalEngine:
             usage = resolved.usage(fused, output, self.lookup.pin(request, resolved.path))
             yield Done(output.answer(request, resolved.sources, usage))
 
-    def _scope_of(self, request: Request) -> Scope:
-        """Return the scope in which methods share knowledge between questions of one view under one filter.
-
-        A request with text other than the store's own, or with a passage that was deleted meanwhile, gets a new scope.
-        """
-        # Taken before the check: any later change begins a new scope.
-        scope = self.generation.seen.scope(self.lookup.encoder.salt, request.filter_salt)
-        return scope if request.options.method.remembers and self.lookup.is_of_store(request) else Scope()
-
     def clear(self) -> None:
-        """Drop exact KV, shared contexts and everything that methods keep of earlier prompts."""
+        """Drop exact KV and shared contexts."""
         self.prefixes.clear()
         self.contexts.clear()
-        self.generation.renew()
 
     def warm_up(self) -> None:
         """Run the model once now, because its first pass takes longer and would delay the first question."""

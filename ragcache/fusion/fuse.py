@@ -13,7 +13,7 @@ from torch import Tensor
 from ragcache.errors import ConfigError, PromptError, StaleBlockError
 from ragcache.fusion import METHODS, get_method
 from ragcache.fusion.layout import AddedTokens, Layout
-from ragcache.fusion.method import FusionMethod, PhaseTimes, PrefillOutput, PrefillRequest, Scope
+from ragcache.fusion.method import FusionMethod, PhaseTimes, PrefillOutput, PrefillRequest
 from ragcache.fusion.snapkv import SnapKV, SnapKVObserver
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
@@ -180,7 +180,6 @@ def fuse(
     evict: SnapKV | int | None = None,
     exact: Exact | None = None,
     base: SharedContext | None = None,
-    scope: Scope | None = None,
     **options: Any,
 ) -> FuseOutput:
     """Place the passages' blocks and run the question over them: fused prefill.
@@ -203,8 +202,6 @@ def fuse(
                     groups, takes any number of tokens that does not end within a passage whose block is placed
     base:           instead of blocks, the whole context before the suffix, from `FuseOutput.share` of the same prompt
                     with another suffix; for a method with `shares_context`. It is not copied
-    scope:          limits the KV that a method keeps for later prompts (kvcomm): prompts of the same scope find it;
-                    None: prompts without a scope share it
     options:        the method's options
 
     Raises ConfigError (method, option, recipe, evict, exact, base), StaleBlockError (blocks of another model or another
@@ -220,7 +217,6 @@ def fuse(
         evict=evict,
         exact=exact,
         base=base,
-        scope=scope,
     )
 
 
@@ -234,7 +230,6 @@ def prefill(
     evict: SnapKV | int | None = None,
     exact: Exact | None = None,
     base: SharedContext | None = None,
-    scope: Scope | None = None,
 ) -> FuseOutput:
     """Read a prompt that has been planned. `fuse` describes the arguments and the errors."""
     method, layout, recipe, prompt = plan.method, plan.layout, plan.recipe, plan.prompt
@@ -255,7 +250,7 @@ def prefill(
         _check_exact(method, layout, exact, len(prefix_ids) if isinstance(prompt, Prompt) else None, must_run)
     _check_base(method, layout, base, suffix_tokens)
     lm.check_ids(layout.ids, "the prompt")
-    request = PrefillRequest(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens, scope=scope)
+    request = PrefillRequest(lm, layout, exact=exact, base=base, reserve_tokens=reserve_tokens)
     request, encoded = _with_blocks(request, plan.chunks, recipe, prefix_ids, blocks)
     if lm.shape.states and not layout.running(request.known).behind:
         raise PromptError(

@@ -33,13 +33,6 @@ if TYPE_CHECKING:
     from ragcache.models.layerwise import BeforeLayer
 
 
-class Scope:
-    """Prompts for which a method may keep KV to share: they have the same key salt and the same state of the documents.
-
-    KV kept for a scope is found only through that scope, and is freed with it.
-    """
-
-
 @dataclass
 class PhaseTimes:
     """Seconds by phase.
@@ -86,7 +79,6 @@ class PrefillRequest:
     exact:          KV of the first tokens, from earlier passes: at most all tokens but the last
     base:           the context before the last text, shared by another request; it is not copied
     reserve_tokens: room to leave for decoding
-    scope:          the scope of KV that a method keeps for later prompts; None: the method's default scope
     """
 
     lm: LanguageModel
@@ -95,7 +87,6 @@ class PrefillRequest:
     exact: Exact | None = None
     base: SharedContext | None = None
     reserve_tokens: int = 64
-    scope: Scope | None = None
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
     @property
@@ -149,13 +140,6 @@ class PrefillRequest:
         with self.running(cache):
             logits = self.lm.run(ids, positions, cache, slots=slots, ordered=ordered, before_layer=before_layer)
         return PrefillOutput(cache, logits, cache.computed_tokens, tuple(cache.lengths), self.layout.end)
-
-    @contextmanager
-    def placing(self) -> Iterator[None]:
-        """Count the time spent in the context as placing."""
-        started = time.perf_counter()
-        yield
-        self.times.place_s += time.perf_counter() - started
 
     @contextmanager
     def running(self, cache: FusedCache) -> Iterator[None]:
@@ -273,7 +257,6 @@ class FusionMethod:
     takes_sparse:   whether it reads blocks whose heads hold only some of their tokens (`Recipe.kept`,
                     `Recipe.anchors`); such a method moves blocks unchanged and neither runs nor selects passages'
                     tokens
-    remembers:      whether it keeps KV of earlier prompts, by `PrefillRequest.scope`
     """
 
     name: ClassVar[str]
@@ -288,7 +271,6 @@ class FusionMethod:
     keeps_context: ClassVar[bool] = False
     shares_context: ClassVar[bool] = True
     takes_sparse: ClassVar[bool] = True
-    remembers: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Make a method that overrides `prefill` share no context and take no sparse blocks, by default.

@@ -88,7 +88,7 @@ def test_what_cannot_be_kept_is_in_no_tier(codec: str, tmp_path: Path) -> None:
 
 
 READERS = [
-    "reposition", "concat", "cacheblend", "kvcomm", "a3", "prophet", "epic", "samkv", "ape",
+    "reposition", "concat", "cacheblend", "a3", "prophet", "epic", "samkv", "ape",
     "link",
 ]  # fmt: skip
 OPTIONS = {"cacheblend": {"ratio": 0.3}, "link": {"link_ids": [[3, 4], [5, 6], [7, 8]]}}

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.gpu
 SOME = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "smollm3", "mistral-window", "gpt_neox", "cohere2")
 RECOMPUTE = (
     "cacheblend",
-    "kvcomm",
     "epic",
     "a3",
     "prophet",

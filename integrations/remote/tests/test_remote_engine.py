@@ -296,7 +296,7 @@ async def test_async_twins_work(front, vllm):
 
 @pytest.mark.parametrize(
     "method",
-    ["a3", "prophet", "cacheblend", "kvcomm", "samkv", "ape", "concat"],
+    ["a3", "prophet", "cacheblend", "samkv", "ape", "concat"],
 )
 def test_methods_that_need_the_model_are_refused_by_name(kb, front, vllm, method):
     recipe = rc.METHODS[method].recipes[0]

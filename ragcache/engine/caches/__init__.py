@@ -27,6 +27,4 @@ All of them follow one `Generation`. After a change of documents, or when passag
     PassageFinder   indexes new passages; reads each passage that it finds from SQL, where deleted ones are missing
     Learner         `KVStore.unlearn` deletes pieces that quote deleted text; what was seen counts as unseen
     KVStore         (`ragcache.store`) drops blocks that other processes deleted: `KVStore.refresh`
-    AnchorPool      (`ragcache_papers`) finds nothing that methods kept under an earlier `Generation.seen`,
-                    another salt or another filter
 """

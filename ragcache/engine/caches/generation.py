@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ragcache.fusion.method import Scope
 from ragcache.store.documents import DocumentStore
 
-MOST_SCOPES = 64
-_LOCK = threading.Lock()
 
-
+@dataclass(eq=False)
 class Seen:
     """The documents as this process last saw them. number: their generation
 
     KV that was computed under an earlier state may depend on a document that was deleted since.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._scopes: OrderedDict[tuple[str, str], Scope] = OrderedDict()
-
-    def scope(self, salt: str, where: str) -> Scope:
-        """Return the scope of questions under a salt and a filter; where: its digest, or "". The last used are kept."""
-        with _LOCK:
-            scope = self._scopes.setdefault((salt, where), Scope())
-            self._scopes.move_to_end((salt, where))
-            if len(self._scopes) > MOST_SCOPES:
-                self._scopes.popitem(last=False)
-            return scope
+    number: int
 
 
 class Generation:
@@ -38,7 +23,7 @@ class Generation:
 
     refresh: drops blocks that other processes deleted
     current: reads the documents' present generation
-    seen:    replaced by each change before the caches are invalidated, and by `renew`
+    seen:    replaced by each change before the caches are invalidated
     """
 
     def __init__(self, documents: DocumentStore, refresh: Callable[[], object]) -> None:
@@ -72,7 +57,3 @@ class Generation:
     def close(self) -> None:
         """Release the caches, which refer to this object, so that a closed store's memory is freed at once."""
         self._caches.clear()
-
-    def renew(self) -> None:
-        """Begin a new state of the same documents, under which methods find nothing that they kept earlier."""
-        self.seen = Seen(self.seen.number)

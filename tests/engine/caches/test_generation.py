@@ -100,15 +100,6 @@ def test_no_caller_goes_on_before_the_caches_are_invalidated(documents):
     assert threads == [first, threading.current_thread()]
 
 
-def test_a_renewed_state_has_the_same_number(documents):
-    generation, calls = following(documents)
-    before = generation.seen
-    generation.renew()
-    assert generation.seen is not before
-    assert generation.seen.number == before.number
-    assert calls == []
-
-
 def test_forgotten_passages_invalidate_caches_but_no_blocks(documents):
     generation, calls = following(documents)
     before = generation.seen

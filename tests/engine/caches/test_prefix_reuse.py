@@ -114,7 +114,7 @@ def test_a_prefix_serves_every_method(open_kb, tmp_path, first):
     "method",
     [
         *("reposition", "link", "a3", "samkv"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("concat", "ape", "cacheblend", "epic", "kvcomm")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("concat", "ape", "cacheblend", "epic")),
     ],
 )
 def test_prompts_without_passages_go_on_from_each_other_by_every_method(open_kb, tmp_path, trained, method):
