@@ -96,34 +96,6 @@ def _points(ax: Axes, points: Sequence[tuple[Row, Interval | None]], limit: floa
     ax.tick_params(labelsize=8)
 
 
-def draw_soak(found: Found) -> Figure:
-    """Draw the memory of a soak's processes over time."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    ax = figure.subplots()
-    figures = found["figures"]
-    for process, points in figures["curve"].items():
-        minutes, colour = [point["at_s"] / 60 for point in points], None
-        for key, dashes, what in (
-            ("rss_mib", "-", "RSS"),
-            ("anonymous_mib", "--", "of it anonymous"),
-            ("allocated_mib", ":", "allocated by malloc"),
-        ):
-            if all(key in point for point in points):
-                values = [point[key] for point in points]
-                (line,) = ax.plot(minutes, values, dashes, color=colour, linewidth=1, label=f"{process}: {what}")
-                colour = line.get_color()
-    ax.axvspan(0, figures["limits"]["warmup_s"] / 60, color="0.92", label="warming up: left out")
-    ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("minutes")
-    ax.set_ylabel("MiB")
-    asked = f"{found['settings']['askers']} askers, {figures['questions']:,} questions"
-    changed = f"{figures['added']:,} documents added, {figures['deleted']:,} deleted"
-    ax.set_title(f"{asked}, {changed}", fontsize=10)
-    ax.legend(fontsize=8)
-    return figure
-
-
 def draw_week(found: Found) -> Figure:
     """Draw what each cache finds of the passages by its room, and what remains to be computed over the week."""
     figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
@@ -172,7 +144,6 @@ def draw_context(found: Found) -> Figure:
 DRAWN: dict[str, Callable[[Found], Figure]] = {
     "answers": draw_answers,
     "context": draw_context,
-    "soak": draw_soak,
     "ttft": draw_ttft,
     "week": draw_week,
 }

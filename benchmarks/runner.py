@@ -34,7 +34,7 @@ from ragcache.errors import ConfigError, RagCacheError
 
 NAMES = (
     *("answers", "askers", "context", "decode", "gpu", "hostile", "ingest", "llamacpp", "methods", "peers", "quality"),
-    *("reuse", "soak", "ttft", "vllm_placing", "week"),
+    *("reuse", "ttft", "vllm_placing", "week"),
 )
 
 
