@@ -82,7 +82,7 @@ def test_methods_lists_what_every_method_computes_and_keeps(tmp_path: Path) -> N
     result = main("methods", [*TINY_METHODS, "--out", str(tmp_path)])
     found = written(tmp_path, result.name)
     rows = [name for name in found["timings"] if not name.startswith(("floor", "transformers"))]
-    assert {row.partition(",")[0] for row in rows} == set(METHODS) - {"cartridge"}
+    assert {row.partition(",")[0] for row in rows} == set(METHODS)
     assert all(f"{row} / {methods.FULL}" in found["ratios"] for row in rows)
     # 120 tokens in 3 passages and 5 behind them; the toy shape has 2 layers
     computed = {row: found["figures"][f"{row}: computed tokens"] for row in rows}

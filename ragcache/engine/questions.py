@@ -349,8 +349,7 @@ class Questions:
         def prepare(clock: Clock) -> Request:
             written = write(0)
             parts.engine.prompts.prompt(written.ends, [], options)  # fail before the search if the prompt does not fit
-            found = find() if options.method.takes_passages else ()
-            hits = find_passages(found, parts.store.documents, parts.whole)
+            hits = find_passages(find(), parts.store.documents, parts.whole)
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(written.ends) > parts.engine.prompts.room_before_answer(options):
                 written = write(passages)

@@ -244,7 +244,6 @@ class FusionMethod:
     summary:        a phrase for the table of methods
     needs_training: whether an untrained model is expected to answer worse with it
     reuses_blocks:  whether it reads KV blocks at all (full prefill does not)
-    takes_passages: whether it reads passages at all (a cartridge does not); if not, no passages are searched for
     recipes:        recipes that its blocks may be encoded under, the default first
     joins_states:   whether it can read with a model that has recurrent layers: no token of a passage runs again, and
                     only text may come between passages
@@ -264,7 +263,6 @@ class FusionMethod:
     summary: ClassVar[str]
     needs_training: ClassVar[bool] = False
     reuses_blocks: ClassVar[bool] = True
-    takes_passages: ClassVar[bool] = True
     recipes: ClassVar[tuple[str, ...]] = RECIPE_NAMES
     joins_states: ClassVar[bool] = False
     takes_exact: ClassVar[bool] = False

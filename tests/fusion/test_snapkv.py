@@ -103,7 +103,7 @@ SMALL_OPTIONS = {
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    covering(["llama", "gpt_oss", "phi3", "gemma2"], sorted(set(rc.METHODS) - {"cartridge"})),
+    covering(["llama", "gpt_oss", "phi3", "gemma2"], sorted(rc.METHODS)),
     indirect=["family"],
 )
 def test_room_for_all_changes_nothing_and_little_room_only_what_is_decoded(family, method):

@@ -31,14 +31,26 @@ NOISE = 0.1
 """Spread of a row about the token that it starts as, in standard deviations of the embedding: like rows part."""
 
 
-class FrozenBase(nn.Module):
-    """A frozen model, and the parameters trained beside it, which are all that checkpoints hold."""
+class FrozenModel(nn.Module):
+    """A frozen model, and trained rows that replace its embeddings of the added ids.
+
+    row_of: number of each added id's row; start: float32 [num_rows, hidden_size]
+
+    The rows are its only parameter. They enter after the embedding: a head that shares the embedding's weights is
+    unchanged.
+    """
 
     accepts_loss_kwargs = True  # or the Trainer would not count the labels of a step
+    index: Tensor
 
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: PreTrainedModel, row_of: Mapping[int, int], start: Tensor) -> None:
         super().__init__()
         self._held = (base,)  # in a tuple it is no part of this module
+        self.rows = nn.Parameter(start.float())
+        size = max(base.get_input_embeddings().weight.shape[0], max(row_of) + 1)
+        index = torch.full((size,), -1)
+        index[list(row_of)] = torch.tensor(list(row_of.values()))
+        self.register_buffer("index", index.to(start.device), persistent=False)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -52,26 +64,6 @@ class FrozenBase(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         head: nn.Module = self.base.get_output_embeddings()
         return head
-
-
-class FrozenModel(FrozenBase):
-    """A frozen model, and trained rows that replace its embeddings of the added ids.
-
-    row_of: number of each added id's row; start: float32 [num_rows, hidden_size]
-
-    The rows are its only parameter. They enter after the embedding: a head that shares the embedding's weights is
-    unchanged.
-    """
-
-    index: Tensor
-
-    def __init__(self, base: PreTrainedModel, row_of: Mapping[int, int], start: Tensor) -> None:
-        super().__init__(base)
-        self.rows = nn.Parameter(start.float())
-        size = max(base.get_input_embeddings().weight.shape[0], max(row_of) + 1)
-        index = torch.full((size,), -1)
-        index[list(row_of)] = torch.tensor(list(row_of.values()))
-        self.register_buffer("index", index.to(start.device), persistent=False)
 
     def forward(self, input_ids: Tensor, **more: Any) -> Any:
         known = self.base.get_input_embeddings().weight.shape[0]
@@ -145,7 +137,7 @@ def number_rows(spec: TrainedTokens) -> dict[int, int]:
 
 def divergence_loss(
     model: nn.Module,
-    inner: FrozenBase,
+    inner: FrozenModel,
     batch: dict[str, Any],
     num_labels: Tensor | int | None = None,
     rope: Rope | None = None,

@@ -47,8 +47,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from ragcache.errors import UnsupportedModelError
 from ragcache.kv.anchor_tokens import OPEN, PASSAGE, SHARED, gives_way, sees_within
 from ragcache.kv.rope import Rope, Source, as_angles, ask
-from ragcache.models.attention_kernels import Scoring, additive, attend, visible
-from ragcache.models.latent import expand
+from ragcache.models.attention_kernels import Scoring, additive, attend
 
 BLOCK = 128
 """Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
@@ -84,7 +83,6 @@ class Visibility:
 
     segments, positions, rows: int64 [length]; rows: the number of each token's row, ascending
     lengths: of the rows, padding included
-    memory:  keys and values of each layer that precede every row, at positions 0, 1, ...; (): none
     shifts:  int64 [length]: how far each token is moved for queries outside passages; None: no token is
     rope:    turns the keys of moved tokens
     """
@@ -93,7 +91,6 @@ class Visibility:
     positions: Tensor
     rows: Tensor
     lengths: Sequence[int]
-    memory: Sequence[tuple[Tensor, Tensor]] = ()
     shifts: Tensor | None = None
     rope: Rope | None = None
     _dense: dict[int | None, list[Tensor]] = field(default_factory=dict)
@@ -101,10 +98,10 @@ class Visibility:
     _angles: dict[Source, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: dict[str, Any], rope: Rope | None, memory: Sequence[tuple[Tensor, Tensor]] = ()) -> Visibility:
+    def of(cls, batch: dict[str, Any], rope: Rope | None) -> Visibility:
         """Return the rule of a batch that `collate` made."""
         own = batch["segments"], batch["position_ids"][0], batch["rows"], batch["lengths"]
-        return cls(*own, memory, batch.get("shifts"), rope)
+        return cls(*own, batch.get("shifts"), rope)
 
     @property
     def placed(self) -> Tensor:
@@ -117,18 +114,13 @@ class Visibility:
         return (self.segments > OPEN) & ~is_shared(self.segments)
 
     def masks(self, window: int | None = None) -> list[Tensor]:
-        """Return each row's mask, bool [tokens, memory + tokens]: the rule for every pair.
-
-        Memory is seen, except where a window hides it.
-        """
+        """Return each row's mask, bool [tokens, tokens]: the rule for every pair."""
         found = []
-        held = torch.arange(self.memory[0][0].shape[2] if self.memory else 0, device=self.segments.device)
         split = (torch.split(one, list(self.lengths)) for one in (self.segments, self.positions, self.placed))
         for segments, positions, placed in zip(*split, strict=True):
             index = torch.arange(len(segments), device=segments.device)
             distance = positions[:, None] - torch.where(segments[:, None] > OPEN, positions, placed)
-            own = sees(segments[:, None], segments, index[:, None], index, distance, window)
-            found.append(torch.cat([visible(positions, held, window), own], dim=1))
+            found.append(sees(segments[:, None], segments, index[:, None], index, distance, window))
         return found
 
     def dense(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
@@ -179,7 +171,7 @@ class Visibility:
 
     def for_attention(self, window: int | None, dtype: torch.dtype) -> list[Tensor] | BlockMask:
         """Return the masks in the form that the device's attention takes."""
-        return self.blocks(window) if self.segments.is_cuda and not self.memory else self.dense(window, dtype)
+        return self.blocks(window) if self.segments.is_cuda else self.dense(window, dtype)
 
     def rule(self, window: int | None) -> Any:
         """FlexAttention's mask_mod: (batch, head, query index, key index) -> bool."""
@@ -238,7 +230,7 @@ def training_attention(
     visibility: Visibility | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend row by row under dense masks on a CPU, or after a memory; by FlexAttention on a GPU.
+    """Attend row by row under dense masks on a CPU; by FlexAttention on a GPU.
 
     query: [1, num_heads, length, head_dim]; key, value: [1, num_kv_heads, length, head_dim]. Returns [1, length,
     num_heads, head_dim], as transformers' own attention functions do.
@@ -261,10 +253,6 @@ def training_attention(
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     sizes = list(visibility.lengths)
     queries, keys, values = (list(torch.split(one, sizes, dim=2)) for one in (query, key, value))
-    if visibility.memory:
-        held_keys, held_values = expand(module, visibility.memory[int(module.layer_idx)])  # type: ignore[arg-type]
-        keys = [torch.cat([held_keys.to(own.dtype), own], dim=2) for own in keys]
-        values = [torch.cat([held_values.to(own.dtype), own], dim=2) for own in values]
     if visibility.shifts is None:
         rows = zip(queries, keys, values, mask, strict=True)
         out = torch.cat([attend(own, seen, held, hides, False, scoring) for own, seen, held, hides in rows], dim=2)

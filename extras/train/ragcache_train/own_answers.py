@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 
 from ragcache.errors import PromptError
@@ -43,18 +42,10 @@ class OwnAnswers:
     """Fills rows with the model's own questions and answers.
 
     path: the file that keeps them; options: how prompts are laid out; seed: of the questions
-    instructions: each requests a question about a passage
     """
 
-    def __init__(
-        self,
-        lm: LanguageModel,
-        path: Path,
-        options: EncodingOptions,
-        seed: int,
-        instructions: Sequence[str] = (INSTRUCTION,),
-    ) -> None:
-        self.lm, self.path, self.options, self.seed, self.instructions = lm, path, options, seed, instructions
+    def __init__(self, lm: LanguageModel, path: Path, options: EncodingOptions, seed: int) -> None:
+        self.lm, self.path, self.options, self.seed = lm, path, options, seed
         self._chunks = ChunkTokenizer(lm.tokenizer)
         self._eos = eos_token_ids(lm)
 
@@ -97,7 +88,7 @@ class OwnAnswers:
 
     def _key(self, row: DataRow) -> str:
         """Return a digest of everything that a row's answers depend on."""
-        options = [self.options.system, self.options.question_format, self.seed, *self.instructions, QUESTIONS]
+        options = [self.options.system, self.options.question_format, self.seed, INSTRUCTION, QUESTIONS]
         return digest([self.lm.fingerprint, options, asdict(replace(row, where=""))])
 
     def _filled(self, row: DataRow, asked: Sequence[Asked]) -> DataRow | BadLine:
@@ -125,12 +116,12 @@ class OwnAnswers:
         return found
 
     def _questions(self, row: DataRow, chunks: Sequence[Sequence[int]]) -> Iterator[str]:
-        """Yield a question to each instruction about each of a few passages, sampled with the seed."""
+        """Yield a question about each of a few passages, sampled with the seed."""
         form = self._form(row, "{question}")
         rng = random.Random(f"{self.seed}/{self._key(row)}")
         ranks = rng.sample(range(len(chunks)), min(QUESTIONS, len(chunks)))
-        for rank, instruction in product(ranks, self.instructions):
-            suffix = form.suffix_ids(self.lm.tokenizer, instruction)
+        suffix = form.suffix_ids(self.lm.tokenizer, INSTRUCTION)
+        for rank in ranks:
             sampling = Sampling(QUESTION_TOKENS, temperature=1.0, top_p=0.9, seed=rng.getrandbits(32))
             text, _ = self._answer(Prompt(form.prefix_ids, [chunks[rank]], suffix), sampling)
             first = next((line.strip() for line in text.splitlines() if line.strip()), "")

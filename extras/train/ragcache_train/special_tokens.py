@@ -19,7 +19,7 @@ from ragcache.models.adapter import Adapter
 from ragcache.models.trained_tokens import LLAMA3_VOCABULARY, SECTION, TrainedTokens, grown
 from ragcache.prompt import list_controls
 
-REUSES = ("cartridge", "link", "markers", "none", "packet")
+REUSES = ("link", "markers", "none", "packet")
 RESERVED = re.compile(
     r"<\|?(reserved_special_token|reserved_token|reserved|unused|SPECIAL|extra|extra_id|dummy|placeholder)_?\d+\|?>"
     r"|\[unused\d+\]|\[control_\d+\]"
@@ -41,8 +41,7 @@ def choose_spec(
 ) -> TrainedTokens | None:
     """Return ids for a way of reuse; adds tokens to the tokenizer if it has too few reserved ids.
 
-    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", "packet", or "none"
-           or "cartridge" (None then)
+    reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", "packet", or "none" (None then)
     header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
     anchor_tokens, anchor_segment: anchors after each so many tokens of every passage ("link")
 
@@ -50,7 +49,7 @@ def choose_spec(
     """
     if reuse not in REUSES:
         raise ConfigError(f"reuse is {reuse!r}; it must be one of {', '.join(REUSES)}")
-    if reuse in ("none", "cartridge"):
+    if reuse == "none":
         return None
     if reuse == "markers":
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])

@@ -27,11 +27,8 @@ class ReuseOptions:
         option("--data", "JSON lines (docs/training.md); may be repeated. May be left out with --store."),
     ] = None
     reuse: Annotated[
-        Literal["link", "markers", "packet", "cartridge", "none"],
-        option(
-            "--reuse",
-            "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet, a cartridge, or ordinary training.",
-        ),
+        Literal["link", "markers", "packet", "none"],
+        option("--reuse", "KVLink (Block-Attention with --link-tokens 0), TurboRAG, KV Packet, or ordinary training."),
     ] = "link"
     recipe: Annotated[
         Literal["isolated", "prefix", "primer"], option("--recipe", "What passages are read apart behind.")
@@ -68,11 +65,8 @@ class FrozenOptions:
         str | None,
         typer.Option("--database", help="SQLAlchemy URL of that store's documents."),
     ] = None
-    rows: Annotated[int, option("--rows", "Rows drawn from the store, or chunks of the corpus.")] = 200
+    rows: Annotated[int, option("--rows", "Rows drawn from the store.")] = 200
     passages: Annotated[int, option("--passages", "Passages of such a row; with distill, of any row at most.")] = 8
-    corpus: Annotated[Path | None, option("--corpus", "Text that a cartridge stands for: a file in UTF-8.")] = None
-    cartridge_tokens: Annotated[int, option("--cartridge-tokens", "p: tokens of the cartridge.")] = 256
-    study_tokens: Annotated[int, option("--study-tokens", "Tokens of each chunk of the corpus.")] = 512
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ def train(
     """Train a model for reuse: passages read apart, joined by link tokens, markers, packets or nothing.
 
     The result is a Hugging Face directory, or with --freeze or --lora-rank an adapter, that every command takes as
-    --model; of a cartridge, the file that --method cartridge reads.
+    --model.
     """
     try:
         from ragcache_train.train_options import TrainOptions

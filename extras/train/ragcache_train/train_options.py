@@ -11,7 +11,6 @@ from typing import Any
 from ragcache.errors import ConfigError, check_choice, check_least
 from ragcache.kv.block_key import RECIPE_NAMES
 from ragcache.models.load import DTYPES
-from ragcache_train.cartridge import corpus_digest
 from ragcache_train.row_encoder import EncodingOptions
 from ragcache_train.train_batches import BatchOptions
 
@@ -24,7 +23,6 @@ FROZEN_RATE = 2e-2  # rows of added ids, whose scale no other weight shares
 DISTILL_BETA2 = 0.98
 FROZEN_BETA2 = 0.98  # of Adam: rows grow and their gradients fall a thousandfold, faster than 1,000 steps forget
 PACKETS = {"packet": (8, 8), "link": (8, 0)}  # tokens before a passage and after it, on frozen weights
-CARTRIDGE = "cartridge"
 DEFAULT_MAX_TOKENS = 4096  # the paper's A.1
 
 
@@ -37,10 +35,7 @@ class TrainOptions:
     data:            files of JSON lines (ragcache_train.train_rows); may be empty if a store is given
     out:             directory of the trained model, its checkpoints and its log
     reuse:           "link" (KVLink; Block-Attention with link_tokens 0), "markers" (TurboRAG), "packet" (KV Packet, on
-                     frozen weights always), "cartridge" (Cartridges, likewise) or "none" (ordinary fine-tuning in
-                     standard encoding)
-    corpus:          file of text that a cartridge replaces: the model asks itself about `rows` chunks of the text, of
-                     `study_tokens` each; cartridge_tokens: p, of the cartridge, the prompt's beginning among them
+                     frozen weights always) or "none" (ordinary fine-tuning in standard encoding)
     objective:       "labels", or "distill": the divergence from a frozen teacher that reads all passages as a single
                      text, along every token after them, and the relative error of hidden states there
     recipe:          how passages are encoded apart: "isolated", "prefix" or "primer"
@@ -93,9 +88,6 @@ class TrainOptions:
     data: tuple[str | Path, ...]
     out: str | Path
     reuse: str = "link"
-    corpus: str | Path | None = None
-    cartridge_tokens: int = 256
-    study_tokens: int = 512
     objective: str = "labels"
     recipe: str = "isolated"
     teacher: str | Path | None = None
@@ -152,7 +144,6 @@ class TrainOptions:
         """Raise ConfigError naming the option that is out of range."""
         self.batches()
         self._check_anchors()
-        self._check_cartridge()
         self._check_frozen()
         self._check_distill()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
@@ -183,7 +174,7 @@ class TrainOptions:
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0")
         counts = ("accumulate", "evaluate_every", "save_every", "keep_checkpoints", "log_every", "rows", "passages")
-        for name in (*counts, "segment_tokens", "study_tokens"):
+        for name in (*counts, "segment_tokens"):
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
 
@@ -199,20 +190,12 @@ class TrainOptions:
                 "text tokens as anchors, or more"
             )
 
-    def _check_cartridge(self) -> None:
-        if (self.reuse == CARTRIDGE) != (self.corpus is not None):
-            raise ConfigError("reuse='cartridge' and corpus, the text that it stands for, go together; give both")
-        if self.reuse == CARTRIDGE and (self.data or self.store or self.anchor_tokens or any(self.packet)):
-            raise ConfigError("a cartridge is trained on its corpus alone, without data, store or added tokens")
-        check_least("cartridge_tokens", self.cartridge_tokens, 2)
-
     def _check_distill(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("recipe", self.recipe, RECIPE_NAMES)
-        if self.reuse in ("none", CARTRIDGE) and (self.distills or self.recipe != "isolated"):
+        if self.reuse == "none" and (self.distills or self.recipe != "isolated"):
             raise ConfigError(
-                f"reuse is {self.reuse!r}, which reads no passages apart; leave objective and recipe out, or give "
-                "reuse='link'"
+                "reuse is 'none', which reads no passages apart; leave objective and recipe out, or give reuse='link'"
             )
         if self.distills and self.is_frozen:
             raise ConfigError("objective='distill' trains weights and freeze, or reuse='packet', none; leave one out")
@@ -246,9 +229,8 @@ class TrainOptions:
             return
         if self.database is not None and self.store is None:
             raise ConfigError("database is that of a store; add store")
-        if self.reuse not in (*PACKETS, CARTRIDGE):
-            known = " or ".join((*PACKETS, CARTRIDGE))
-            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {known}")
+        if self.reuse not in PACKETS:
+            raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
         if self.lora_rank:
             raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
         if self.reuse == "link" and not (self.link_tokens or self.anchor_tokens):
@@ -260,7 +242,7 @@ class TrainOptions:
 
     @property
     def is_frozen(self) -> bool:
-        return self.freeze or self.reuse in ("packet", CARTRIDGE)
+        return self.freeze or self.reuse == "packet"
 
     @property
     def distills(self) -> bool:
@@ -348,7 +330,4 @@ class TrainOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON, for the file beside the checkpoints."""
-        own = json.loads(json.dumps(asdict(replace(self, database=None)), default=str))
-        if self.corpus is not None and Path(self.corpus).is_file():  # another text is another run
-            own["corpus"] = f"{self.corpus}, SHA-256 {corpus_digest(Path(self.corpus))[:12]}"
-        return dict(own)
+        return dict(json.loads(json.dumps(asdict(replace(self, database=None)), default=str)))

@@ -1,6 +1,6 @@
 """Train a model for reuse: data, ids and masks handed to transformers' Trainer.
 
-A run trains all weights, LoRA's matrices, or on frozen weights the rows of added ids or a cartridge: a `Way`.
+A run trains all weights, LoRA's matrices, or on frozen weights the rows of added ids: a `Way`.
 """
 
 from __future__ import annotations
@@ -40,18 +40,9 @@ from ragcache_train.masked_pass import BLOCK, NAME, answer_loss, register
 from ragcache_train.own_answers import FILE, OwnAnswers
 from ragcache_train.row_encoder import RowEncoder
 from ragcache_train.run_files import CHECKPOINTS, ProgressLog, Show, find_checkpoint, write_options
-from ragcache_train.self_study import (
-    SEEDS,
-    CartridgeModel,
-    DrawnConversations,
-    begin_cartridge,
-    read_corpus,
-    save_cartridge,
-    study_rows,
-)
 from ragcache_train.special_tokens import choose_spec, prepare_model, take_rows
 from ragcache_train.train_batches import BatchPlan, DrawnPairs, DrawnRows, EncodedRow, collate, collate_pairs
-from ragcache_train.train_options import CARTRIDGE, TrainOptions
+from ragcache_train.train_options import TrainOptions
 from ragcache_train.train_rows import BadLine, DataRow, read_rows, store_rows
 
 logger = logging.getLogger(__name__)
@@ -190,9 +181,7 @@ def train(options: TrainOptions, show: Show | None = None) -> TrainReport:
     held_out = _held_out(options, lm) if options.evaluate is not None else []
     for line in (bad := [*bad, *unfit]):
         logger.warning("%s; the line is left out", line)
-    if options.reuse == CARTRIDGE:
-        way = on_cartridge(lm, encoded, options, out)
-    elif options.is_frozen:
+    if options.is_frozen:
         way = on_frozen_weights(lm, spec, encoded, options, out, earlier)
     else:
         way = on_weights(lm, spec, encoded, options, out, earlier)
@@ -215,7 +204,7 @@ def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | 
 
     Of the adapter its rows go on, and LoRA's matrices if these are trained.
     """
-    goes_on = (options.is_frozen and options.reuse != CARTRIDGE) or options.lora_rank
+    goes_on = options.is_frozen or options.lora_rank
     earlier = Adapter.find(resolve(options.model)) if goes_on else None
     if earlier is not None and earlier.has_lora and options.is_frozen:
         raise ConfigError(
@@ -238,9 +227,6 @@ def _load(options: TrainOptions, device: str) -> tuple[LanguageModel, Adapter | 
 def _read(options: TrainOptions) -> tuple[list[DataRow], list[BadLine]]:
     """Return all usable rows, and the unusable lines."""
     drawn: list[DataRow] = []
-    if options.corpus is not None:
-        read_corpus(options.corpus)  # its chunks are cut by the model's tokens
-        return [], []
     if options.store is not None:
         form = {"rows": options.rows, "passages": options.passages, "seed": options.seed}
         drawn = store_rows(options.store, **form, database=options.database)
@@ -256,13 +242,8 @@ def _encode(
     """Return rows as ids, the way of reuse with its ids, and lines that cannot be used."""
     form = options.encoding(lm.max_positions)
     filled: Sequence[DataRow | BadLine] = rows
-    asking = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed)
-    if options.corpus is not None:
-        asking.instructions = tuple(SEEDS.values())
-        size = {"rows": options.rows, "study_tokens": options.study_tokens}
-        rows = study_rows(lm, options.corpus, **size, seed=options.seed)
     if options.is_frozen or options.distills:
-        filled = asking.fill(rows)
+        filled = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed).fill(rows)
     stored = *options.packet, options.anchor_tokens, options.anchor_segment
     spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *stored)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
@@ -489,17 +470,6 @@ def on_frozen_weights(
     save = partial(save_frozen, model, lm, _base(lm), spec, out)
     loss = partial(divergence_loss, rope=lm.rope)
     return Way(model, lm.model, DrawnPairs(rows, spec, options.shuffle_passages), collate_pairs, loss, save)
-
-
-def on_cartridge(lm: LanguageModel, rows: Sequence[EncodedRow], options: TrainOptions, out: Path) -> Way:
-    """Train a cartridge on frozen weights; its file comes out. Raises what `begin_cartridge` does."""
-    begun = begin_cartridge(lm, rows[0], str(options.corpus), options.cartridge_tokens)
-    _prepare(lm, options)
-    lm.model.train(options.checkpointing)
-    model = CartridgeModel(lm.model, begun.layers)
-    dtype = lm.dtype if options.save_dtype is None else DTYPES[options.save_dtype]
-    save = partial(save_cartridge, model, begun, dtype, out)
-    return Way(model, lm.model, DrawnConversations(rows, begun.num_tokens), collate_pairs, divergence_loss, save)
 
 
 def _prepare(lm: LanguageModel, options: TrainOptions) -> None:

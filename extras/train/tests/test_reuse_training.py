@@ -216,7 +216,7 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
     refused(options, r"rows.jsonl:1 has 3 passages.*link tokens for 2.*link_slots=3", link_slots=2)
     refused(options, "model takes 512", max_tokens=600)
     refused(options, "an answer has", max_tokens=4)
-    refused(options, "one of cartridge, link, markers, none", reuse="glue")
+    refused(options, "one of link, markers, none", reuse="glue")
     refused(options, "names poem", mixture={"poem": 1.0})
     refused(options, "no training run to resume", resume=True)
     empty = tmp_path / "empty.jsonl"
