@@ -108,7 +108,7 @@ def choose(source: str, directory: Path | None, seed: int) -> list[Case]:
     Raises ConfigError naming the available sets, the line that is not a question, or the question without an answer.
     """
     found: dict[str, list[Case]] = defaultdict(list)
-    for case in load_cases(source, len, directory=directory):
+    for case in load_cases(source, directory=directory):
         if not case.answers:
             raise ConfigError(f"{source}: question {case.id!r} has no answer; give it one, or leave the set out")
         found[case.cluster].append(case)

@@ -20,7 +20,6 @@ from ragcache.retrieval.reranker import load_reranker
 from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_eval.measured_model import EvaluatedModel
 from ragcache_eval.store_cases import asked_of
-from ragcache_eval.suites.capability import measure
 from ragcache_plan.rate_options import RateOptions
 from ragcache_train.train_options import TrainOptions
 
@@ -71,7 +70,7 @@ def test_a_device_that_is_not_there_is_named(machine_with):
 
 
 def test_auto_is_the_default_everywhere():
-    functions = (rc.load_lm, rc.RagCache.open, load_embedder, load_reranker, asked_of, measure)
+    functions = (rc.load_lm, rc.RagCache.open, load_embedder, load_reranker, asked_of)
     assert {inspect.signature(one).parameters["device"].default for one in functions} == {"auto"}
     options = (EvaluatedModel, ModelOptions, RateOptions, TrainOptions)
     assert {one.__dataclass_fields__["device"].default for one in options} == {"auto"}

@@ -34,7 +34,7 @@ def test_each_extra_for_users_has_a_check():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     script = (ROOT / "scripts" / "newcomer").read_text(encoding="utf-8")
     checked = set(re.findall(r"^check_([\w-]+)\(\)", script, re.MULTILINE))
-    others = {"vllm", "llamacpp", "otel", "capability", "docs", "bench", "dev"}  # the script's head says why
+    others = {"vllm", "llamacpp", "otel", "docs", "bench", "dev"}  # the script's head says why
     assert checked | others == {"bare", *project["optional-dependencies"]}
     assert all(f"`{extra}`" in script for extra in others)
 

@@ -41,10 +41,10 @@ class Case:
     """A question, its passages in order, and the answers that count as right.
 
     id:       names the case in the results
-    answers:  gold answers; any of them is right, or all are required if `all_wanted`; may be empty
+    answers:  gold answers; any of them is right; may be empty
     question_id: cases that are not independent (the same question with its gold passage at several positions, questions
               over the same context) share it; intervals respect that
-    cell:     the key that results are broken down by: {"hops": 2}, {"gold_position": 3}, {"depth": 50, "length": 1024}
+    cell:     the key that results are broken down by: {"hops": 2}, {"gold_position": 3}
     metric:   the set's own metric, of set_metrics.METRICS; "": only the metrics of every set
     classes:  names that an answer is chosen from, for metric "classification"
     """
@@ -53,7 +53,6 @@ class Case:
     question: str
     passages: tuple[CasePassage, ...]
     answers: tuple[str, ...]
-    all_wanted: bool = False
     question_id: str = ""
     cell: Cell = field(default_factory=dict)
     metric: str = ""

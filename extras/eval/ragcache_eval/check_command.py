@@ -65,7 +65,7 @@ class QuestionOptions:
 
         if self.store is None:
             source = self.data or f"registry:passages={self.k}"
-            return source, load_cases(source, runner.count_tokens, directory=self.data_dir, limit=self.questions)
+            return source, load_cases(source, directory=self.data_dir, limit=self.questions)
         with opened(self.store, self.database) as found:
             if self.data is None:
                 cases = made_from(found, questions=self.questions, passages=self.k, lm=runner.lm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +35,10 @@ def evaluate(models: EvaluatedModel, options: EvalOptions, suites: SuiteOptions,
     lm = models.load()
     runner = Runner(lm, models.prompt_format(lm), options.settings(MAX_TOKENS))
     specs = specs if options.methods else default_methods(lm)
-    load = partial(load_cases, count_tokens=runner.count_tokens, directory=options.data_dir, limit=options.questions)
-    loaded = {source: load(source) for source in options.data or ["registry"]}
+    loaded = {
+        source: load_cases(source, directory=options.data_dir, limit=options.questions)
+        for source in options.data or ["registry"]
+    }
     names = _file_names(list(loaded))
     for source, cases in loaded.items():
         rows = options.run_source(runner, source, cases, specs, names[source])

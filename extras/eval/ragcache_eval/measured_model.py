@@ -71,9 +71,7 @@ class EvalOptions:
     ] = None
     data: Annotated[
         list[str] | None,
-        option(
-            "--data", "File of JSON lines, set of --data-dir, registry, pages, needle or ruler; of a suite, a column."
-        ),
+        option("--data", "File of JSON lines, set of --data-dir, registry or pages; of a suite, a column."),
     ] = None
     data_dir: Annotated[Path | None, option("--data-dir", "Directory of public question sets.")] = None
     out: Annotated[Path, option("--out", "Directory of the results; a rerun goes on there.")] = Path("eval")

@@ -49,12 +49,6 @@ def _plain(text: str) -> str:
     return " ".join(text.lower().translate(_PUNCTUATION).split())
 
 
-def share_contained(prediction: str, answers: Sequence[str]) -> float:
-    """Return RULER's recall, where every answer is required: the share that the prediction contains, in any case."""
-    found = prediction.lower()
-    return sum(answer.lower() in found for answer in answers) / len(answers)
-
-
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
     found = normalise(prediction)
     return any(found == normalise(answer) for answer in answers)

@@ -24,14 +24,11 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     whole = [row for row in rows if not row.cell]
     metric = next((name for name in METRICS if any(name in row.quality for row in whole)), METRICS[0])
     cells = [row for row in rows if row.cell and metric in row.quality]
-    maps = _heat_maps(cells)
-    count = 1 + (len(maps) or bool(cells))
+    count = 1 + bool(cells)
     figure = Figure(figsize=(7, 4 * count), layout="constrained")
     axes = list(figure.subplots(count, 1, squeeze=False)[:, 0])
     _cost_points(axes[0], [row for row in whole if metric in row.quality], metric)
-    for ax, (label, inside) in zip(axes[1:], maps.items(), strict=False):
-        _heat_map(ax, label, inside, metric)
-    if cells and not maps:
+    if cells:
         _lines(axes[1], cells, metric)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,27 +45,6 @@ def _cost_points(ax: Any, rows: Sequence[Row], metric: str) -> None:
     ax.set_xlabel("tokens computed / tokens of the prompt")
     ax.set_ylabel(metric.replace("_", " "))
     ax.grid(alpha=0.3)
-
-
-def _heat_maps(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows by method, if cells are depth x length."""
-    inside = [row for row in rows if {"depth", "length"} <= set(row.cell)]
-    return {label: [row for row in inside if row.method == label] for label in dict.fromkeys(r.method for r in inside)}
-
-
-def _heat_map(ax: Any, label: str, rows: Sequence[Row], metric: str) -> None:
-    depths = sorted({int(row.cell["depth"]) for row in rows})
-    lengths = sorted({int(row.cell["length"]) for row in rows})
-    values = [[float("nan")] * len(lengths) for _ in depths]
-    for row in rows:
-        values[depths.index(int(row.cell["depth"]))][lengths.index(int(row.cell["length"]))] = row.quality[metric].mean
-    picture = ax.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    ax.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    ax.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
-    ax.set_xlabel("tokens")
-    ax.set_ylabel("depth of the needle")
-    ax.set_title(f"{label}: {metric.replace('_', ' ')}")
-    ax.figure.colorbar(picture, ax=ax)
 
 
 def _lines(ax: Any, rows: Sequence[Row], metric: str) -> None:

@@ -20,7 +20,7 @@ from ragcache_eval.case import Case
 from ragcache_eval.divergence import kl_divergence, top1_agrees
 from ragcache_eval.journal import Key, Ledger, Score
 from ragcache_eval.methods import FULL, MethodSpec
-from ragcache_eval.metrics import contains_answer, exact_match, rouge_l, share_contained, token_f1
+from ragcache_eval.metrics import contains_answer, exact_match, rouge_l, token_f1
 from ragcache_eval.reading import PromptReader, WrittenAnswer, forced_logits, write_answer
 from ragcache_eval.set_metrics import METRICS
 
@@ -64,9 +64,6 @@ class Runner:
         self.lm = lm
         self.form = form
         self.settings = settings
-
-    def count_tokens(self, text: str) -> int:
-        return len(encode_text(self.lm.tokenizer, text))
 
     def fits(self, prompt: Prompt) -> bool:
         """Return whether the model has room for the prompt and the longest answer."""
@@ -150,9 +147,8 @@ class Runner:
         """Return the reference answer as it would follow the prompt; the end of text if full prefill wrote nothing."""
         if not case.answers or self.settings.reference == "full":
             return list(written.ids) or list(eos_token_ids(self.lm)[:1]) or [0]
-        answer = ", ".join(case.answers) if case.all_wanted else case.answers[0]
         space = "" if not self.form.tail or self.form.tail[-1].isspace() else " "
-        return encode_text(self.lm.tokenizer, f"{space}{answer}")[: self.settings.max_tokens]
+        return encode_text(self.lm.tokenizer, f"{space}{case.answers[0]}")[: self.settings.max_tokens]
 
     def _score(
         self,
@@ -186,7 +182,8 @@ def case_digest(case: Case) -> str:
     """Return 16 hex digits that name the case's content."""
     own = [case.metric, list(case.classes)] if case.metric else []  # results from before there were any stay valid
     passages = [list(p) for p in case.passages]
-    return digest([case.question, passages, list(case.answers), case.all_wanted, *own])[:16]
+    every = False  # of the answers: journals keep their names
+    return digest([case.question, passages, list(case.answers), every, *own])[:16]
 
 
 def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
@@ -194,14 +191,13 @@ def answer_scores(prediction: str, case: Case) -> dict[str, Any]:
     text = prediction.strip()
     if not case.answers:
         return {"prediction": text}
-    joined = [", ".join(case.answers)] if case.all_wanted else case.answers
-    accuracy = share_contained(text, case.answers) if case.all_wanted else contains_answer(text, case.answers)
+    accuracy = contains_answer(text, case.answers)
     return {
         "prediction": text,
         "accuracy": accuracy,
-        "exact_match": exact_match(text, joined),
-        "f1": token_f1(text, joined),
-        "rouge_l": rouge_l(text, joined),
+        "exact_match": exact_match(text, case.answers),
+        "f1": token_f1(text, case.answers),
+        "rouge_l": rouge_l(text, case.answers),
         **({"score": METRICS[case.metric](text, case.answers, case.classes)} if case.metric else {}),
     }
 

@@ -1,4 +1,4 @@
-"""Scores by the name that a question set gives its own metric: LongBench's (arXiv 2308.14508, table 1) and RULER's."""
+"""Scores by the name that a question set gives its own metric: LongBench's (arXiv 2308.14508, table 1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ragcache.errors import ConfigError
-from ragcache_eval.metrics import contains_answer, rouge_l, share_contained, token_f1
+from ragcache_eval.metrics import contains_answer, rouge_l, token_f1
 
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
@@ -51,7 +51,7 @@ def classification(prediction: str, answers: Sequence[str], classes: Sequence[st
 def number_share(prediction: str, answers: Sequence[str]) -> float:
     """Return the share of the prediction's numbers that equal the answer's.
 
-    It is used for passage counts and names such as "Paragraph 7".
+    It is used for passage counts.
     """
     found = re.findall(r"\d+", prediction)
     return max(found.count(_number(answer)) for answer in answers) / len(found) if found else 0.0
@@ -76,14 +76,6 @@ def code_similarity(prediction: str, answers: Sequence[str]) -> float:
     return max(float(ratio(line, answer)) / 100 for answer in answers)
 
 
-def any_contained(prediction: str, answers: Sequence[str]) -> bool:
-    """Return RULER's score for questions with several gold answers: whether the prediction contains any.
-
-    Case is ignored.
-    """
-    return share_contained(prediction, answers) > 0
-
-
 def _needs(package: str, what: str) -> ConfigError:
     return ConfigError(f"{what} needs the package {package}; pip install 'ragcache-kv[eval]'")
 
@@ -99,8 +91,6 @@ def _of_first_line(score: Metric, prediction: str, answers: Sequence[str], class
 
 _PLAIN: dict[str, Any] = {
     "accuracy": contains_answer,
-    "all_contained": share_contained,
-    "any_contained": any_contained,
     "f1": token_f1,
     "rouge_l": rouge_l,
     "longbench_rouge": longbench_rouge,

@@ -6,24 +6,18 @@ from pathlib import Path
 
 from ragcache.errors import ConfigError
 from ragcache_eval.case import Case
-from ragcache_eval.haystack import CountTokens
-from ragcache_eval.needle import NeedleSettings, needle_cases
 from ragcache_eval.public_sets import PublicSettings, public_cases
 from ragcache_eval.question_files import read_entries
 from ragcache_eval.registry import PagesSettings, RegistrySettings, pages_cases, registry_cases
-from ragcache_eval.ruler import RulerSettings, ruler_cases
 from ragcache_eval.settings import make, split_settings
 
-GENERATED = ("registry", "pages", "needle", "ruler")
+GENERATED = ("registry", "pages")
 
 
-def load_cases(
-    source: str, count_tokens: CountTokens, *, directory: Path | None = None, limit: int | None = None
-) -> list[Case]:
+def load_cases(source: str, *, directory: Path | None = None, limit: int | None = None) -> list[Case]:
     """Return the cases of a source.
 
     source:       a file; the name of a set in `directory`; or a name in GENERATED; settings may follow after ":"
-    count_tokens: counts the tokens of a text, for generators that fill a context of a given length
     limit:        questions to take; of generators with several cells, questions per cell
 
     Raises ConfigError naming the available sources, the wrong setting, or the line that is not a question.
@@ -37,10 +31,6 @@ def load_cases(
         return registry_cases(make(RegistrySettings, given, name), limit)
     if name == "pages":
         return pages_cases(make(PagesSettings, given, name), limit)
-    if name == "needle":
-        return needle_cases(make(NeedleSettings, given, name), count_tokens, limit)
-    if name == "ruler":
-        return ruler_cases(make(RulerSettings, given, name), count_tokens, limit)
     if directory is None:
         raise ConfigError(
             f"{source!r} is neither a file nor one of {', '.join(GENERATED)}; name a directory of sets (--data-dir)"

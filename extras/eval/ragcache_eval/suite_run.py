@@ -15,34 +15,27 @@ if TYPE_CHECKING:
     from ragcache.models.card import ModelCard
     from ragcache_eval.case import Case
     from ragcache_eval.intervals import Estimate
-    from ragcache_eval.suites.base import Column, QuestionSet, Suite
+    from ragcache_eval.suites.base import QuestionSet, Suite
     from ragcache_eval.suites.compare import Measured
 
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """The paper's table, and how long its generated contexts are."""
+    """The paper's table."""
 
-    suite: Annotated[
-        str | None,
-        option("--suite", "A paper's table: kvlink, a3, samkv, longbench, ruler or capability; --data names columns."),
-    ] = None
-    length: Annotated[int, option("--length", "Tokens of the contexts of --suite ruler.", min=64)] = 4096
+    suite: Annotated[str | None, option("--suite", "A paper's table: kvlink, a3 or samkv; --data names columns.")] = (
+        None
+    )
 
 
 def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions, as_json: bool) -> None:
     """Measure a suite and write its table."""
     from ragcache_eval.suites import get_suite
-    from ragcache_eval.suites.base import QuestionSet
     from ragcache_eval.suites.compare import compare, not_measured, table, to_json, write_comparison
 
     suite = get_suite(suites.suite or "")
     columns = suite.chosen(options.data or [])
-    asked = [one for one in columns if isinstance(one, QuestionSet)]
-    if asked:
-        found, left_out = _answers(suite, asked, suites.length, models, options)
-    else:
-        found, left_out = _abilities(columns, models, options), {}
+    found, left_out = _answers(suite, columns, models, options)
     model = models.model or "mini"
     lines = compare(suite, columns, model, found)
     write_comparison(options.out, suite, columns, lines, left_out)
@@ -58,7 +51,7 @@ def run_suite(suites: SuiteOptions, models: EvaluatedModel, options: EvalOptions
 
 
 def _answers(
-    suite: Suite, asked: Sequence[QuestionSet], length: int, models: EvaluatedModel, options: EvalOptions
+    suite: Suite, asked: Sequence[QuestionSet], models: EvaluatedModel, options: EvalOptions
 ) -> tuple[list[Measured], dict[str, str]]:
     """Measure every method over every set; also return the suite's methods that the model cannot use, and why."""
     from ragcache_eval.methods import link_tokens, parse_methods, why_not
@@ -71,21 +64,17 @@ def _answers(
     left_out = {label: reason for label, reason in reasons.items() if reason is not None}
     specs = [spec for spec in specs if spec.label not in left_out]
     scores: dict[str, dict[str, Estimate]] = {spec.label: {} for spec in specs}
-    for one, cases in _loaded(asked, lm, length, options).items():
+    for one, cases in _loaded(asked, lm, options).items():
         runner = Runner(lm, models.prompt_format(lm, one.question_format), options.settings(one.max_tokens))
-        source = f"{suite.name}/{one.name}" + (f":length={length}" if one.generated or one.filled else "")
-        for row in options.run_source(runner, source, cases, specs, f"{suite.name}-{one.name}"):
+        for row in options.run_source(runner, f"{suite.name}/{one.name}", cases, specs, f"{suite.name}-{one.name}"):
             if not row.cell and row.method in scores and "score" in row.quality:
                 scores[row.method][one.name] = row.quality["score"]
     return [Measured(spec, scores[spec.label], link_tokens(spec, lm)) for spec in specs], left_out
 
 
-def _loaded(
-    asked: Sequence[QuestionSet], lm: ModelCard, length: int, options: EvalOptions
-) -> dict[QuestionSet, list[Case]]:
+def _loaded(asked: Sequence[QuestionSet], lm: ModelCard, options: EvalOptions) -> dict[QuestionSet, list[Case]]:
     """Load the questions of all sets before any is measured, so that missing data shows at once."""
     from ragcache.ingest.chunker import Chunker, ChunkerConfig
-    from ragcache.prompt import encode_text
     from ragcache_eval.suites.cases import CUT_TOKENS, suite_cases
 
     tokenizer = lm.tokenizer
@@ -95,28 +84,9 @@ def _loaded(
     return {
         one: suite_cases(
             one,
-            lambda text: len(encode_text(tokenizer, text)),
             lambda text: [chunk.text for chunk in chunker.split(text)],
             directory=options.data_dir,
             limit=options.questions,
-            length=length,
         )
         for one in asked
     }
-
-
-def _abilities(columns: Sequence[Column], models: EvaluatedModel, options: EvalOptions) -> list[Measured]:
-    """Measure the model itself, by lm-eval."""
-    from ragcache_eval.methods import FULL, MethodSpec
-    from ragcache_eval.suites.capability import measure
-    from ragcache_eval.suites.compare import Measured
-
-    found = measure(
-        [column.name for column in columns],
-        models.model or "mini",
-        dtype=models.dtype or "float32",
-        device=models.device,
-        limit=options.questions,
-        directory=options.data_dir,
-    )
-    return [Measured(MethodSpec(FULL, FULL), found)]

@@ -41,25 +41,10 @@ def test_eval_writes_json_a_table_and_a_picture_and_goes_on(questions, model, tm
     assert (out / "own.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
-def test_eval_draws_heat_maps_of_needles(model, tmp_path):
-    result = invoke(
-        "eval", "--model", model, "--methods", "reposition", "--out", tmp_path, "--max-tokens", "2",
-        "--data", "needle:lengths=200/400,depths=0/100,passage=100,questions=1",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    name = "needle-lengths=200-400-depths=0-100-passage=100-questions=1"
-    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-    assert {(row["cell"].get("length"), row["cell"].get("depth")) for row in rows} == {
-        (None, None), (200, 0), (200, 100), (400, 0), (400, 100),
-    }  # fmt: skip
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--data", "nothing"), "'nothing' is neither a file nor one of registry, pages, needle, ruler"),
+        (("--data", "nothing"), "'nothing' is neither a file nor one of registry, pages"),
         (("--methods", "nothing"), "method 'nothing' is unknown"),
         (("--methods", "link"), "has no trained link tokens"),
     ],

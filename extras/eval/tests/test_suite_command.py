@@ -80,26 +80,10 @@ def test_methods_that_the_model_cannot_use_are_named_with_the_reason(model, data
     assert "no trained link tokens" in asked.stderr
 
 
-@pytest.mark.slow
-def test_generated_tasks_have_the_length_that_is_asked_for(model, tmp_path):
-    command = ("eval", "--suite", "ruler", "--model", model, "--out", tmp_path, "--no-plot", "--max-tokens", "2")
-    command += ("--methods", "reposition", "--questions", "1", "--length", "400")
-    names = [word for name in ("niah_single_1", "niah_multikey_3", "vt", "needle") for word in ("--data", name)]
-    result = invoke(*command, *names)
-    assert result.exit_code == 0, result.output
-    assert "A dash in its table is a zero" in result.stdout
-    for name in ("niah_single_1", "niah_multikey_3", "vt", "needle"):
-        report = json.loads((tmp_path / f"ruler-{name}.json").read_text())
-        whole = next(row for row in report["rows"] if row["method"] == "full" and not row["cell"])
-        assert 300 < whole["costs"]["prompt_tokens"] < 650  # a byte is a token; the question takes some
-        assert "score" in whole["quality"]
-        assert report["data"].endswith(":length=400")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--suite", "glue"), "suite 'glue' is unknown; choose one of kvlink, a3, samkv, longbench, ruler, capability"),
+        (("--suite", "glue"), "suite 'glue' is unknown; choose one of kvlink, a3, samkv"),
         (("--suite", "a3", "--data", "nq"), "--data of suite a3 'nq' is unknown"),
         (("--suite", "kvlink", "--data", "triviaqa"), "the questions of triviaqa are missing"),
         (("--suite", "kvlink", "--data", "triviaqa", "--methods", "nothing"), "method 'nothing' is unknown"),

@@ -16,12 +16,6 @@ from ragcache_eval.suites.base import Download, QuestionSet
 from ragcache_eval.suites.cases import suite_cases
 from ragcache_eval.suites.compare import Measured, compare
 from ragcache_eval.suites.rows import read_rows
-from ragcache_eval.suites.ruler_questions import filled_cases
-
-
-def words(text: str) -> int:
-    """A tokenizer for which every word is a token."""
-    return len(text.split())
 
 
 def lines(text: str) -> list[str]:
@@ -42,13 +36,12 @@ def column(suite: str, name: str) -> QuestionSet:
 
 
 def cases(suite: str, name: str, directory: Path, **more):
-    return suite_cases(column(suite, name), words, lines, directory=directory, **more)
+    return suite_cases(column(suite, name), lines, directory=directory, **more)
 
 
 # The averages that the papers print behind their rows, by model in the order of the methods.
 AVERAGES = {
     "a3": [44.93, 6.39, 40.31, 40.23, 40.02, 43.18, 38.27, 8.19, 36.50, 36.58, 36.86, 36.98],
-    "ruler": [98.16, 42.65, 73.27, 84.75, 79.93, 85.67, 67.00, 26.97, 29.94, 30.27, 31.12, 33.18],
 }
 
 
@@ -69,10 +62,9 @@ def test_a_suite_is_consistent(suite):
         assert not suite.rows or suite.paper_rows(spec)
 
 
-def test_the_issues_suites_and_rulers_thirteen_tasks_are_there():
-    assert list(SUITES) == ["kvlink", "a3", "samkv", "longbench", "ruler", "capability"]
+def test_the_papers_suites_are_there():
+    assert list(SUITES) == ["kvlink", "a3", "samkv"]
     assert len(SUITES["kvlink"].columns) == 7
-    assert len([one for one in SUITES["ruler"].columns if one.name != "needle"]) == 13
     with pytest.raises(ConfigError, match="suite 'glue' is unknown; choose one of kvlink, a3"):
         get_suite("glue")
     with pytest.raises(ConfigError, match="--data of suite a3 'nq' is unknown; choose one of qasper"):
@@ -125,10 +117,6 @@ def test_nq_is_asked_with_its_gold_passage_at_each_of_ten_positions(tmp_path):
 
 
 def test_questions_without_an_answer_are_left_out(tmp_path):
-    good = {"id": "1", "question": "Who?", "title": "Club", "context": "Ada founded it.", "answers": {"text": ["Ada"]}}
-    write(tmp_path / "squad.jsonl", [{**good, "id": "0", "answers": {"text": []}}, good])
-    (case,) = cases("ruler", "qa_1", tmp_path, length=64)
-    assert case.id == "1"
     paragraphs = [{"title": "T", "paragraph_text": "Text.", "is_supporting": False}]
     row = {"id": "m", "question": "Q?", "answer": "a", "paragraphs": paragraphs}
     write(tmp_path / "musique.jsonl", [{**row, "answerable": False}, {**row, "id": "n", "answerable": True}])
@@ -187,10 +175,10 @@ def test_a_file_inside_an_archive_is_read_by_datasets(tmp_path, cache):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/hotpotqa.jsonl", json.dumps(long_row("Passage 1:\nA\n\nPassage 2:\nB")) + "\n")
     one = QuestionSet(
-        "h", "H", metric="f1", max_tokens=8, form=column("longbench", "hotpotqa").form,
+        "h", "H", metric="f1", max_tokens=8, form=column("a3", "hotpotqa").form,
         download=Download("json", data_files=f"zip://data/hotpotqa.jsonl::{tmp_path / 'data.zip'}"),
     )  # fmt: skip
-    (case,) = suite_cases(one, words, lines)
+    (case,) = suite_cases(one, lines)
     assert [p.text for p in case.passages] == ["A", "B"]
 
 
@@ -230,27 +218,6 @@ def test_rows_of_another_form_are_named(row, tmp_path):
     write(tmp_path / "hotpotqa.jsonl", [row])
     with pytest.raises(ConfigError, match=r"hotpotqa\.jsonl, line 1: .*another set's file"):
         cases("kvlink", "hotpotqa", tmp_path)
-
-
-def test_filled_contexts_hold_their_own_passages_then_near_ones_up_to_the_length(tmp_path):
-    rows = [
-        {"id": f"{title}{n}", "question": "Who?", "title": title, "answers": {"text": [str(n)]}}
-        | {"context": f"{title} {n} " + "word " * 8}
-        for title in "AB"
-        for n in range(6)
-    ]
-    write(tmp_path / "squad.jsonl", rows)
-    asked = cases("ruler", "qa_1", tmp_path, length=45, limit=3)
-    assert [case.id for case in asked] == ["A0", "A1", "A2"]
-    for case in asked:
-        assert len(case.passages) == 4  # of 10 words each
-        assert [p.text.split()[:2] for p in case.passages if p.is_gold] == [list(case.id)]
-        assert {p.text.split()[0] for p in case.passages} == {"A"}
-        assert len({p.text for p in case.passages}) == 4
-    whole = cases("ruler", "qa_1", tmp_path, length=85, limit=1)[0]
-    assert sorted(p.text.split()[0] for p in whole.passages) == ["A"] * 6 + ["B"] * 2
-    assert cases("ruler", "qa_1", tmp_path, length=45, limit=3) == asked
-    assert filled_cases([], 10, words) == []
 
 
 def estimate(mean: float) -> Estimate:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from ragcache.errors import check_choice
 from ragcache_eval.suites.base import Suite
-from ragcache_eval.suites.capability import CAPABILITY
-from ragcache_eval.suites.longbench import LONGBENCH
 from ragcache_eval.suites.papers import A3, KVLINK, SAMKV
-from ragcache_eval.suites.ruler import RULER
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (KVLINK, A3, SAMKV, LONGBENCH, RULER, CAPABILITY)}
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (KVLINK, A3, SAMKV)}
 
 
 def get_suite(name: str) -> Suite:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +21,6 @@ Form = Callable[[Mapping[str, Any], str, Cut], QuestionLine | None]
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    name: in --data and in file names; title: the paper's name; unit: the paper's number for a score of 1
-    """
-
-    name: str
-    title: str
-    unit: float = 100.0
-
-
-@dataclass(frozen=True)
 class Download:
     """The arguments of `datasets.load_dataset`."""
 
@@ -43,32 +31,31 @@ class Download:
     revision: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuestionSet(Column):
-    """A column whose questions this package measures: generated, or rows of a file or of the hub.
+@dataclass(frozen=True)
+class QuestionSet:
+    """A column of a table: questions from the rows of a file or of the hub.
 
+    name:       in --data and in file names; title: the paper's name; unit: the paper's number for a score of 1
     metric:     of set_metrics.METRICS
     max_tokens: longest answer
     asked:      the instruction after the passages, with {question} in it; "": the bare question
-    generated:  a source of `load_cases` with {length} and {passage} in it, instead of all fields below
     form:       reads a row
     files:      names that its file may have in a directory, without their endings
     download:   None: there is no public copy in this form
     by_hand:    where a person can download the file, for messages
-    questions:  the number of rows from the start, if the paper limits it
-    filled:     passages of other questions are added up to the requested length (RULER)
     """
 
+    name: str
+    title: str
+    unit: float = 100.0
+    _: KW_ONLY
     metric: str
     max_tokens: int
     asked: str = ""
-    generated: str = ""
     form: Form | None = None
     files: tuple[str, ...] = ()
     download: Download | None = None
     by_hand: str = ""
-    questions: int | None = None
-    filled: bool = False
 
     @property
     def question_format(self) -> str | None:
@@ -110,7 +97,7 @@ class Suite:
 
     name: str
     table: str
-    columns: tuple[Column, ...]
+    columns: tuple[QuestionSet, ...]
     methods: tuple[str, ...] = ()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     average: bool = False
@@ -121,7 +108,7 @@ class Suite:
         """Return the paper's rows; none if it has none for all of these columns."""
         return tuple(row for suite, row in _published() if suite == self.name)
 
-    def chosen(self, names: Sequence[str]) -> tuple[Column, ...]:
+    def chosen(self, names: Sequence[str]) -> tuple[QuestionSet, ...]:
         """Return the columns of these names, by default all. Raises ConfigError for an unknown name."""
         for name in names:
             check_choice(f"--data of suite {self.name}", name, [column.name for column in self.columns])

@@ -8,45 +8,30 @@ from pathlib import Path
 
 from ragcache.errors import ConfigError
 from ragcache_eval.case import Case
-from ragcache_eval.haystack import CountTokens
 from ragcache_eval.public_sets import at_positions
 from ragcache_eval.question_files import QuestionLine, read_entry
-from ragcache_eval.sources import load_cases
 from ragcache_eval.suites.base import Cut, QuestionSet
 from ragcache_eval.suites.rows import read_rows
-from ragcache_eval.suites.ruler_questions import filled_cases
 
-PASSAGES = 8
 CUT_TOKENS = 512
-"""Passages of a generated context, and tokens of a passage of a long text."""
+"""Tokens of a passage of a long text."""
 
 
 def suite_cases(
     one: QuestionSet,
-    count_tokens: CountTokens,
     cut: Cut,
     *,
     directory: Path | None = None,
     limit: int | None = None,
-    length: int = 4096,
 ) -> list[Case]:
     """Return the set's questions in its own words, with its metric.
 
     cut:    cuts a long text into passages of about CUT_TOKENS tokens
-    limit:  questions; None: all, or as many as the paper uses
-    length: tokens of a generated or filled context
+    limit:  questions; None: all
 
     Raises ConfigError for missing data, with the download to make, and for rows of another form.
     """
-    count = limit or one.questions
-    if one.generated:
-        source = one.generated.format(length=length, passage=max(64, length // PASSAGES))
-        cases = load_cases(source, count_tokens, limit=count)
-    elif one.filled:
-        cases = filled_cases(list(_lines(one, cut, directory)), length, count_tokens, count)
-    else:
-        lines = islice(_lines(one, cut, directory), count)
-        cases = [case for line in lines for case in at_positions(line, "")]
+    cases = [case for line in islice(_lines(one, cut, directory), limit) for case in at_positions(line, "")]
     if not cases:
         raise ConfigError(f"{one.name}: there is no question in it")
     return [one.ask(case) for case in cases]

@@ -12,7 +12,7 @@ from typing import Any
 from ragcache.files import atomic_write, write_all
 from ragcache_eval.intervals import Estimate
 from ragcache_eval.methods import MethodSpec
-from ragcache_eval.suites.base import Column, Suite
+from ragcache_eval.suites.base import QuestionSet, Suite
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Line:
         }
 
 
-def compare(suite: Suite, columns: Sequence[Column], model: str, measured: Sequence[Measured]) -> list[Line]:
+def compare(suite: Suite, columns: Sequence[QuestionSet], model: str, measured: Sequence[Measured]) -> list[Line]:
     """Return the lines of the table with these columns of the suite."""
     lines = []
     for one in measured:
@@ -66,13 +66,13 @@ def _scaled(found: Estimate, unit: float) -> Estimate:
     return found._replace(mean=unit * found.mean, low=unit * found.low, high=unit * found.high)
 
 
-def _average(suite: Suite, columns: Sequence[Column], scores: Mapping[str, Estimate | float]) -> float | None:
+def _average(suite: Suite, columns: Sequence[QuestionSet], scores: Mapping[str, Estimate | float]) -> float | None:
     if not suite.average or len(scores) < len(columns):
         return None
     return fmean(one.mean if isinstance(one, Estimate) else one for one in scores.values())
 
 
-def table(suite: Suite, columns: Sequence[Column], lines: Sequence[Line]) -> list[list[str]]:
+def table(suite: Suite, columns: Sequence[QuestionSet], lines: Sequence[Line]) -> list[list[str]]:
     """Return heads and rows as text, a dash for a missing score; the average last."""
     last = ["average"] if suite.average else []
     rows = [["source", "model", "method", *(column.title for column in columns), *last]]
@@ -93,7 +93,7 @@ def _text(score: Estimate | float | None, unit: float) -> str:
 
 
 def write_comparison(
-    directory: Path, suite: Suite, columns: Sequence[Column], lines: Sequence[Line], left_out: Mapping[str, str]
+    directory: Path, suite: Suite, columns: Sequence[QuestionSet], lines: Sequence[Line], left_out: Mapping[str, str]
 ) -> list[Path]:
     """SUITE.json and SUITE.md in a directory. left_out: the suite's methods that the model cannot use, with the reason
 
@@ -108,7 +108,7 @@ def write_comparison(
 
 
 def to_json(
-    suite: Suite, columns: Sequence[Column], lines: Sequence[Line], left_out: Mapping[str, str]
+    suite: Suite, columns: Sequence[QuestionSet], lines: Sequence[Line], left_out: Mapping[str, str]
 ) -> dict[str, Any]:
     return {
         "suite": suite.name,
@@ -125,7 +125,7 @@ def not_measured(left_out: Mapping[str, str]) -> list[str]:
     return [f"Not measured: {label}. {reason}." for label, reason in left_out.items()]
 
 
-def _page(suite: Suite, columns: Sequence[Column], lines: Sequence[Line], left_out: Mapping[str, str]) -> str:
+def _page(suite: Suite, columns: Sequence[QuestionSet], lines: Sequence[Line], left_out: Mapping[str, str]) -> str:
     heads, *rows = table(suite, columns, lines)
     text = "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
     about = " ".join([f"The paper's rows are from {suite.table}.", suite.note, *not_measured(left_out)]).strip()

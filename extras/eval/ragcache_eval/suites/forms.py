@@ -44,15 +44,6 @@ def retrieved(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine:
     return _line(row, where, row.get("question"), passages, row.get("answers") or [], gold_positions=positions)
 
 
-def paragraph(row: Mapping[str, Any], where: str, _cut: Cut) -> QuestionLine | None:
-    """Read SQuAD 2.0: a paragraph of an article; questions that it does not answer are left out."""
-    answers = _field(row, "answers", where).get("text") or []
-    if not len(answers):
-        return None
-    passages = [CasePassage(_field(row, "context", where), is_gold=True)]
-    return _line(row, where, row.get("question"), passages, answers, article=row.get("title"))
-
-
 def longbench(at: str = "", *, together: bool = False) -> Form:
     """Return the form of LongBench: a single long context, cut into its passages or examples.
 

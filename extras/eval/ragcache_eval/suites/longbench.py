@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragcache_eval.suites.base import Download, Form, QuestionSet, Suite
+from ragcache_eval.suites.base import Download, Form, QuestionSet
 from ragcache_eval.suites.forms import longbench
 
 ARCHIVE = "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip"
@@ -30,53 +30,36 @@ def _set(name: str, title: str, metric: str, max_tokens: int, asked: str, form: 
     )
 
 
-STORY = "Reply to this question about the story above with a short phrase.\nQuestion: {question}"
 ARTICLE = (
     "Reply to this question about the article above with a phrase, with yes or with no, or with the word unanswerable "
     "if the article does not say.\nQuestion: {question}"
 )
 TEXT = "Reply to this question about the text above with the answer alone.\nQuestion: {question}"
 REPORT = "Sum the report above up on one page."
-MEETING = "Reply to this request about the meeting above in a few sentences: {question}"
 NEWS = "Sum all of the news above up on one page."
 TYPE = "Name the type of this question as in the examples above.\n{question}"
 TRIVIA = "Answer as in the examples above, with nothing but the answer.\n{question}"
 DIALOGUE = "Sum this dialogue up in a few short sentences, as in the examples above.\n{question}"
 COUNT = "Some of the paragraphs above are repeated. How many different ones are there? Reply with a number alone."
-WHICH = "Which of the paragraphs above does this abstract sum up? Reply with its name, such as Paragraph 7.\n{question}"
 LINE = "Write the next line of the code above."
-LINE_WITH_FILES = "Write the next line of this code, which uses the files above.\n{question}"
 PARAGRAPH = r"(?=^Paragraph \d+:)"
 SETS = {
     one.name: one
     for one in (
-        _set("narrativeqa", "NarrativeQA", "f1", 128, STORY, longbench()),
         _set("qasper", "Qasper", "f1", 128, ARTICLE, longbench()),
         _set("multifieldqa_en", "MultiFieldQA", "f1", 64, TEXT, longbench()),
         _set("hotpotqa", "HotpotQA", "f1", 32, BRIEFLY, longbench(NUMBERED)),
         _set("2wikimqa", "2WikiMQA", "f1", 32, BRIEFLY, longbench(NUMBERED)),
         _set("musique", "MuSiQue", "f1", 32, BRIEFLY, longbench(NUMBERED)),
         _set("gov_report", "GovReport", "longbench_rouge", 512, REPORT, longbench()),
-        _set("qmsum", "QMSum", "longbench_rouge", 512, MEETING, longbench()),
         _set("multi_news", "MultiNews", "longbench_rouge", 512, NEWS, longbench(NUMBERED)),
         _set("trec", "TREC", "classification", 64, TYPE, longbench("(?=^Question:)", together=True)),
         _set("triviaqa", "TriviaQA", "first_line_f1", 32, TRIVIA, longbench("(?=^Passage:)")),
         _set("samsum", "SAMSum", "first_line_rouge", 128, DIALOGUE, longbench("(?=^Dialogue:)")),
         _set("passage_count", "PassageCount", "number_share", 32, COUNT, longbench(PARAGRAPH)),
-        _set("passage_retrieval_en", "PassageRetrieval", "number_share", 32, WHICH, longbench(PARAGRAPH)),
         _set("lcc", "LCC", "code_similarity", 64, LINE, longbench()),
-        _set("repobench-p", "RepoBench-P", "code_similarity", 64, LINE_WITH_FILES, longbench()),
     )
 }
-
-LONGBENCH = Suite(
-    "longbench",
-    "table 1 of arXiv 2308.14508",
-    tuple(SETS.values()),
-    methods=("reposition", "cacheblend:ratio=0.15", "epic", "a3:ratio=0.15", "link"),
-    average=True,
-    note="The papers here have no row for all of these sets; suites a3 and samkv have theirs for some.",
-)
 
 
 def even(name: str, title: str) -> QuestionSet:
