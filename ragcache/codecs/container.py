@@ -54,7 +54,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PREFIX = b'{"__metadata__":{"seal":"'
 _MARK = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + MARK_LENGTH)
 _ZEROS = b"0" * MARK_LENGTH
-_LARGE = _MOST_PEEKED = 1 << 20
+_LARGE = 1 << 20
 # Linux's MADV_POPULATE_READ (5.14): map all pages at once instead of a fault for every 16. Python does not define it.
 _MADV_POPULATE_READ = 22
 
@@ -159,20 +159,6 @@ def unpack_container(where: str, data: mmap.mmap | bytearray, seal: FileSeal = N
         torch.frombuffer(data, dtype=torch.uint8, offset=end) if end < len(data) else torch.empty(0, dtype=torch.uint8)
     )
     return _unpack(where, data[:end], rest, seal)
-
-
-def peek_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a file, unverified, or {} if the file has no metadata. Use it only for estimates.
-
-    Raises OSError. `read_container` verifies the file.
-    """
-    with open(path, "rb") as file:
-        head = file.read(8)
-        try:
-            header = json.loads(file.read(min(struct.unpack("<Q", head)[0], _MOST_PEEKED)))
-            return dict(header["__metadata__"])
-        except (ValueError, KeyError, TypeError, struct.error):
-            return {}
 
 
 def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
