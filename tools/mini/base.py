@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -101,7 +100,7 @@ class Trainer:
         self.options, self.rank, self.world_size = options, rank, world_size
         self.device = torch.device(options.device)
         self.out = Path(options.out)
-        self.tokenizer = self._build_tokenizer()
+        self.tokenizer = build_tokenizer()
         self.master = self._start().to(self.device)
         dtype = getattr(torch, options.dtype)
         self.model = copy.deepcopy(self.master).to(dtype)
@@ -129,9 +128,6 @@ class Trainer:
         if self.rank == 0:
             self._save_checkpoint(time.monotonic())
             self._save()
-
-    def _build_tokenizer(self) -> Tokenizer:
-        return build_tokenizer()
 
     def _start(self) -> Any:
         """The model to start from, in float32."""

@@ -1,4 +1,4 @@
-"""Train the mini model for reuse: `python -m tools.mini.reuse --out DIR --variant link5`.
+"""Train the mini model for reuse: `python -m tools.mini.reuse --out DIR`.
 
 Starts from the bundled base and goes on as `tools.mini.base` does: rows of the registry
 (`tools.mini.reuse_data`), the packed forward, two processes on a CPU, checkpoints. Ids, sequences and
@@ -21,7 +21,7 @@ import argparse
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -41,8 +41,10 @@ from tools.mini.tokenizer import BOS, EOS, PAD, SYSTEM_LINE, token_id
 STANDARD, SEPARATE, HIDDEN = range(3)
 """How a batch is read: as one text, passage by passage, or passage by passage and then hidden from the questions."""
 STAGES = ("taking-up", "answering", "settling")
-"""Variants without link tokens start with the second one."""
 TAKING_UP, ANSWERING, SETTLING = range(len(STAGES))
+LINK_TOKENS = 5
+STANDARD_SHARE = 0.4
+"""Share of the batches read as one text, in the second stage."""
 TAKING_UP_SHARES = (0.15, 0.2, 0.65)
 """Shares of the batches read in each way, in the first stage."""
 SETTLING_SHARES = {"single": 0.5, "two-hop": 0.2, "leaning": 0.3}
@@ -56,32 +58,13 @@ SLOT_NOISE = 0.1
 
 
 @dataclass(frozen=True)
-class Variant:
-    """reuse, link_tokens: as of `ragcache train`; standard_share: of batches read as one text, in the second stage."""
-
-    reuse: str
-    link_tokens: int = 0
-    standard_share: float = 0.4
-
-
-VARIANTS = {
-    "link5": Variant("link", 5),
-    "link1": Variant("link", 1),
-    "link0": Variant("link", 0),
-    "markers": Variant("markers"),
-    "full": Variant("none", standard_share=1.0),
-}
-
-
-@dataclass(frozen=True)
 class ReuseOptions(Options):
-    """variant: of VARIANTS; base: directory to start from; link_slots: passages with link tokens of their own;
+    """base: directory to start from; link_slots: passages with link tokens of their own;
     batch_passages: of a batch, about; first_tokens: of the first stage at most; final_tokens: of the second;
     settling_tokens: of the third; max_tokens: of all at most; settling_rate: learning rate that the third starts with,
     as a share of the run's; average_decay: of the weights' average, a step; start_stage: of STAGES; threshold: share of
     right answers over hidden passages that ends the first stage."""
 
-    variant: str = "link5"
     base: str = str(MINI_BASE)
     link_slots: int = PASSAGES[1]
     batch_passages: int = 20
@@ -101,21 +84,16 @@ class ReuseTrainer(Trainer):
     def __init__(self, options: ReuseOptions, rank: int, world_size: int) -> None:
         self.average: list[Tensor] = []
         """Mean of the weights over the third stage, in the order of `parameters`; empty before it."""
-        if VARIANTS[options.variant].link_tokens == 0:
-            options = replace(options, start_stage=max(options.start_stage, ANSWERING))
         super().__init__(options, rank, world_size)
 
     def _start(self) -> Any:
         """The base with rows for the new ids, unless it has them."""
-        variant = VARIANTS[self.options.variant]
         self.fast = AutoTokenizer.from_pretrained(self.options.base, trust_remote_code=False)
-        self.spec = choose_spec(
-            self.fast, variant.reuse, variant.link_tokens, self.options.link_slots, positions="reordered"
-        )
+        self.spec = choose_spec(self.fast, "link", LINK_TOKENS, self.options.link_slots, positions="reordered")
         self.prefix = [token_id(BOS), *self.tokenizer.encode(f"{SYSTEM_LINE}\n").ids]
         model = AutoModelForCausalLM.from_pretrained(self.options.base, dtype=torch.float32, trust_remote_code=False)
         prepare_model(model, self.spec, self.options.seed)
-        if self.spec is not None and self.spec.link_tokens and self.options.start_stage == TAKING_UP:
+        if self.spec is not None and self.options.start_stage == TAKING_UP:
             start_slots_alike(model.get_input_embeddings().weight, self.spec)
         return model
 
@@ -179,9 +157,7 @@ class ReuseTrainer(Trainer):
     def _draw_reading(self, rng: random.Random) -> int:
         if self.progress.stage == TAKING_UP:
             return rng.choices((STANDARD, SEPARATE, HIDDEN), TAKING_UP_SHARES)[0]
-        share = VARIANTS[self.options.variant].standard_share
-        if self.progress.stage == SETTLING:
-            share = max(share, SETTLING_STANDARD_SHARE)
+        share = SETTLING_STANDARD_SHARE if self.progress.stage == SETTLING else STANDARD_SHARE
         return STANDARD if rng.random() < share else SEPARATE
 
     def _draw_kind(self, rng: random.Random) -> str | None:
@@ -191,7 +167,7 @@ class ReuseTrainer(Trainer):
 
     def _pack(self, rows: Sequence[Any], reading: int) -> PackedBatch:
         encoded = [self._encode(row) for row in rows]
-        apart = reading != STANDARD and self.spec is not None
+        apart = reading != STANDARD
         contexts, segments, lengths = [], [], []
         for row in encoded:
             layout = lay_out(row, self.spec, apart)
@@ -254,7 +230,6 @@ def main() -> None:
     defaults = asdict(ReuseOptions(out=""))
     for name in (
         "out",
-        "variant",
         "base",
         "start_stage",
         "final_tokens",
@@ -269,7 +244,7 @@ def main() -> None:
         "adam_lr",
     ):
         flag, value = f"--{name.replace('_', '-')}", defaults[name]
-        choices = {"variant": list(VARIANTS), "start_stage": list(STAGES)}.get(name)
+        choices = list(STAGES) if name == "start_stage" else None
         if name == "start_stage":
             value = STAGES[value]
         parser.add_argument(flag, type=type(value), default=value, required=name == "out", choices=choices)

@@ -44,11 +44,8 @@ OTHER_WORDS = "an which She He It Her His Its Lake Hills Question Answer"
 WORD_PATTERN = r"'s| ?\p{L}+| ?\p{N}{1,4}| ?[^\s\p{L}\p{N}]+|\s"
 
 
-def build_tokenizer(*, pages: bool = False) -> Tokenizer:
-    """Learn merges for every word of the registry; the same bytes each time.
-
-    pages: also for words that only long passages hold; models of short ones were trained without
-    """
+def build_tokenizer() -> Tokenizer:
+    """Learn merges for every word of the registry; the same bytes each time."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +62,7 @@ def build_tokenizer(*, pages: bool = False) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_vocabulary_text(pages), trainer)
+    tokenizer.train_from_iterator(_vocabulary_text(), trainer)
     tokenizer.normalizer = _space_before_lines()  # after training: name tails have no space before them
     return tokenizer
 
@@ -103,9 +100,9 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _vocabulary_text(pages: bool) -> list[str]:
+def _vocabulary_text() -> list[str]:
     """Every word that sentences, questions and names are made of, often enough to become one token."""
-    sentences = [text for group in [*_wordings(), *(_page_wordings() if pages else ())] for text in group]
+    sentences = [text for group in _wordings() for text in group]
     words = [word for text in sentences for word in text.replace("{", " {").split() if "{" not in word]
     words += [word.strip(".,?") for word in words] + [word.capitalize() for word in words]
     surnames = _composed(names.SURNAME_HEADS, names.SURNAME_TAILS)
@@ -131,7 +128,3 @@ def _wordings() -> list[tuple[str, ...]]:
     tables = (wording.PREDICATES, wording.MENTIONS, wording.QUESTIONS, wording.BRIDGES)
     groups = [group for table in tables for group in table.values()]
     return [*groups, wording.FILLERS, tuple(wording.ANSWERS.values())]
-
-
-def _page_wordings() -> list[tuple[str, ...]]:
-    return [wording.REMARKS, wording.CORRECTIONS, (wording.NO_ANSWER,)]

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from covering import covering
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,8 +28,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def trainer(directory, variant="link5", **options):
-    return ReuseTrainer(ReuseOptions(out=str(directory), variant=variant, workers=1, **options), 0, 1)
+def trainer(directory, **options):
+    return ReuseTrainer(ReuseOptions(out=str(directory), workers=1, **options), 0, 1)
 
 
 def rows_of(seed, passages, count=3):
@@ -52,10 +51,10 @@ def oracle_mask(segments, context_len, is_hidden):
     return mask[None, None]
 
 
-@pytest.mark.parametrize(("variant", "reading"), covering(["link5", "link0", "markers"], [STANDARD, SEPARATE, HIDDEN]))
+@pytest.mark.parametrize("reading", [STANDARD, SEPARATE, HIDDEN])
 @torch.no_grad()
-def test_the_packed_forward_is_the_plain_one_under_the_mask(variant, reading, tmp_path):
-    made = trainer(tmp_path, variant)
+def test_the_packed_forward_is_the_plain_one_under_the_mask(reading, tmp_path):
+    made = trainer(tmp_path)
     batch = made._pack(rows_of(1, 4), reading)._replace(hints=None)
     model = made.master.eval()
     model.set_attn_implementation("eager")
@@ -135,15 +134,10 @@ def test_texts_say_all_twice():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("variant", "method"), [("link5", "link"), ("link0", "reposition"), ("markers", "markers")])
-def test_the_result_loads_for_its_method(variant, method, tmp_path, capsys):
-    dtype = "bfloat16" if variant == "link5" else "float32"  # the default once: some processors emulate it
-    options = ReuseOptions(str(tmp_path), variant=variant, workers=1, max_tokens=2000, log_every=1, dtype=dtype)
-    train(options, ReuseTrainer)
-    stage = "taking-up" if variant == "link5" else "answering"
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["stage"] == stage
-    lm = rc.load_lm(tmp_path)
-    assert lm.default_method == method
+def test_the_result_loads_for_its_method(tmp_path, capsys):
+    train(ReuseOptions(str(tmp_path), workers=1, max_tokens=2000, log_every=1), ReuseTrainer)
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["stage"] == "taking-up"
+    assert rc.load_lm(tmp_path).default_method == "link"
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
@@ -175,14 +169,6 @@ def test_the_second_stage_leads_to_the_third_and_that_to_the_end(tmp_path):
     assert not made._finished()
     made.progress.stage_tokens = 2000
     assert made._finished()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["link5", "link0"])
-def test_variants_start_where_they_are_told_to(variant, tmp_path):
-    first = TAKING_UP if variant == "link5" else ANSWERING
-    assert trainer(tmp_path, variant).progress.stage == first
-    assert trainer(tmp_path, variant, start_stage=SETTLING).progress.stage == SETTLING
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_context_has_as_many_pages_as_asked_and_every_kind_of_question_comes_u
 def test_pages_are_150_to_300_tokens_long():
     from tools.mini.tokenizer import build_tokenizer
 
-    tokenizer = build_tokenizer(pages=True)
+    tokenizer = build_tokenizer()
     rng = random.Random(1)
     drawn = [draw_pages(rng, 8, DataSplit.HELD_OUT, DataSplit.HELD_OUT) for _ in range(12)]
     lengths = [len(tokenizer.encode(text).ids) for pages in drawn for text in pages.passages]
