@@ -224,7 +224,7 @@ def measure(settings: Settings, run: Run) -> Result:
     specs = usable_methods(asked, lm)
     chosen = settings.context, settings.questions, settings.seed
     questions = questions_of(settings.sets, settings.data, runner, *chosen)
-    if settings.neighbours:
+    if settings.neighbours and settings.minutes > 0:
         near = settings.neighbours, load_embedder("minilm")
         questions = with_neighbours(questions, settings.data, *near, lm, settings.seed)
     path, runs = run.journal_path, Runs(run.journal_path)
