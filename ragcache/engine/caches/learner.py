@@ -33,8 +33,9 @@ from ragcache.store.records import NOT_STORED, Chunk
 from ragcache.store.warn_once import WarnOnce
 
 log = logging.getLogger(__name__)
-# Lengths of a piece. A shorter piece costs less to compute than its seams.
-LEAST_TOKENS, MOST_TOKENS = 32, 512
+# Lengths of a piece. A shorter paragraph goes with the next, and where it ends a passage, the next is then another one:
+# so the bound is low, but fewer tokens are computed faster than a block is read.
+LEAST_TOKENS, MOST_TOKENS = 16, 512
 # Lengths of a unit. A line or sentence that is shorter goes with the next; a longer one is cut by a rolling hash.
 LEAST_UNIT, LONG_UNIT, MOST_UNIT = 16, 64, 128
 # Mean distance of the rolling hash's cuts.
@@ -178,6 +179,8 @@ class Learner:
                 [is_again or self._noted(name) not in (None, place) for name, place in zip(names, ends, strict=True)]
                 for names, ends in ((alone, own), (pairs, own[1:]))
             )
+            if is_again and text is prompt.suffix_ids:
+                known = [one and not asks for one, asks in zip(known, _asking(units), strict=True)]
             pieces.update(dict.fromkeys(tuple(text[start:end]) for start, end in _pieces(units, known, joined)))
             seen.update(zip(alone, own, strict=True))
             seen.update(zip(pairs, own[1:], strict=True))
@@ -244,7 +247,7 @@ class Learner:
 
 
 def _pieces(units: Sequence[Unit], known: Sequence[bool], joined: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of tokens to keep: whole paragraphs if possible, a short paragraph with the next.
+    """Yield the ranges of tokens to keep: whole paragraphs if possible, a very short one with the next.
 
     known:  for each unit, whether it was seen
     joined: for each unit but the first, whether it was seen after the one before it
@@ -259,6 +262,16 @@ def _pieces(units: Sequence[Unit], known: Sequence[bool], joined: Sequence[bool]
         start, end = (start, unit.end) if is_known else (unit.end, unit.end)
     if end - start >= LEAST_TOKENS:
         yield start, end
+
+
+def _asking(units: Sequence[Unit]) -> list[bool]:
+    """Return which units of a prompt's last text are probably its question: those of the last LEAST_UNIT tokens.
+
+    A question after a single line break is in the piece of the passage before it, unless two prompts differ there.
+    """
+    last = max((unit.start for unit in units if unit.is_apart or unit.is_first), default=0)
+    least = max((unit.end for unit in units), default=0) - LEAST_UNIT
+    return [unit.start >= last and unit.end > least for unit in units]
 
 
 def _bytes(ids: Sequence[int]) -> bytes:

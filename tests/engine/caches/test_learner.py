@@ -240,6 +240,18 @@ def test_a_deleted_collection_takes_its_pieces_along(kb):
     assert len(ask(blue, stuffed(PAGES[::-1], "Who swims?", "Now read.")).hits) == len(PAGES)
 
 
+@pytest.mark.parametrize("join", ["\n\n", "\n"], ids=["blank", "line"])
+def test_short_paragraphs_are_found_in_another_order(kb, join):
+    """After a prompt that was only repeated. A question is no part of the passage before it."""
+    short = [f"{paragraph(80 + number, 5)}\n\n{PAGES[number]}\n\n{paragraph(90 + number, 4)}" for number in range(3)]
+    for _ in range(2):
+        ask(kb, stuffed(short, "", "Answer.").rstrip() + join + "Who rows, and who sings?")
+    answer = ask(kb, stuffed(short[::-1], "Who swims?", "Read."))
+    total = sum(len(ids_of(kb, text)) for text in short)
+    assert sum(hit.chunk.num_tokens for hit in answer.hits) >= 0.9 * total
+    assert len(learnt(kb)) <= 10
+
+
 def test_learnt_text_is_found_after_opening_again(open_kb):
     kb = open_kb(store=rc.StoreConfig())
     ask(kb, stuffed(PAGES, "Who rows?"))
