@@ -285,7 +285,7 @@ class Questions:
         ends, found, prompts = written.ends, hits, self._parts.engine.prompts
         recipe = prompts.block_keys.recipe
         # A part's KV can be cut from such blocks.
-        parts = recipe.is_dense and not recipe.neighbours and recipe.markers is None
+        parts = recipe.is_dense and recipe.markers is None
         # Passages may only be left out or reordered among those that came with the prompt, not among found ones.
         is_settled = not hits or options.order == "relevance"
         if self._reuses_text(options) and is_settled and not prompts.prompt(ends, hits, options)[1]:

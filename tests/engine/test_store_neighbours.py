@@ -6,11 +6,13 @@ Laws 8 and 10 hold for what a chunk was read behind as they do for the chunk.
 
 import numpy as np
 import pytest
+import torch
 from blocks import tier_of
 from plain_oracle import assert_read_behind
 from tiny_model import save_tiny_llama
 
 import ragcache as rc
+from ragcache.engine import local_engine
 from ragcache.errors import ConfigError, StoreMismatchError
 from ragcache.ingest.context_chunks import Similar
 
@@ -431,3 +433,20 @@ def test_a_source_without_neighbours_and_an_unknown_one_are_refused(open_kb):
         open_kb(store=rc.StoreConfig(neighbours_from="document"))
     with pytest.raises(ConfigError, match="neighbours_from"):
         rc.StoreConfig(neighbours=1, neighbours_from="title")
+
+
+def test_a_passage_found_in_part_is_cut_from_its_own_block(near, monkeypatch):
+    """Text follows the passages without the line break that ends them."""
+    chunks, given = [chunks_of(near)[0], *chunks_of(near)[2:5]], []
+    prefill = local_engine.prefill
+    monkeypatch.setattr(local_engine, "prefill", lambda *all, **named: given.append(all[2]) or prefill(*all, **named))
+    text = "".join(f"{chunk.text.strip()} and\n" for chunk in chunks)
+    answer = near.complete(text, sampling=SHORT, method="reposition")
+    assert [hit.chunk.whole.token_ids for hit in answer.hits] == [chunk.token_ids for chunk in chunks]
+    for chunk, hit, block in zip(chunks, answer.hits, given[0], strict=True):
+        start, stop = hit.chunk.cut_from[1], hit.chunk.cut_from[1] + hit.chunk.num_tokens
+        assert 0 <= start <= 2
+        assert 1 <= chunk.num_tokens - hit.chunk.num_tokens <= 2
+        stored = near.store.kv.get(chunk.handle).block
+        assert torch.equal(block.keys, stored.keys[:, :, start:stop])
+        assert torch.equal(block.values, stored.values[:, :, start:stop])
