@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,12 @@ class Journal:
     def add(self, key: str, value: Any) -> None:
         append_line(self.path, {"key": key, "value": value})
         self.done[key] = value
+
+    def once(self, key: str, measure: Callable[[], Any]) -> Any:
+        """Return the figure of this key, measured unless the journal has it."""
+        if key not in self.done:
+            self.add(key, measure())
+        return self.done[key]
 
     def environment(self) -> Environment:
         """Return the environment of this run, with the highest load of all runs of the journal; clean if all were."""

@@ -1,12 +1,13 @@
 """How much of its passages' KV a prompt finds, built by ragcache or by others: `python -m benchmarks reuse`.
 
-For each way to ask, the tokens read from KV as a share of the passages': at the first question, at the same one
+For each way to ask, the share of the passages' tokens whose KV was found: at the first question, at the same one
 again, at another one over the same passages in another order, at a third in a third order, and at a last one after
-closing and opening the store. Passages that are nowhere are learnt from the prompts. What asks are LangChain's,
-LlamaIndex's, OpenAI's and Anthropic's own objects, and ragcache's. `cacheblend` runs a part of what it reads
-once more. Then conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on,
-in one process and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages
-are sections of this repository's documentation.
+closing and opening the store. Some methods run a part of what was found once more, as `epic` does with the first
+tokens of each piece; a second table has what they leave, cached tokens. Passages that are nowhere are learnt from the
+prompts. What asks are LangChain's, LlamaIndex's, OpenAI's and Anthropic's own objects, and ragcache's. Then
+conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on, in one process
+and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages are sections of
+this repository's documentation. A run that was killed goes on with the next way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 from anthropic import Anthropic
@@ -38,8 +41,12 @@ from benchmarks.report import Result, where_line
 from benchmarks.runner import Run
 from langchain_ragcache import ChatRagCache, create_fused_documents_chain
 from llama_index.llms.ragcache import RagCacheLLM
-from ragcache.engine.caches.content_index import ContentIndex
+from ragcache.engine.caches.content_index import EDGE, ContentIndex
+from ragcache.engine.kv_lookup import UNUSED, KVLookup, ResolvedKV
+from ragcache.engine.loader import COMPUTED
+from ragcache.engine.request import Request
 from ragcache.errors import RagCacheError
+from ragcache.kv.buffers import SharedContext
 from ragcache.models.language_model import LanguageModel
 from ragcache.prompt import encode_text
 from ragcache.server.app import create_app
@@ -49,6 +56,7 @@ SYSTEM = "Answer from the context, in one sentence.\n\n"
 FIRST = "How is a block kept on disk?"
 QUESTIONS = (FIRST, FIRST, "What may be deleted?", "Who may read a document?")
 ONE = rc.Sampling(max_tokens=1)
+METHODS = (None, "reposition")
 Ask = Callable[[rc.RagCache, Sequence[str], str], dict[str, Any]]
 """Returns the answer as JSON, with `usage.cached_tokens`."""
 Keep = Callable[[rc.RagCache, Sequence[str]], object]
@@ -182,9 +190,50 @@ def precomputed(kb: rc.RagCache, passages: Sequence[str]) -> None:
     kb.precompute(passages)
 
 
-def share(kb: rc.RagCache, answer: dict[str, Any], passages: Sequence[str]) -> float:
-    """Tokens that were read from KV beside those of the passages: what precedes the passages counts too."""
-    return min(1.0, float(answer["usage"]["cached_tokens"]) / sum(kb.count_tokens(text) for text in passages))
+@contextmanager
+def found_places() -> Iterator[list[tuple[list[int], set[int]]]]:
+    """Collect each prompt that is read meanwhile: its ids, and which of their places have KV that was found."""
+    resolve, seen = KVLookup.resolve, list[tuple[list[int], set[int]]]()
+
+    @contextmanager
+    def watched(lookup: KVLookup, request: Request, base: SharedContext | None) -> Iterator[ResolvedKV]:
+        with resolve(lookup, request, base) as resolved:
+            prefix, layout, start = resolved.prefix, request.plan.layout, 0
+            places = set(range(0 if prefix.exact is None or prefix.created_tokens else prefix.exact.num_tokens))
+            sources = iter(resolved.sources)
+            for piece in layout.pieces:
+                if piece.passage is not None and next(sources).kv not in (COMPUTED, UNUSED):
+                    places.update(range(start, start + len(piece.ids)))
+                start += len(piece.ids)
+            seen.append((layout.ids, places))
+            yield resolved
+
+    with patch.object(KVLookup, "resolve", watched):
+        yield seen
+
+
+def found_share(lm: LanguageModel, passages: Sequence[str], ids: Sequence[int], places: set[int]) -> float:
+    """Return the share of the passages' tokens in a prompt at places with KV.
+
+    Up to EDGE tokens at either end of a passage may be others in the prompt, beside other text.
+    """
+    row, found, total = np.asarray(ids), 0, 0
+    for own in (encode_text(lm.tokenizer, text) for text in passages):
+        inner = np.asarray(own[EDGE:-EDGE])
+        windows = np.lib.stride_tricks.sliding_window_view(row, len(inner))
+        start = int(np.flatnonzero((windows == inner).all(axis=1))[0]) - EDGE
+        found += len(places & set(range(start, start + len(own))))
+        total += len(own)
+    return found / total
+
+
+def cached_share(lm: LanguageModel, passages: Sequence[str], answer: Mapping[str, Any]) -> float:
+    """Return the cached tokens beside the passages': what precedes the passages counts too."""
+    return min(1.0, float(answer["usage"]["cached_tokens"]) / sum(passage_tokens(lm, passages)))
+
+
+def passage_tokens(lm: LanguageModel, passages: Sequence[str]) -> list[int]:
+    return [len(encode_text(lm.tokenizer, text)) for text in passages]
 
 
 def learn(kb: rc.RagCache) -> None:
@@ -200,13 +249,15 @@ def row(
     keep: Keep | None,
     before: Ask | None,
     method: str | None,
-) -> list[float]:
-    """Return the shares of a way to ask. before: an earlier question in that store, put in another way"""
+) -> list[tuple[float, float]]:
+    """Return the shares of a way to ask: found, and cached. before: an earlier question in that store, put in another
+    way"""
 
-    def asked(kb: rc.RagCache, order: Sequence[str], question: str) -> float:
-        found = share(kb, ask(kb, order, question), passages)
+    def asked(kb: rc.RagCache, order: Sequence[str], question: str) -> tuple[float, float]:
+        with found_places() as seen:
+            answer = ask(kb, order, question)
         learn(kb)
-        return found
+        return found_share(lm, passages, *seen[-1]), cached_share(lm, passages, answer)
 
     orders = [passages, passages, passages[::-1], [*passages[1::2], *passages[::2]]]
     with tempfile.TemporaryDirectory() as root:
@@ -303,18 +354,18 @@ class Settings:
 WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
     ("LangChain's stuff chain, documents nowhere", stuffed, None, None),
     ("its fused chain, documents nowhere", fused, None, None),
+    ("LlamaIndex's compact synthesizer, documents nowhere", compact, None, None),
+    ("OpenAI's client, documents nowhere", labelled, None, None),
+    ("Open WebUI's own retrieval, documents nowhere", open_webui, None, None),
+    ("an agent whose memory changes, documents nowhere", remembering, None, None),
+    ("Anthropic's client, documents nowhere", claude, None, None),
     ("its stuff chain, after a fused one", stuffed, None, fused),
     ("its stuff chain, documents precomputed", stuffed, precomputed, None),
     ("its stuff chain, documents also in ragcache", stuffed, stored, None),
     ("its fused chain, documents in ragcache", fused, stored, None),
-    ("LlamaIndex's compact synthesizer, documents nowhere", compact, None, None),
     ("LlamaIndex's compact synthesizer, documents precomputed", compact, precomputed, None),
     ("the same, documents also in ragcache", compact, stored, None),
-    ("OpenAI's client, documents nowhere", labelled, None, None),
     ("OpenAI's client, documents precomputed", labelled, precomputed, None),
-    ("Open WebUI's own retrieval, documents nowhere", open_webui, None, None),
-    ("an agent whose memory changes, documents nowhere", remembering, None, None),
-    ("Anthropic's client, documents nowhere", claude, None, None),
     ("Anthropic's client, documents precomputed", claude, precomputed, None),
     ("a raw prompt, documents precomputed", raw, precomputed, None),
     ("ragcache's own passages", retrieved, stored, None),
@@ -324,38 +375,42 @@ WAYS: tuple[tuple[str, Ask, Keep | None, Ask | None], ...] = (
 def measure(settings: Settings, run: Run) -> Iterator[Result]:
     """Yield the result each time that another way to ask was measured."""
     lm, passages = rc.load_lm(settings.model), sections(settings.passages, settings.characters)
-    methods, shares, conversations = (None, "reposition"), list[Any](), list[Any]()
-    found: dict[str, Any] = {"shares": shares, "conversations": conversations, "look_up": look_up(settings.indexed)}
-    found["passage_tokens"] = [len(encode_text(lm.tokenizer, text)) for text in passages]
+    shares, conversations = list[Any](), list[Any]()
+    found: dict[str, Any] = {"shares": shares, "conversations": conversations}
+    found["passage_tokens"] = passage_tokens(lm, passages)
+    found["look_up"] = run.journal.once("look-up", lambda: look_up(settings.indexed))
     for name, ask, keep, before in WAYS:
-        if settings.ways in name:
-            shares += [
-                [name, method or "by default", *row(lm, passages, ask, keep, before, method)] for method in methods
-            ]
+        for method in METHODS if settings.ways in name else ():
+            label = method or "by default"
+            own = run.journal.once(f"{name}, {label}", partial(row, lm, passages, ask, keep, before, method))
+            shares.append([name, label, *zip(*own, strict=True)])
             yield run.result(figures=found)
     if settings.ways:
         return
-    for label, turns, known in (
+    for name, turns, known in (
         ("plain chat", plain_chat, []),
         ("agent's loop", agent_loop, []),
         ("agent's loop, its pages precomputed", agent_loop, sections(5, 500)),
     ):
-        for method in methods:
-            here, closed = (late(lm, turns, method, known, closed=closed) for closed in (False, True))
-            conversations.append([f"{label}, {method or 'method by default'}", *here, *closed[1:]])
-    yield run.result(figures=found)
+        for method in METHODS:
+            label = f"{name}, {method or 'method by default'}"
+            both = [
+                run.journal.once(f"{label}, {closed}", partial(late, lm, turns, method, known, closed=closed))
+                for closed in (False, True)
+            ]
+            conversations.append([label, *both[0], *both[1][1:]])
+            yield run.result(figures=found)
 
 
 def markdown(found: Mapping[str, Any]) -> list[str]:
     """Return the tables of a result's file."""
     figures = found["figures"]
-    lines = [where_line(found), f"Passages of {figures['passage_tokens']} tokens, {found['settings']['model']}.", ""]
-    lines += [
-        "| | method | 1st | again | other question, other order | third | after opening again |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, method, *shares in figures["shares"]:
-        lines.append(f"| {name} | {method} | {' | '.join(f'{one:.0%}' for one in shares)} |")
+    lines = [where_line(found), f"Passages of {figures['passage_tokens']} tokens, {found['settings']['model']}."]
+    for number, what in enumerate(("Share of the passages' tokens found", "Cached tokens, beside the passages'")):
+        lines += ["", f"| {what} | method | 1st | again | other question, other order | third | after opening again |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        for name, method, *shares in figures["shares"]:
+            lines.append(f"| {name} | {method} | {' | '.join(f'{one:.0%}' for one in shares[number])} |")
     heads = (
         "conversation",
         "prompt at the end",
