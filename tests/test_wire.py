@@ -44,20 +44,17 @@ RECIPES: dict[str, dict[str, Any]] = {
     "neighbours": {"name": "isolated", "bos": False, "neighbours": 3},
     "kept": {"name": "isolated", "bos": False, "kept": 0.3},
     "kept for a task": {"name": "prefix", "bos": False, "kept": 0.5, "task": "Answer."},
-    "anchors": {"name": "isolated", "bos": False, "anchors": [90, 91], "segment": 16},
 }
 LINK = {"link_tokens": 2, "link_slots": 4, "first_link_id": 100}
 PACKET = {"first_packet_id": 300, "header_tokens": 2, "trailer_tokens": 1}
-ANCHORS = {"first_anchor_id": 200, "anchor_tokens": 2, "anchor_segment": 16}
 SECTIONS: list[dict[str, Any]] = [
     {"version": 1, "recipe": "isolated", **section}
     for section in (
         {"method": "link", **LINK, "kv_start_id": 50, "kv_end_id": 51},
         {"method": "link", **LINK, **PACKET},
-        {"method": "link", **LINK, **ANCHORS},
         {"method": "markers", "doc_start_id": 60, "doc_end_id": 61, "positions": "composite"},
         {"method": "packet", **PACKET},
-        {"method": "reposition", **ANCHORS},
+        {"method": "reposition"},
     )
 ]
 CHECKED: dict[str, Any] = {

@@ -391,7 +391,7 @@ class RagCache(Store):
     def estimate_kv(self, inputs: Inputs) -> KVEstimate:
         """Estimate the disk space for the KV of files, folders and Document objects, from a sample of their text."""
         encoder, longest = self._parts.block_keys.encoder, self._parts.ingestor.chunker.settings["max_tokens"]
-        return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.share)
+        return estimate_kv(_listed(inputs), encoder.lm, self.config.codec, longest, encoder.recipe.kept)
 
     def token_limits(self, document: int | None, call: int, kv_bytes: int, seconds: float) -> TokenLimits:
         """Return limits of an ingestion: the tokens of a document, and those of all, whose KV takes at most `kv_bytes`
@@ -400,7 +400,7 @@ class RagCache(Store):
         bounds = {f"allowed in an addition ({call:,} tokens)": call}
         if self._encoder is not None and isinstance(self.lm, LanguageModel):
             block_tokens = self._parts.ingestor.chunker.settings["max_tokens"]
-            each = bytes_per_token(self.lm, self.config.codec, block_tokens, self._encoder.recipe.share)
+            each = bytes_per_token(self.lm, self.config.codec, block_tokens, self._encoder.recipe.kept)
             bounds[f"allowed in an addition (their KV takes {kv_bytes:,} bytes)"] = int(kv_bytes / each)
             if (rate := self.rates().prefill_tokens_s) is not None:
                 bounds[f"allowed in an addition (they take {seconds:g} s to read)"] = int(seconds * rate)

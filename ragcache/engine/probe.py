@@ -64,7 +64,7 @@ def probe_prefill(lm: LanguageModel, budget_s: float, recipe: Recipe = WHOLE) ->
 
     recipe: of the store's chunks
     """
-    alone = Recipe(kept=recipe.kept, task=recipe.task, anchors=recipe.anchors)
+    alone = Recipe(kept=recipe.kept, task=recipe.task)
     room = lm.max_positions - 1 - len(replay_ids(lm, alone, ()))
     longest = max(1, min(MOST_TOKENS, room if alone.is_dense else room // 2))
 

@@ -55,7 +55,7 @@ class KVEstimate(NamedTuple):
 def estimate_kv(
     inputs: Iterable[Input], lm: BlockModel, codec: str, block_tokens: int, kept: float = 1.0
 ) -> KVEstimate:
-    """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: as `Recipe.share`"""
+    """Estimate the KV of these inputs. block_tokens: most tokens of a chunk; kept: as `Recipe.kept`"""
     items = list(inputs)
     files = [item.path for item in items if isinstance(item, SourceFile)]
     files += [file.path for file in find_files(item for item in items if isinstance(item, str | os.PathLike)).files]

@@ -376,13 +376,12 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             f"method {method.name!r} needs blocks of recipe {' or '.join(method.recipes)}, not {chosen.name!r}; "
             "encode the chunks again under that recipe"
         )
-    expected = chosen if added is None else replace(chosen, markers=added.markers, anchors=added.anchors)
+    expected = chosen if added is None else replace(chosen, markers=added.markers)
     if not expected.is_dense and not method.takes_sparse:
-        other = "or encode them with kept=1" if expected.anchors is None else "or 'full', which reads text"
         movers = ", ".join(name for name, kind in METHODS.items() if kind.reuses_blocks and kind().takes_sparse)
         raise ConfigError(
             f"method {method.name!r} runs passages' tokens again or chooses among them, and needs blocks that hold all "
-            f"of them, not recipe {expected}; use one that only moves blocks ({movers}), {other}"
+            f"of them, not recipe {expected}; use one that only moves blocks ({movers}), or encode them with kept=1"
         )
     if added is None:
         return chosen
@@ -391,7 +390,7 @@ def _recipe(lm: ModelCard, method: FusionMethod, recipe: str | Recipe | None, ad
             f"method {method.name!r} leaves blocks at the positions that they were encoded at, which were behind other "
             "text; choose one that moves them, such as reposition, or a recipe without neighbours or primer"
         )
-    if chosen.markers not in (None, added.markers) or chosen.anchors not in (None, added.anchors):
+    if chosen.markers not in (None, added.markers):
         raise ConfigError(f"method {method.name!r} needs blocks of recipe {expected}, not {chosen}; encode them again")
     return expected
 

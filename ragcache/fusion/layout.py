@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ragcache.errors import ConfigError
-from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import Recipe, Sides, sides_of
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Part, Text
@@ -56,7 +55,6 @@ class AddedTokens:
 
     behind_prefix: after the prefix, and part of its block
     markers:       before and after every chunk, and part of its block; as in a Recipe
-    anchors:       after every segment of a chunk; the chunk's block holds only their KV; as in a Recipe
     links:         link tokens after each chunk, one tuple for each rank; empty: after no chunk
     behind_chunks: before the suffix
     reserved:      ids that no answer may contain
@@ -71,19 +69,17 @@ class AddedTokens:
     reserved: frozenset[int] = frozenset()
     max_chunks: int | None = None
     positions: Positions = "global"
-    anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "markers", sides_of(self.markers))
-        object.__setattr__(self, "anchors", Anchors.of(self.anchors))
 
     @classmethod
     def in_blocks(cls, spec: TrainedTokens | None) -> AddedTokens:
-        """Return the tokens that a checkpoint was trained to read in every passage, its packets or anchors.
+        """Return the tokens that a checkpoint was trained to read in every passage, its packets.
 
         Every method uses them.
         """
-        return NO_ADDITIONS if spec is None else cls(markers=spec.packet, anchors=spec.anchors)
+        return NO_ADDITIONS if spec is None else cls(markers=spec.packet)
 
     @classmethod
     def trained(cls, spec: TrainedTokens) -> AddedTokens:
@@ -96,7 +92,6 @@ class AddedTokens:
             reserved=spec.added_ids,
             max_chunks=spec.link_slots if spec.link_tokens else None,
             positions="parallel" if spec.positions == COMPOSITE else "global",
-            anchors=spec.anchors,
         )
 
     def num_tokens(self, chunks: Sequence[int]) -> int:
@@ -105,8 +100,7 @@ class AddedTokens:
             return 0
         links = sum(len(behind_one) for behind_one in self.links[: len(chunks)])
         markers = len(chunks) * sum(len(side) for side in self.markers or ())
-        anchors = 0 if self.anchors is None else sum(map(self.anchors.count, chunks))
-        return len(self.behind_prefix) + markers + anchors + links + len(self.behind_chunks)
+        return len(self.behind_prefix) + markers + links + len(self.behind_chunks)
 
 
 NO_ADDITIONS = AddedTokens()
@@ -116,7 +110,7 @@ class Segment(NamedTuple):
     """Consecutive tokens.
 
     start:   position of the first token
-    ids:     token ids; a passage's include the markers and anchors of its block
+    ids:     token ids; a passage's include the markers of its block
     passage: the passage's number in the prompt, from 0; None: text
     """
 
@@ -212,7 +206,7 @@ class Layout:
 def lay_out(parts: Sequence[Part], recipe: Recipe, added: AddedTokens, *, separate: bool = True) -> Layout:
     """Lay out a prompt with the tokens that a method adds to each group of passages. Adjacent texts become one piece.
 
-    recipe: how passages are encoded; its markers and anchors are included only if passages are read `separate`
+    recipe: how passages are encoded; its markers are included only if passages are read `separate`
 
     Raises ConfigError for more passages in a group than the method can read.
     """

@@ -253,9 +253,8 @@ class FusionMethod:
                     sees everything before it
     shares_context: whether the context before the last text does not depend on that text, so that questions over the
                     same passages can share it
-    takes_sparse:   whether it reads blocks whose heads hold only some of their tokens (`Recipe.kept`,
-                    `Recipe.anchors`); such a method moves blocks unchanged and neither runs nor selects passages'
-                    tokens
+    takes_sparse:   whether it reads blocks whose heads hold only some of their tokens (`Recipe.kept`); such a
+                    method moves blocks unchanged and neither runs nor selects passages' tokens
     """
 
     name: ClassVar[str]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ragcache.errors import ConfigError, check_choice, is_whole
-from ragcache.kv.anchor_tokens import Anchors
 
 PRIMER = "primer"
 RECIPE_NAMES = ("isolated", "prefix", PRIMER)
@@ -60,8 +59,6 @@ class Recipe:
     kept:       share of its tokens that each KV head of a block holds, above 0; 1: all. The others are dropped once the
                 model has read the chunk again (KVzip; see `models/kvzip.py`)
     task:       for `kept` below 1: a task or examples, which the model reads after the chunk instead of repeating it
-    anchors:    trained ids after every segment of the chunk, the only tokens whose KV is kept, and the number of text
-                tokens in a segment (KVLink's compressed caches; see `kv/anchor_tokens.py`)
     """
 
     name: str = "isolated"
@@ -70,13 +67,11 @@ class Recipe:
     neighbours: int = 0
     kept: float = 1.0
     task: str = ""
-    anchors: Anchors | None = None
     primer: str | tuple[int, ...] = ""
 
     def __post_init__(self) -> None:
         self._set_primer()
         object.__setattr__(self, "markers", sides_of(self.markers))
-        object.__setattr__(self, "anchors", Anchors.of(self.anchors))
         if not is_whole(self.neighbours) or self.neighbours < 0:
             raise ConfigError(f"recipe neighbours={self.neighbours!r} is no number of chunks; choose 0 or more")
         check_choice("recipe", self.name, RECIPE_NAMES)
@@ -92,10 +87,6 @@ class Recipe:
             raise ConfigError("recipe task=... says which KV is dropped, and none is; give kept below 1")
         if self.neighbours and self.kept < 1:
             raise ConfigError("recipe neighbours and kept below 1 do not go together; choose one of them")
-        others = {"markers": self.markers, "neighbours": self.neighbours, "kept below 1": self.kept < 1}
-        for name, other in others.items():
-            if self.anchors and other:
-                raise ConfigError(f"recipe anchors and {name} do not go together; choose one of them")
 
     def _set_primer(self) -> None:
         """Store the primer as text or as a tuple of ids; without any id the recipe becomes "prefix"."""
@@ -142,12 +133,7 @@ class Recipe:
     @property
     def is_dense(self) -> bool:
         """Return whether blocks hold every token in every head."""
-        return self.kept == 1 and self.anchors is None
-
-    @property
-    def share(self) -> float:
-        """Return how many tokens each head of a block holds, for each token of the chunk."""
-        return self.kept if self.anchors is None else self.anchors.share
+        return self.kept == 1
 
     @property
     def front(self) -> tuple[int, ...]:
@@ -167,7 +153,6 @@ class Recipe:
         more += [f"{len(self.primer)} tokens"] if isinstance(self.primer, tuple) else []
         task = f" for task {self.task!r}" if self.task else ""
         more += [f"{self.kept:g} of the KV{task}"] if self.kept < 1 else []
-        more += [str(self.anchors)] if self.anchors else []
         return f"{self.name!r}" + (f" with {' and '.join(more)}" if more else "")
 
     def before(self, neighbours: Neighbours) -> list[int]:
@@ -185,17 +170,14 @@ class Recipe:
         return [id for ids in neighbours for id in self.marked(ids)]
 
     def marked(self, chunk_ids: Sequence[int]) -> list[int]:
-        """Return the ids that a chunk's block consists of, markers or anchors included."""
-        return [*self.front, *chunk_ids, *self.back] if self.anchors is None else self.anchors.join(chunk_ids)
+        """Return the ids that a chunk's block consists of, markers included."""
+        return [*self.front, *chunk_ids, *self.back]
 
     def unmarked(self, block_ids: Sequence[int]) -> list[int]:
         """Return the chunk's own ids. Raises ConfigError for ids that `marked` cannot have returned."""
-        if self.anchors is None:
-            chunk = list(block_ids[len(self.front) : len(block_ids) - len(self.back)])
-        else:
-            chunk = self.anchors.split(block_ids)
+        chunk = list(block_ids[len(self.front) : len(block_ids) - len(self.back)])
         if self.marked(chunk) != list(block_ids):
-            raise ConfigError(f"a block of recipe {self} does not begin and end with its markers, or lacks its anchors")
+            raise ConfigError(f"a block of recipe {self} does not begin and end with its markers")
         return chunk
 
     def to_json(self) -> dict[str, Any]:
@@ -214,8 +196,6 @@ class Recipe:
             found["primer"] = list(primer)
         if self.kept < 1:
             found |= {"kept": float(self.kept), **({"task": self.task} if self.task else {})}
-        if self.anchors is not None:
-            found |= {"anchors": list(self.anchors.ids), "segment": self.anchors.segment}
         return found
 
     @classmethod
@@ -223,8 +203,7 @@ class Recipe:
         """Return the recipe of this JSON. Raises ConfigError if it is not a recipe."""
         name, bos = fields.get("name", "isolated"), bool(fields.get("bos", False))
         added = fields.get("neighbours", 0), fields.get("kept", 1.0), str(fields.get("task", ""))
-        anchors = (fields["anchors"], fields.get("segment")) if "anchors" in fields else None
-        return cls(name, bos, fields.get("markers"), *added, Anchors.of(anchors), tuple(fields.get("primer", ())) or "")
+        return cls(name, bos, fields.get("markers"), *added, tuple(fields.get("primer", ())) or "")
 
 
 def _shown(ids: Sequence[int]) -> str:

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from ragcache.kv.anchor_tokens import OPEN, sees_within
 from ragcache.kv.buffers import KVBuffers, SharedContext
 from ragcache.kv.fused_cache import FusedCache
 from ragcache.kv.rope import Rope, Source, as_angles
@@ -65,8 +64,6 @@ class EncodePass:
 
     rope:   None in a plain pass, where the model rotates its keys itself
     prefix: rotated keys and values of the prefix by layer, [1, num_kv_heads, prefix_tokens, head_dim]; empty for none
-    numbers: int64 [batch, num_tokens] that decide which tokens of chunks with anchors see which; see
-             `kv/anchor_tokens.py`
     angles: cos and sin by their source, as the model computed them; filled by the rotary hook
     windows: the sliding window of each layer; None if the layer sees everything
     received: keys and values that each layer last attended to; only in a plain pass
@@ -77,7 +74,6 @@ class EncodePass:
 
     rope: Rope | None
     prefix: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    numbers: Tensor | None = None
     angles: dict[Source, tuple[Tensor, Tensor]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     received: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -330,7 +326,7 @@ def attention(
         out = current.attend(module, query, (key, value), sliding_window, scoring)
     elif isinstance(current, EncodePass):
         query, key, value = _encode_inputs(current, module, query, key, value, sliding_window)
-        out = _attend_encoded(current.numbers, query, key, value, sliding_window, scoring)
+        out = _attend_encoded(query, key, value, sliding_window, scoring)
     else:
         out = attend(query, key, value, attention_mask, attention_mask is None and query.shape[2] > 1, scoring)
     return out.transpose(1, 2).contiguous(), None
@@ -359,39 +355,14 @@ def _encode_inputs(
     return query, key, value
 
 
-def _attend_encoded(
-    numbers: Tensor | None, query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring
-) -> Tensor:
+def _attend_encoded(query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring) -> Tensor:
     num_tokens, length = query.shape[2], key.shape[2]
-    if numbers is not None:
-        return _attend_anchored(numbers, query, key, value, window, scoring)
     windowed = window is not None and length > window
     if length == num_tokens and not windowed:
         return attend(query, key, value, None, True, scoring)
     positions = torch.arange(length, device=key.device)
     mask = visible(positions[-num_tokens:], positions, window if windowed else None)
     return attend(query, key, value, additive(mask, query.dtype), False, scoring)
-
-
-def _attend_anchored(
-    numbers: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int | None, scoring: Scoring
-) -> Tensor:
-    """Compute the attention of chunks with anchors, a few rows at a time: each chunk has its own mask, and that of a
-    long chunk as a whole would not fit in memory.
-    """
-    length, first = key.shape[2], key.shape[2] - query.shape[2]
-    numbers = nn.functional.pad(numbers, (first, 0), value=OPEN)
-    positions = torch.arange(length, device=key.device)
-    step = CPU_SPAN_ROWS if key.device.type == "cpu" else GPU_SPAN_ROWS
-    parts = []
-    for start in range(first, length, step):
-        end = min(start + step, length)
-        rows, keys = numbers[:, start:end, None], numbers[:, None, :end]
-        mask = visible(positions[start:end], positions[:end], window) & (sees_within(rows, keys) | (keys == OPEN))
-        own = query[:, :, start - first : end - first]
-        bias = additive(mask[:, None], query.dtype)
-        parts.append(attend(own, key[:, :, :end], value[:, :, :end], bias, False, scoring))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _attend_members(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from ragcache.kv.anchor_tokens import OPEN, Anchors
 from ragcache.kv.block import KVBlock, empty_block
 from ragcache.kv.cache_shape import CacheShape
 from ragcache.kv.recurrent_block import HybridBlock
@@ -68,7 +67,6 @@ def encode_batch(
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
     skips: Sequence[int] | None = None,
     is_needed: Callable[[], bool] | None = None,
-    anchors: Anchors | None = None,
     states: Sequence[State] = (),
 ) -> list[KVBlock]:
     """Encode right-padded chunks by a forward pass of the decoder, and return their blocks.
@@ -79,8 +77,6 @@ def encode_batch(
             chunks then have positions prefix_tokens, prefix_tokens + 1, ...
     skips:  by chunk, how many first tokens' KV is dropped (a lone BOS, neighbours); None: no tokens
     is_needed: called in every layer; AbandonedSignal is raised if it returns False
-    anchors: anchors in the chunks, not counting their first `skips` tokens; all tokens see those first tokens and the
-             prefix
     states: of recurrent layers after the prefix; empty for no prefix
     """
     longest = max(len(chunk) for chunk in chunks)
@@ -92,12 +88,6 @@ def encode_batch(
     current = EncodePass(rope, list(prefix), states=states)
     if shape.states:
         current.lengths, current.maps = [len(chunk) for chunk in chunks], [[] for _ in chunks]
-    if anchors is not None:
-        numbers = [
-            [OPEN] * skip + anchors.numbers(len(chunk) - skip) for chunk, skip in zip(chunks, skips, strict=True)
-        ]
-        padded = [own + [OPEN] * (longest - len(own)) for own in numbers]
-        current.numbers = torch.tensor(padded, device=shape.device)
     recorder = Recorder([len(chunk) for chunk in chunks], shape, skips, is_needed)
     with during(CURRENT, current):  # the model without its head: encoding needs no logits
         model.base_model(input_ids=ids, position_ids=positions, past_key_values=recorder, use_cache=True)

@@ -64,9 +64,7 @@ def check_replay(
 
 
 def num_kept(recipe: Recipe, num_tokens: int) -> int:
-    """Return how many tokens a head keeps of a block of `num_tokens`, with markers or anchors: a mean over layers."""
-    if recipe.anchors is not None:
-        return recipe.anchors.held(num_tokens)
+    """Return how many tokens a head keeps of a block of `num_tokens`, with its markers: a mean over layers."""
     always = len(recipe.front) + FIRST_TOKENS + len(recipe.back)
     return min(num_tokens, max(math.ceil(recipe.kept * num_tokens), always))
 

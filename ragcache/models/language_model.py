@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragcache.errors import ConfigError, PromptError
-from ragcache.kv.anchor_tokens import gives_way
 from ragcache.kv.block import KVBlock
 from ragcache.kv.block_key import Neighbours, Recipe
 from ragcache.kv.buffers import BufferPool, SharedContext
@@ -113,7 +112,7 @@ class LanguageModel(BlockModel):
         recipe: "isolated" (positions 0, 1, ...), "prefix" (after prefix_ids, which every chunk attends to) or "primer"
                 (after prefix_ids and a primer, which every chunk attends to). A Recipe with markers reads them around
                 the chunk and keeps their KV with it. A Recipe with `kept` below 1 lets the model read each chunk again
-                and drops the tokens that it attends to least. A Recipe with anchors keeps the KV of the anchors
+                and drops the tokens that it attends to least
         prefix: the KV of prefix_ids and of the recipe's primer after them, or of their first tokens; the rest is
                 computed
         batch_tokens: padded tokens that run together; None: as many as suit the device
@@ -147,9 +146,7 @@ class LanguageModel(BlockModel):
         for batch in plan_batches([len(row) for row in rows], batch_tokens or self.batch_tokens):
             members, skips = [rows[rank] for rank in batch], [len(heads[rank]) for rank in batch]
             states = context.states if context else ()
-            done = encode_batch(
-                self.model, self.rope, self.shape, members, layers, skips, is_needed, recipe.anchors, states
-            )
+            done = encode_batch(self.model, self.rope, self.shape, members, layers, skips, is_needed, states)
             for rank, block in zip(batch, done, strict=True):
                 blocks[rank] = self._apply_recipe(block, chunks[rank], recipe, layers, is_needed).made_by(recipe)
         return [block for block in blocks if block is not None]
@@ -165,14 +162,12 @@ class LanguageModel(BlockModel):
         """Return the part of a complete block that the recipe keeps."""
         if recipe.is_dense:
             return block
-        if recipe.anchors is None and num_kept(recipe, block.num_tokens) < block.num_tokens:
+        if num_kept(recipe, block.num_tokens) < block.num_tokens:
             behind = replay_ids(self, recipe, chunk)
             layer_scores = measure_scores(self.model, self.rope, self.new_cache, block, behind, prefix, is_needed)
             return evict_lowest(block, layer_scores, recipe)
-        stays = torch.ones(block.num_tokens, dtype=torch.bool)
-        if recipe.anchors is not None:
-            stays = torch.tensor([not gives_way(number) for number in recipe.anchors.numbers(block.num_tokens)])
-        return keep(block, [stays.to(self.device).expand(layer.num_kv_heads, -1) for layer in block.layers])
+        stays = torch.ones(block.num_tokens, dtype=torch.bool, device=self.device)
+        return keep(block, [stays.expand(layer.num_kv_heads, -1) for layer in block.layers])
 
     def _read_before(self, recipe: Recipe) -> list[int]:
         """Return the ids that are read before every chunk and whose KV is dropped: a lone BOS, or none."""

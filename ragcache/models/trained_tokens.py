@@ -8,10 +8,7 @@
      "trailer_tokens": 8}
     {"version": 1, "method": "reposition", "recipe": "isolated"}
 
-A "link" section may also state a packet: blocks then contain its tokens, with link tokens between the blocks. A "link"
-or "reposition" section may instead state anchors (KVLink's compressed caches): blocks then keep only the anchors' KV:
-
-    {..., "first_anchor_id": 2820, "anchor_tokens": 25, "anchor_segment": 100}
+A "link" section may also state a packet: blocks then contain its tokens, with link tokens between the blocks.
 
 transformers keeps the section as an attribute of the configuration, so it is part of the model's fingerprint. The last
 form is Block-Attention (Ma et al., arXiv 2409.15355), which is KVLink with no link tokens and adds no ids at all.
@@ -24,7 +21,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import ConfigError, PromptError, is_whole
-from ragcache.kv.anchor_tokens import Anchors
 from ragcache.kv.block_key import RECIPE_NAMES, Sides
 
 if TYPE_CHECKING:
@@ -32,15 +28,14 @@ if TYPE_CHECKING:
 
 SECTION, VERSION = "ragcache", 1
 POSITIONS = ("reordered", "composite")
-# Left out if unused, so that such sections are the same as before packets and anchors.
+# Left out if unused, so that such sections are the same as before packets.
 _PACKET = ("first_packet_id", "header_tokens", "trailer_tokens")
-_ANCHORS = ("first_anchor_id", "anchor_tokens", "anchor_segment")
 # Fields that go with each method.
 _FIELDS: dict[str, tuple[str, ...]] = {
-    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET, *_ANCHORS),
+    "link": ("link_tokens", "link_slots", "first_link_id", "kv_start_id", "kv_end_id", *_PACKET),
     "markers": ("doc_start_id", "doc_end_id", "positions"),
     "packet": _PACKET,
-    "reposition": _ANCHORS,
+    "reposition": (),
 }
 
 # Checkpoints of KVLink's own code have no section; they use these of Llama 3's reserved ids.
@@ -61,8 +56,6 @@ class TrainedTokens:
     positions:   "reordered" or "composite" (markers)
     first_packet_id: id of the first of `header_tokens` before every chunk; the ids of `trailer_tokens` after the chunk
                  follow (packet, link)
-    first_anchor_id: id of the first of `anchor_tokens` after every `anchor_segment` tokens of a chunk (link,
-                 reposition)
 
     Raises ConfigError naming the field that is missing or out of range.
     """
@@ -80,9 +73,6 @@ class TrainedTokens:
     first_packet_id: int | None = None
     header_tokens: int = 0
     trailer_tokens: int = 0
-    first_anchor_id: int | None = None
-    anchor_tokens: int = 0
-    anchor_segment: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in _FIELDS:
@@ -93,7 +83,6 @@ class TrainedTokens:
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 0):
                 raise _bad(f"{name} is {value!r}; it is a whole number of at least 0")
-        self._check_anchors()
         if self.method == "link":
             self._check_link()
         if self.method == "markers" and (self.doc_start_id is None or self.doc_end_id is None):
@@ -103,15 +92,6 @@ class TrainedTokens:
         if (self.header_tokens or self.trailer_tokens) and self.first_packet_id is None:
             raise _bad("header_tokens or trailer_tokens without first_packet_id; a packet states all three")
 
-    def _check_anchors(self) -> None:
-        stated = (self.first_anchor_id is not None, bool(self.anchor_tokens), bool(self.anchor_segment))
-        if any(stated) and not all(stated):
-            raise _bad("first_anchor_id, anchor_tokens and anchor_segment go together; state all three or none")
-        if any(stated) and (self.packet or not set(_ANCHORS) <= set(_FIELDS[self.method])):
-            packet = " with a packet" if self.packet else ""
-            raise _bad(f"method {self.method!r}{packet} has no anchors; leave them out")
-        Anchors.of(self.anchors)
-
     def _check_link(self) -> None:
         if self.link_tokens and (self.first_link_id is None or not self.link_slots):
             raise _bad("link_tokens without first_link_id and link_slots; a link checkpoint states all three")
@@ -120,8 +100,8 @@ class TrainedTokens:
         ids = [id for own in self.groups.values() for id in own]
         if len(set(ids)) < len(ids):
             raise _bad(
-                "kv_start_id, kv_end_id, the link ids and those of a packet or anchors overlap; every added token has "
-                "an id of its own"
+                "kv_start_id, kv_end_id, the link ids and those of a packet overlap; every added token has an id "
+                "of its own"
             )
 
     @classmethod
@@ -154,9 +134,9 @@ class TrainedTokens:
 
     def section(self) -> dict[str, Any]:
         """Return the section "ragcache" of config.json."""
-        own, optional = {name: getattr(self, name) for name in _FIELDS[self.method]}, (*_PACKET, *_ANCHORS)
+        own = {name: getattr(self, name) for name in _FIELDS[self.method]}
         common = {"version": VERSION, "method": self.method, "recipe": self.recipe}
-        stated = {name: value for name, value in own.items() if value or (value is not None and name not in optional)}
+        stated = {name: value for name, value in own.items() if value or (value is not None and name not in _PACKET)}
         return {**common, **stated}
 
     def link_ids(self, slot: int) -> list[int]:
@@ -180,14 +160,6 @@ class TrainedTokens:
         return tuple(range(self.first_packet_id, back)), tuple(range(back, back + self.trailer_tokens))
 
     @property
-    def anchors(self) -> Anchors | None:
-        """Return the ids after every segment of a chunk; only their KV is used, by every method."""
-        if self.first_anchor_id is None:
-            return None
-        ids = range(self.first_anchor_id, self.first_anchor_id + self.anchor_tokens)
-        return Anchors(tuple(ids), self.anchor_segment)
-
-    @property
     def markers(self) -> Sides | None:
         """Return the ids before and after every chunk that the trained method reads with it."""
         if self.doc_start_id is None or self.doc_end_id is None:
@@ -201,7 +173,7 @@ class TrainedTokens:
         sides = dict(zip(("header", "trailer"), self.packet or (), strict=False))
         alone = {name: getattr(self, f"{name}_id") for name in ("kv_start", "kv_end", "doc_start", "doc_end")}
         single = {name: (id,) for name, id in alone.items() if id is not None}
-        return {**links, **sides, "anchor": self.anchors.ids if self.anchors else (), **single}
+        return {**links, **sides, **single}
 
     @property
     def roles(self) -> dict[int, tuple[str, int]]:

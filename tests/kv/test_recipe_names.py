@@ -16,7 +16,6 @@ KEYS = [
         "b7a35323293b0ff13d99787343e3230247384607a6524e269d6cf615d1860892",
     ),
     (Recipe(kept=0.25, task="names"), (), "", "6257beef17cff74c95633cd854ecc8cb0d60a2ca40e331b010db3c6712af0505"),
-    (Recipe(anchors=((5, 6), 10)), (), "", "b103bf3cd2c269970823d88bef312f5b829e6cd5173b8079cc152bdc5081c817"),
     (Recipe(markers=((5, 6), (7,))), (), "", "c69ad8a33cbf78733bc2ab1d2fd58b131002cb7eb2a13e17722a8a178edf01e3"),
 ]
 

@@ -15,7 +15,6 @@ from ragcache.models.generate import decode
 from ragcache.models.trained_tokens import TrainedTokens
 
 LINK = TrainedTokens("link", link_tokens=2, link_slots=3, first_link_id=100, kv_start_id=106, kv_end_id=107)
-ANCHORS = {"first_anchor_id": 110, "anchor_tokens": 3, "anchor_segment": 8}
 
 
 def test_a_section_survives_a_configuration_on_disk(tmp_path):
@@ -40,13 +39,6 @@ def test_ids_of_a_packet():
     assert spec.packet == spec.markers == ((110, 111, 112), (113, 114))
     assert spec.added_ids == {*range(100, 108), *range(110, 115)}
     assert LINK.packet is LINK.markers is None
-
-
-def test_ids_of_anchors():
-    spec = replace(LINK, **ANCHORS)
-    assert spec.anchors == ((110, 111, 112), 8)
-    assert spec.added_ids == {*range(100, 108), *range(110, 113)}
-    assert (LINK.anchors, spec.packet, spec.markers) == (None, None, None)
 
 
 def test_link_ids_by_slot_and_place():
@@ -81,13 +73,7 @@ def test_the_layout_of_the_authors_llama3_checkpoints():
         ({**LINK.section(), "kv_end_id": 103}, "overlap"),
         ({**LINK.section(), "first_packet_id": 107, "header_tokens": 1}, "overlap"),
         ({"version": 1, "method": "packet", "header_tokens": 8}, "a packet states all three"),
-        ({"version": 1, "method": "reposition", "anchor_tokens": 8}, "all three or none"),
-        ({**LINK.section(), "first_anchor_id": 110, "anchor_segment": 8}, "all three or none"),
-        ({**LINK.section(), **ANCHORS, "anchor_tokens": 9}, "at least as many"),
-        ({**LINK.section(), **ANCHORS, "first_anchor_id": 105}, "overlap"),
-        ({**LINK.section(), **ANCHORS, "first_packet_id": 120, "header_tokens": 1}, "with a packet has no anchors"),
-        ({"version": 1, "method": "packet", **ANCHORS}, "'packet' has no anchors"),
-        ({"version": 1, "method": "reposition", **ANCHORS, "anchor_tokens": "3"}, "anchor_tokens is '3'"),
+        ({**LINK.section(), "anchor_tokens": 8}, "anchor_tokens, which this ragcache does not know"),
         ({"version": 1, "method": "packet", "first_packet_id": 8, "trailer_tokens": 1.5}, "trailer_tokens is 1.5"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "positions": "reordered"}, "doc_end_id"),
         ({"version": 1, "method": "markers", "doc_start_id": 3, "doc_end_id": 4, "positions": "odd"}, "odd"),

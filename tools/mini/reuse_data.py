@@ -3,9 +3,6 @@
 One JSON object a line, of the schema that `ragcache train` reads. Names and wordings of the training split only. A
 row's questions are all single-hop, all two-hop, or lean on the passage before (`registry.draw_leaning`), with some
 plain ones between. Those last say `"shuffle": false`: the second half of a sentence must stay behind the first.
-
-`--texts N` adds N rows of type `text` for training with anchors: the first passages of a row, and the same ones in
-another order, so that the second half can be read off the first.
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ import argparse
 import json
 import random
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ragcache_eval import registry
 from ragcache_eval.registry.contexts import WORLD_A_PASSAGE
@@ -24,7 +20,6 @@ from tools.mini.batches import ALIKE_SHARE, alike
 
 PASSAGES = (2, 16)
 NUM_QUESTIONS = 10
-TEXT_PASSAGES = 6
 SHARES = {"single": 0.25, "two-hop": 0.3, "leaning": 0.45}
 PLAIN_SHARE = 0.2
 """Share of a leaning context's questions that are about what a passage says by itself."""
@@ -52,15 +47,6 @@ def draw_rows(num_rows: int, seed: int, leaning: float = SHARES["leaning"]) -> I
             "questions": [{"question": question.text, "answer": question.answer} for question in row.questions],
             "shuffle": not row.leaning,
         }
-
-
-def draw_texts(num_rows: int, seed: int) -> Iterator[dict[str, object]]:
-    """Rows of type `text`, of the passages of `draw_rows` with this seed."""
-    rng = random.Random(f"texts/{seed}")
-    for row in draw_rows(num_rows, seed):
-        passages = cast(list[str], row["passages"])[:TEXT_PASSAGES]
-        again = rng.sample(passages, len(passages))
-        yield {"type": "text", "text": "".join(passages + again)}
 
 
 def draw_row(rng: random.Random, passages: int, kind: str | None = None) -> Row:
@@ -114,15 +100,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--leaning", type=float, default=SHARES["leaning"], help="share of rows that lean")
-    parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if not 0 <= arguments.leaning <= 1:
         parser.error(f"--leaning is {arguments.leaning}; it is a share of the rows and must lie in 0..1")
     with arguments.out.open("w", encoding="utf-8") as file:
-        for row in chain(
-            draw_rows(arguments.rows, arguments.seed, arguments.leaning), draw_texts(arguments.texts, arguments.seed)
-        ):
+        for row in draw_rows(arguments.rows, arguments.seed, arguments.leaning):
             file.write(json.dumps(row) + "\n")
 
 

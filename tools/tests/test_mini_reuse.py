@@ -18,7 +18,7 @@ from tools.mini.batches import IGNORED
 from tools.mini.evaluate import MINI, MINI_BASE
 from tools.mini.packed import packed_hidden, packed_scores
 from tools.mini.reuse import ANSWERING, HIDDEN, SEPARATE, SETTLING, STANDARD, TAKING_UP, ReuseOptions, ReuseTrainer
-from tools.mini.reuse_data import draw_row, draw_rows, draw_texts
+from tools.mini.reuse_data import draw_row, draw_rows
 
 
 @pytest.fixture
@@ -120,16 +120,6 @@ def test_rows_are_the_same_each_time():
 @pytest.mark.parametrize(("leaning", "of_40"), [(0.0, [0]), (0.8, range(26, 38)), (1.0, [40])])
 def test_a_share_of_rows_leans(leaning, of_40):
     assert sum(not row["shuffle"] for row in draw_rows(40, seed=1, leaning=leaning)) in of_40
-
-
-def test_texts_say_all_twice():
-    rows, texts = list(draw_rows(4, seed=3)), list(draw_texts(4, seed=3))
-    for row, text in zip(rows, texts, strict=True):
-        first = "".join(row["passages"][:6])
-        assert text["type"] == "text"
-        assert text["text"].startswith(first)
-        assert sorted(text["text"][len(first) :]) == sorted(first)
-    assert any(text["text"] != 2 * "".join(row["passages"][:6]) for row, text in zip(rows, texts, strict=True))
 
 
 @pytest.mark.slow

@@ -6,12 +6,9 @@ question. Several questions may follow a context: each sees the context and itse
 of the positions, which start again at every question (and at every chunk where TurboRAG's composite positions are
 trained).
 
-KVLink's compressed caches (section 2.4, figure 7): a chunk's text sees its own segment, an anchor its segment and the
-anchors of the chunk before it, and all else anchors but no such text.
-
 The number is the token's segment:
 
-    > 0            its chunk, read alone; with anchors, the segment too, and whether it is text (`kv/anchor_tokens.py`)
+    > 0            its chunk, read alone
     0              the open part of the context: prefix, link tokens, KV-START and KV-END
     < 0            its question
     SHARED         the prefix, where passages are read after it; DROPPED: the primer after the prefix
@@ -45,9 +42,9 @@ from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from ragcache.errors import UnsupportedModelError
-from ragcache.kv.anchor_tokens import OPEN, PASSAGE, SHARED, gives_way, sees_within
 from ragcache.kv.rope import Rope, Source, as_angles, ask
 from ragcache.models.attention_kernels import Scoring, additive, attend
+from ragcache_train.train_batches import DROPPED, OPEN, SHARED
 
 BLOCK = 128
 """Tokens of a block of FlexAttention's; a GPU's sequences are so many, or a multiple."""
@@ -65,16 +62,15 @@ def sees(
 
     index: place in the sequence; distance: the query's position less the key's; window: of a sliding layer
     """
-    stays: Tensor = ~gives_way(key_segment)
-    from_open_to_context = (query_segment <= OPEN) & (key_segment >= OPEN) & stays
+    from_open_to_context = (query_segment <= OPEN) & (key_segment >= OPEN) & (key_segment != DROPPED)
     to_head = (query_segment > OPEN) & is_shared(key_segment)
-    visible = (key_index <= query_index) & (sees_within(query_segment, key_segment) | from_open_to_context | to_head)
+    visible = (key_index <= query_index) & ((query_segment == key_segment) | from_open_to_context | to_head)
     return visible if window is None else visible & (distance < window)
 
 
 def is_shared(segment: Tensor) -> Tensor:
     """Return whether tokens belong to a prefix or primer that passages are read after."""
-    return (segment > OPEN) & (segment & PASSAGE == SHARED)
+    return segment >= SHARED
 
 
 @dataclass(eq=False)
@@ -149,12 +145,12 @@ class Visibility:
         earlier is the first of the later.
         """
         segments, rows, positions = (one.view(-1, BLOCK) for one in (self.segments, self.rows, self.positions))
-        passages = torch.where(segments > OPEN, segments & PASSAGE, segments).flatten()
+        passages = segments.clamp(max=SHARED).flatten()
         starts = (passages.diff() != 0) | (self.rows.diff() != 0)
         runs = nn.functional.pad(starts.long().cumsum(0), (1, 0)).view(-1, BLOCK)
         same_run = runs[:, 0, None] == runs[:, -1]
         asking = torch.where(segments <= OPEN, rows, len(self.lengths)).amin(1)
-        asked = torch.where((segments >= OPEN) & ~gives_way(segments), rows, -1).amax(1)
+        asked = torch.where((segments >= OPEN) & (segments != DROPPED), rows, -1).amax(1)
         apart = torch.where(segments > OPEN, rows, len(self.lengths)).amin(1)
         head = torch.where(is_shared(segments), rows, -1).amax(1)
         some = same_run | (asking[:, None] == asked) | (apart[:, None] == head)

@@ -29,8 +29,7 @@ class EncodingOptions:
     system:          text before everything if a row has no system text; None: the template's own
     question_format: as of `prompt_format`
     segment_tokens:  of the pieces that a text to be summarised is cut into (100 in the paper)
-    max_tokens:      longest sequence; link tokens, markers and anchors are not counted
-    halves:          whether a "text" is cut into two halves, the first of which is a chunk (KVLink, A.6)
+    max_tokens:      longest sequence; link tokens and markers are not counted
     blocks:          chunks at most that a "text" is cut into, of about `segment_tokens` each; 0: it is not cut
     """
 
@@ -38,7 +37,6 @@ class EncodingOptions:
     question_format: str | None = None
     segment_tokens: int = 100
     max_tokens: int = 4096
-    halves: bool = False
     blocks: int = 0
 
 
@@ -130,16 +128,9 @@ class RowEncoder:
         return EncodedRow(row.kind, row.where, form.prefix_ids, [], [ask], False, False)
 
     def _text(self, row: DataRow) -> EncodedRow:
-        """Return a row of plain language modelling: every token but the first is learned.
-
-        With halves, every token of the second half but its first is learned.
-        """
+        """Return a row of plain language modelling: every token but the first is learned."""
         bos = [] if self.tokenizer.bos_token_id is None else [int(self.tokenizer.bos_token_id)]
         ids = [*bos, *self._chunks.encode([row.text])[0]][: self.options.max_tokens]
-        if self.options.halves and len(text := ids[len(bos) :]) > 2:
-            half = len(text) // 2
-            ask = Ask(text[half : half + 1], text[half + 1 :])
-            return EncodedRow(row.kind, row.where, bos, [text[:half]], [ask], True, False, linked=False)
         if self.options.blocks and len(text := ids[len(bos) :]) > 2 * self.options.segment_tokens:
             *chunks, rest = _cut(text, self.options.segment_tokens, self.options.blocks)
             return EncodedRow(row.kind, row.where, bos, chunks, [Ask(rest[:1], rest[1:])], None, False)

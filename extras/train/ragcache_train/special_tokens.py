@@ -1,4 +1,4 @@
-"""Ids for link tokens, markers, packets and anchors: reserved ids of the tokenizer if there are enough, else new ids.
+"""Ids for link tokens, markers and packets: reserved ids of the tokenizer if there are enough, else new ids.
 
 A Llama 3 vocabulary gets the ids of KVLink's own code (128011 + K * slot + place, 128254, 128255), so that its
 checkpoints and this package's have the same layout.
@@ -36,14 +36,11 @@ def choose_spec(
     positions: str,
     header_tokens: int = 0,
     trailer_tokens: int = 0,
-    anchor_tokens: int = 0,
-    anchor_segment: int = 0,
 ) -> TrainedTokens | None:
     """Return ids for a way of reuse; adds tokens to the tokenizer if it has too few reserved ids.
 
     reuse: "link" (with link_tokens 0: Block-Attention, which has no ids), "markers", "packet", or "none" (None then)
     header_tokens, trailer_tokens: of a packet around every passage ("packet", "link")
-    anchor_tokens, anchor_segment: anchors after each so many tokens of every passage ("link")
 
     Raises ConfigError for an unknown name, or numbers out of range.
     """
@@ -55,11 +52,7 @@ def choose_spec(
         start, end = _ids(tokenizer, ["<|doc_start|>", "<|doc_end|>"])
         return TrainedTokens("markers", doc_start_id=start, doc_end_id=end, positions=positions)
     spec = TrainedTokens("packet") if reuse == "packet" else _link_spec(tokenizer, link_tokens, link_slots)
-    spec = _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
-    if not anchor_tokens:
-        return spec
-    first = _ids(tokenizer, [f"<|anchor_{n + 1}|>" for n in range(anchor_tokens)], spec.added_ids)[0]
-    return replace(spec, first_anchor_id=first, anchor_tokens=anchor_tokens, anchor_segment=anchor_segment)
+    return _with_packet(tokenizer, spec, header_tokens, trailer_tokens)
 
 
 def _link_spec(tokenizer: PreTrainedTokenizerBase, link_tokens: int, link_slots: int) -> TrainedTokens:

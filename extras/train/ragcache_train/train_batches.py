@@ -1,7 +1,6 @@
 """Batches of training: rows as the sequences that the engine would build for them, and the rows that run together.
 
-    link         prefix, KV-START, chunk 0, links of slot 0, chunk 1, links of slot 1, ..., KV-END, then the question;
-                 with anchors, each chunk as text and anchors by turns
+    link         prefix, KV-START, chunk 0, links of slot 0, chunk 1, links of slot 1, ..., KV-END, then the question
     markers      prefix, [doc_start, chunk, doc_end] for each chunk, then the question
     reposition   prefix, chunks, then the question (Block-Attention)
     standard     the same ids as reposition, read as a single text: every token sees all before it
@@ -27,12 +26,17 @@ import torch
 from ragcache.errors import ConfigError
 from ragcache.fusion.layout import NO_ADDITIONS, AddedTokens, Layout, Segment
 from ragcache.fusion.layout import lay_out as lay_out_parts
-from ragcache.kv.anchor_tokens import DROPPED, OPEN, SHARED
 from ragcache.kv.block_key import Recipe
 from ragcache.models.trained_tokens import TrainedTokens
 from ragcache.prompt import Passages, Text
 
 IGNORED = -100
+OPEN = 0
+"""Number of a token that every passage's tokens may be allowed to see, such as a prefix's."""
+SHARED = 1 << 16
+"""Number of a prefix that is read before every passage (recipes `prefix` and `primer`): above those of passages."""
+DROPPED = SHARED + 1
+"""Number of a primer: passages see the primer and the prefix; tokens outside the passages do not see the primer."""
 
 
 class Ask(NamedTuple):
@@ -55,7 +59,6 @@ class EncodedRow(NamedTuple):
     where:   file and line, for messages
     apart:   whether its chunks are always, sometimes (None) or never encoded separately
     shuffle: whether its chunks may change places
-    linked:  whether link tokens and the like accompany its chunks; False: only the contents of blocks
     primer:  ids that each chunk is read after, following the prefix, if the recipe is "primer"
     """
 
@@ -66,7 +69,6 @@ class EncodedRow(NamedTuple):
     asks: Sequence[Ask]
     apart: bool | None
     shuffle: bool
-    linked: bool = True
     primer: tuple[int, ...] = ()
 
 
@@ -136,8 +138,6 @@ def _segments(piece: Segment, spec: TrainedTokens | None) -> list[int]:
     """Return each token's number for the mask. spec: None if passages are read as a single text"""
     if piece.passage is None or spec is None:
         return [OPEN] * len(piece.ids)
-    if spec.anchors is not None:
-        return spec.anchors.numbers(len(piece.ids), piece.passage + 1)
     return [piece.passage + 1] * len(piece.ids)
 
 
@@ -147,18 +147,14 @@ def _context(row: EncodedRow, spec: TrainedTokens | None, order: Sequence[int] |
     parts = (Text(tuple(row.prefix)), Passages(chunks))
     if spec is None:
         return lay_out_parts(parts, Recipe(), NO_ADDITIONS, separate=False)
-    added = _added(row, spec)
+    added = AddedTokens.trained(spec)
     if added.max_chunks is not None and len(chunks) > added.max_chunks:
         raise ConfigError(
             f"a row has {len(chunks)} passages and there are link tokens for {spec.link_slots}; "
             f"train with at least {len(chunks)} link slots"
         )
-    recipe = Recipe(spec.recipe, markers=added.markers, anchors=added.anchors, primer=row.primer)
+    recipe = Recipe(spec.recipe, markers=added.markers, primer=row.primer)
     return lay_out_parts(parts, recipe, added)
-
-
-def _added(row: EncodedRow, spec: TrainedTokens) -> AddedTokens:
-    return AddedTokens.trained(spec) if row.linked else AddedTokens.in_blocks(spec)
 
 
 def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
@@ -170,7 +166,9 @@ def layout_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> i
 def context_tokens(row: EncodedRow, spec: TrainedTokens | None, apart: bool) -> int:
     """Return the number of tokens before the questions, a primer's among them."""
     chunks = [len(chunk) for chunk in row.chunks]
-    added = len(row.primer) + _added(row, spec).num_tokens(chunks) if apart and chunks and spec is not None else 0
+    added = 0
+    if apart and chunks and spec is not None:
+        added = len(row.primer) + AddedTokens.trained(spec).num_tokens(chunks)
     return len(row.prefix) + sum(chunks) + added
 
 

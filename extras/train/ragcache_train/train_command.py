@@ -35,10 +35,6 @@ class ReuseOptions:
     ] = "isolated"
     link_tokens: Annotated[int, option("--link-tokens", "K: link tokens after each passage.")] = 5
     link_slots: Annotated[int, option("--link-slots", "Passages that have link tokens of their own.")] = 16
-    anchor_tokens: Annotated[
-        int, option("--anchors", "For link: tokens behind each segment of a passage, whose KV alone is stored.")
-    ] = 0
-    anchor_segment: Annotated[int, option("--anchor-segment", "Text tokens of such a segment.")] = 100
     positions: Annotated[Literal["reordered", "composite"], option("--positions", "Of passages between markers.")] = (
         "reordered"
     )

@@ -51,8 +51,6 @@ class TrainOptions:
                      from the model's own full prefill; the result is an adapter. Rows need no answers, nor questions
     header_tokens, trailer_tokens: before and after each passage, part of its block, on frozen weights; None:
                      as in PACKETS
-    anchor_tokens:   of KVLink's compressed caches ("link"): after every `anchor_segment` tokens of a passage, whose
-                     block holds only their KV; 0: none. Of "text" rows the first half is compressed
     store:           draw `rows` rows of `passages` neighbouring passages from this store, without labels. With
                      "distill" other rows, too, have a random number of passages, at most this many
     database:        SQLAlchemy URL of its documents; None: in its directory. Not written down: it may hold a
@@ -106,8 +104,6 @@ class TrainOptions:
     passages: int = 8
     link_tokens: int = 5
     link_slots: int = 16
-    anchor_tokens: int = 0
-    anchor_segment: int = 100
     positions: str = "reordered"
     separate_share: float = 0.5
     mixture: Mapping[str, float] | None = None
@@ -143,7 +139,6 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raise ConfigError naming the option that is out of range."""
         self.batches()
-        self._check_anchors()
         self._check_frozen()
         self._check_distill()
         check_least("steps", 1 if self.steps is None else self.steps, 1)
@@ -177,18 +172,6 @@ class TrainOptions:
         for name in (*counts, "segment_tokens"):
             check_least(name, getattr(self, name), 1)
         check_least("max_tokens", 2 if self.max_tokens is None else self.max_tokens, 2)
-
-    def _check_anchors(self) -> None:
-        check_least("anchor_tokens", self.anchor_tokens, 0)
-        if not self.anchor_tokens:
-            return
-        if self.reuse != "link" or any(self.packet):
-            raise ConfigError("anchor_tokens goes with reuse='link' alone, without header_tokens or trailer_tokens")
-        if self.anchor_tokens > self.anchor_segment:
-            raise ConfigError(
-                f"anchor_tokens is {self.anchor_tokens} and anchor_segment {self.anchor_segment}; give as many "
-                "text tokens as anchors, or more"
-            )
 
     def _check_distill(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)
@@ -233,7 +216,7 @@ class TrainOptions:
             raise ConfigError(f"reuse is {self.reuse!r}; frozen weights can be trained for {' or '.join(PACKETS)}")
         if self.lora_rank:
             raise ConfigError(f"lora_rank is {self.lora_rank} and the weights are frozen; leave one of the two out")
-        if self.reuse == "link" and not (self.link_tokens or self.anchor_tokens):
+        if self.reuse == "link" and not self.link_tokens:
             raise ConfigError("link_tokens is 0, which leaves nothing to train on frozen weights; try reuse='packet'")
         for name, count in zip(("header_tokens", "trailer_tokens"), self.packet, strict=True):
             check_least(name, count, 0)
@@ -261,7 +244,7 @@ class TrainOptions:
     @property
     def packet(self) -> tuple[int, int]:
         """Return the tokens of a passage's header and trailer."""
-        header, trailer = PACKETS.get(self.reuse, (0, 0)) if self.is_frozen and not self.anchor_tokens else (0, 0)
+        header, trailer = PACKETS.get(self.reuse, (0, 0)) if self.is_frozen else (0, 0)
         return (
             header if self.header_tokens is None else self.header_tokens,
             trailer if self.trailer_tokens is None else self.trailer_tokens,
@@ -288,7 +271,7 @@ class TrainOptions:
             raise ConfigError(f"max_tokens is {wanted} and the model takes {max_positions}; lower max_tokens")
         form = self.system, self.question_format, self.segment_tokens
         blocks = self._passages if self.distills else 0
-        return EncodingOptions(*form, min(wanted, max_positions), self.anchor_tokens > 0, blocks)
+        return EncodingOptions(*form, min(wanted, max_positions), blocks)
 
     def runs_bfloat16(self, device: str) -> bool:
         """Return whether the passes are in bfloat16."""

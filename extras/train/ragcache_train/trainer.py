@@ -244,8 +244,8 @@ def _encode(
     filled: Sequence[DataRow | BadLine] = rows
     if options.is_frozen or options.distills:
         filled = OwnAnswers(lm, Path(options.out) / FILE, form, options.seed).fill(rows)
-    stored = *options.packet, options.anchor_tokens, options.anchor_segment
-    spec = choose_spec(lm.tokenizer, options.reuse, options.link_tokens, options.link_slots, options.positions, *stored)
+    added = options.link_tokens, options.link_slots, options.positions, *options.packet
+    spec = choose_spec(lm.tokenizer, options.reuse, *added)
     encoded, unfit = encode_rows(RowEncoder(lm.tokenizer, form), filled)
     if options.is_frozen:
         encoded, idle = keep_passages(encoded)

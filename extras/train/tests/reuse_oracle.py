@@ -4,9 +4,7 @@ Written from the papers' text: every token says what it is, and `may_see` is a c
 `ragcache_train` is used.
 """
 
-import math
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -14,14 +12,12 @@ from torch import Tensor
 
 
 class Tok(NamedTuple):
-    """part: "prefix", "start", "chunk", "text", "anchor", "link", "end" or "question"; number: of the chunk or
-    question, from 0; segment: of a chunk with anchors, whose tokens are "text" and "anchor"."""
+    """part: "prefix", "start", "chunk", "link", "end" or "question"; number: of the chunk or question, from 0"""
 
     id: int
     part: str
     number: int
     position: int
-    segment: int = 0
 
 
 def linked(
@@ -40,31 +36,6 @@ def linked(
         found += [(i, "link", number) for i in links[number]]
     found += [] if end is None else [(end, "end", 0)]
     tokens = [Tok(*token, position) for position, token in enumerate(found)]
-    return tokens + _questions(questions, len(tokens))
-
-
-def compressed(
-    prefix: Sequence[int],
-    chunks: Sequence[Sequence[int]],
-    questions: Sequence[Sequence[int]],
-    links: Sequence[Sequence[int]],
-    anchors: Sequence[int],
-    size: int,
-    start: int | None = None,
-    end: int | None = None,
-) -> list[Tok]:
-    """KVLink, section 2.4: documents in segments of `size` tokens, anchors behind each; a shorter one has its share."""
-    found: list[tuple[int, str, int, int]] = [(i, "prefix", 0, 0) for i in prefix]
-    found += [] if start is None else [(start, "start", 0, 0)]
-    for number, chunk in enumerate(chunks):
-        for segment in range(math.ceil(len(chunk) / size)):
-            text = chunk[segment * size : (segment + 1) * size]
-            count = math.ceil(Fraction(len(text) * len(anchors), size))
-            found += [(i, "text", number, segment) for i in text]
-            found += [(i, "anchor", number, segment) for i in anchors[:count]]
-        found += [(i, "link", number, 0) for i in links[number]]
-    found += [] if end is None else [(end, "end", 0, 0)]
-    tokens = [Tok(id, part, number, at, segment) for at, (id, part, number, segment) in enumerate(found)]
     return tokens + _questions(questions, len(tokens))
 
 
@@ -113,15 +84,8 @@ def may_see(
         return False  # nothing sees what comes later
     if window is not None and reader.position - read.position >= window:
         return False
-    if behind_prefix and reader.part in ("chunk", "text", "anchor") and read.part in ("prefix", "start"):
+    if behind_prefix and reader.part == "chunk" and read.part in ("prefix", "start"):
         return True
-    if reader.part == "text":  # the original tokens in each segment maintain local attention
-        return read.part == "text" and (read.number, read.segment) == (reader.number, reader.segment)
-    if reader.part == "anchor":  # their own segment, and the preceding anchors of their document
-        own_segment = read.part == "text" and read.segment == reader.segment
-        return read.number == reader.number and (read.part == "anchor" or own_segment)
-    if read.part == "text":
-        return False  # what stands behind a compressed document sees its anchors alone
     if reader.part == "chunk":  # documents keep their local causal attention
         return read.part == "chunk" and read.number == reader.number
     if read.part == "question":  # a question is seen by its own tokens only

@@ -1,6 +1,5 @@
 """Training on frozen weights: loss and gradient against plain transformers, whole runs, and what comes out of them."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -235,23 +234,6 @@ def test_passages_alone_are_learned_from_and_other_lines_are_named(trained):
     assert trained.rows == 3
     assert [line.where for line in trained.bad] == [f"{trained.out.with_name('rows.jsonl')}:4"]
     assert "no passages to read apart" in trained.bad[0].reason
-
-
-@pytest.mark.parametrize("link_tokens", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_anchors_are_rows_of_the_adapter(options, link_tokens):
-    """Texts are usable too: the teacher reads both halves as one text."""
-    with open(options.data[0], "a", encoding="utf-8") as file:
-        file.write(json.dumps({"type": "text", "text": "Ann lives in Oslo, where Bob has a boat."}) + "\n")
-    changes = {"link_tokens": link_tokens, "anchor_tokens": 4, "anchor_segment": 8}
-    report = train(replace(options, steps=16, batch_tokens=2000, **changes))
-    losses = [line["loss"] for line in log_of(report.out)]
-    assert losses[-1] < 0.9 * losses[0]
-    assert (report.rows, len(report.bad)) == (4, 1)
-    lm = rc.load_lm(report.out)
-    assert lm.reuse.anchors.segment == 8
-    assert set(lm.reuse.anchors.ids) <= set(Adapter.find(report.out).rows())
-    ours = engine_logits(report.out, lm.default_method)[:258]
-    torch.testing.assert_close(ours, logits_as_trained(report.out), atol=2e-4, rtol=2e-4)
 
 
 def test_a_checkpoint_holds_the_rows_alone(options):

@@ -164,24 +164,3 @@ def test_an_answer_longer_than_the_context_is_refused():
     row = DataRow("qa", "rows:9", None, ("P",), (Asked("Q?", "a" * 80),))
     with pytest.raises(ConfigError, match=r"rows:9.*82 tokens.*takes 40.*max_tokens"):
         encode(tokenizer, row, max_tokens=40)
-
-
-@pytest.mark.parametrize("size", [3, 4, 249])
-def test_of_a_text_in_halves_the_first_is_a_chunk_and_the_second_is_learned(tokenizer, size):
-    text = "x" * size
-    row = encode(tokenizer, DataRow("text", "", text=text), halves=True)
-    (chunk,), (ask,) = row.chunks, row.asks
-    assert list(row.prefix) == [tokenizer.bos_token_id]
-    assert [*chunk, *ask.suffix, *ask.answer] == encode_text(tokenizer, text)
-    assert (len(chunk), len(ask.suffix)) == (size // 2, 1)
-    assert (row.apart, row.linked) == (True, False)
-
-
-def test_a_text_without_two_halves_is_read_as_one(tokenizer):
-    row = encode(tokenizer, DataRow("text", "", text="x"), halves=True)
-    assert row == encode(tokenizer, DataRow("text", "", text="x"))
-
-
-def test_a_text_in_halves_is_cut_where_it_does_not_fit(tokenizer):
-    row = encode(tokenizer, DataRow("text", "", text="x" * 99), halves=True, max_tokens=21)
-    assert (len(row.chunks[0]), len(row.asks[0].answer)) == (10, 9)

@@ -1,14 +1,11 @@
 """The training forward is a plain transformers forward under the papers' mask, in every family, and is what the engine
 computes for the same prompt."""
 
-from dataclasses import replace
-
 import pytest
 import reuse_oracle as oracle
 import torch
 from covering import covering
 from families import method_families, oracle_logits_of, oracle_model, random_prompt, save_tiny
-from transformers import AutoConfig
 
 import ragcache as rc
 from ragcache.models.trained_tokens import TrainedTokens
@@ -21,9 +18,6 @@ MARKERS = {
     for name in ("reordered", "composite")
 }
 SPECS = {"link": LINK, "reposition": TrainedTokens("reposition"), **MARKERS}
-ANCHORS = {"first_anchor_id": 62, "anchor_tokens": 2, "anchor_segment": 4}
-ANCHORED = {name: replace(SPECS[name], **ANCHORS) for name in ("link", "reposition")}
-EVERY = {**SPECS, **{f"{name}, anchors": spec for name, spec in ANCHORED.items()}}
 PROMPT = random_prompt(3)
 QUESTIONS = [list(PROMPT.suffix_ids), [101, 102, 103], [104, 105, 106, 107]]
 ANSWERS = [[110, 111, 2], [112, 2], [113, 114, 115, 2]]
@@ -56,9 +50,6 @@ def papers_tokens(spec: TrainedTokens, questions: list[list[int]]) -> list[oracl
     if spec.method == "markers":
         return oracle.marked(prefix, chunks, questions, (70, 71), spec.positions == "composite")
     links = [[20 + 2 * slot, 21 + 2 * slot] for slot in range(len(chunks))]
-    if spec.anchors is not None:
-        around = (links, (62, 63), 4, 60, 61) if spec.method == "link" else ([[]] * len(chunks), (62, 63), 4)
-        return oracle.compressed(prefix, chunks, questions, *around)
     if spec.method == "link":
         return oracle.linked(prefix, chunks, questions, links, 60, 61)
     return oracle.linked(prefix, chunks, questions, [[]] * len(chunks))
@@ -85,9 +76,9 @@ def test_training_is_a_plain_forward_under_the_papers_mask(family, tmp_path):
     torch.testing.assert_close(ours[: len(theirs)], theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("family", "name"), covering(["llama", "gemma3"], EVERY))
+@pytest.mark.parametrize(("family", "name"), covering(["llama", "gemma3"], SPECS))
 def test_so_is_every_way_of_reuse(family, name, tmp_path):
-    spec = EVERY[name]
+    spec = SPECS[name]
     directory = save_tiny(family, str(tmp_path))
     ours = training_logits(trainable(directory), collate([lay_out(ROW, spec, True)]))
     theirs = oracle_training_logits(oracle_model(directory), spec)
@@ -117,19 +108,6 @@ def test_training_sees_what_the_engine_will_see(family, tmp_path):
             training_logits(model, batch)[0], fused[name].next_logits, atol=2e-4, rtol=2e-4, msg=lambda m, n=name: n + m
         )
     torch.testing.assert_close(training_logits(model, whole)[0], full, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize(("family", "name"), covering(["llama", "qwen3", "gemma3"], ANCHORED))
-def test_training_sees_the_anchors_that_the_engine_will_see(family, name, tmp_path):
-    directory = save_tiny(family, str(tmp_path))
-    config = AutoConfig.from_pretrained(directory)
-    config.ragcache = ANCHORED[name].section()
-    config.save_pretrained(directory)
-    lm = rc.load_lm(directory)
-    fused = rc.fuse(lm, PROMPT, lm.default_method)
-    batch = collate([lay_out(ROW._replace(asks=[Ask(PROMPT.suffix_ids, [5])]), ANCHORED[name], True)])
-    ours = training_logits(trainable(directory), batch)[0]
-    torch.testing.assert_close(ours, fused.next_logits, atol=2e-4, rtol=2e-4)
 
 
 def test_loss_and_gradients_are_those_of_the_oracle(tmp_path):

@@ -1,7 +1,5 @@
 """A row becomes the sequence that the papers draw, and that the engine builds."""
 
-from dataclasses import replace
-
 import pytest
 import reuse_oracle as oracle
 from families import tiny
@@ -19,7 +17,6 @@ MARKERS = {
     name: TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions=name)
     for name in ("reordered", "composite")
 }
-ANCHORED = replace(LINK, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
 PREFIX, CHUNKS = [1, 2], [[10, 11, 12], [13], [14, 15]]
 ASKS = [Ask([20, 21], [30, 31, 3]), Ask([22, 23, 24], [32, 3])]
 READ = [[20, 21, 30, 31], [22, 23, 24, 32]]
@@ -44,8 +41,6 @@ def test_link_tokens_by_slot_between_start_and_end():
 def drawn(spec, asked):
     """The papers' tokens."""
     links = [[50, 51], [52, 53], [54, 55]]
-    if spec == ANCHORED:
-        return oracle.compressed(PREFIX, CHUNKS, asked, links, (92, 93), 3, 90, 91)
     if spec.method == "link":
         return oracle.linked(PREFIX, CHUNKS, asked, links, 90, 91)
     if spec.method == "markers":
@@ -53,7 +48,7 @@ def drawn(spec, asked):
     return oracle.linked(PREFIX, CHUNKS, asked, [[], [], []])
 
 
-@pytest.mark.parametrize("spec", [LINK, ANCHORED, REPOSITION, *MARKERS.values(), None], ids=str)
+@pytest.mark.parametrize("spec", [LINK, REPOSITION, *MARKERS.values(), None], ids=str)
 @pytest.mark.parametrize("apart", [True, False])
 def test_layouts_are_the_papers(spec, apart):
     layout = lay_out(ROW, spec, apart)
@@ -96,22 +91,12 @@ def test_a_row_without_passages_gets_nothing_added():
     assert lay_out(row, LINK, apart=True).ids == [1, 2, *READ[0], *READ[1]]
 
 
-@pytest.mark.parametrize("spec", [LINK, ANCHORED, REPOSITION, *MARKERS.values(), None], ids=str)
+@pytest.mark.parametrize("spec", [LINK, REPOSITION, *MARKERS.values(), None], ids=str)
 @pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("row", [ROW, ROW._replace(chunks=[]), ROW._replace(linked=False)])
+@pytest.mark.parametrize("row", [ROW, ROW._replace(chunks=[])])
 def test_lengths_are_known_before(spec, apart, row):
     assert layout_tokens(row, spec, apart) == len(lay_out(row, spec, apart).ids)
     assert context_tokens(row, spec, apart) == len(lay_out(row._replace(asks=[]), spec, apart).ids)
-
-
-def test_a_row_that_is_not_linked_gets_what_blocks_hold_alone():
-    """The first stage of A.6: compressed text, and the rest of it, which sees the anchors."""
-    row = EncodedRow("text", "", [1], [[10, 11, 12, 13]], [Ask([14], [15, 16])], True, False, linked=False)
-    tokens = oracle.compressed([1], row.chunks, [[14, 15]], [[]], (92, 93), 3)
-    layout = lay_out(row, ANCHORED, apart=True)
-    assert layout.ids == [token.id for token in tokens] == [1, 10, 11, 12, 92, 93, 13, 92, 14, 15]
-    assert layout.positions == list(range(10))
-    assert layout.labels == [-100] * 8 + [15, 16]
 
 
 def test_more_passages_than_slots_is_refused():

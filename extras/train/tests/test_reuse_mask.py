@@ -14,7 +14,6 @@ from ragcache_train.masked_pass import BLOCK, Visibility
 from ragcache_train.train_batches import Ask, EncodedRow, Sample, collate, lay_out
 
 LINK = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91)
-ANCHORED = TrainedTokens("link", "isolated", 2, 8, 50, 90, 91, first_anchor_id=92, anchor_tokens=2, anchor_segment=3)
 COMPOSITE = TrainedTokens("markers", doc_start_id=80, doc_end_id=81, positions="composite")
 WINDOWS = (None, 5)
 
@@ -32,7 +31,7 @@ def both(seed: int):
     """A random row laid out by us, and by the oracle."""
     prefix, chunks, questions = random_parts(seed)
     row = EncodedRow("qa", "", prefix, chunks, [Ask(ids[:1], [*ids[1:], 3]) for ids in questions], None, True)
-    kind = seed % 5
+    kind = seed % 4
     if kind == 0:
         return lay_out(row, LINK, False), oracle.together(prefix, chunks, questions)
     if kind == 1:
@@ -42,9 +41,6 @@ def both(seed: int):
         return lay_out(row, COMPOSITE, True), oracle.marked(prefix, chunks, questions, (80, 81), True)
     links = [LINK.link_ids(slot) for slot in range(len(chunks))]
     around = (90, 91) if chunks else (None, None)
-    if kind == 3:
-        form = (links, (92, 93), 3, *around)
-        return lay_out(row, ANCHORED, True), oracle.compressed(prefix, chunks, questions, *form)
     return lay_out(row, LINK, True), oracle.linked(prefix, chunks, questions, links, *around)
 
 
@@ -83,8 +79,8 @@ def test_flex_attention_has_the_same_mask(drawn, window):
 def long_rows(seed: int) -> list[Sample]:
     """Rows of all kinds whose passages go over several blocks, or share one."""
     rng, layouts = random.Random(seed), []
-    specs = (LINK, ANCHORED, COMPOSITE, TrainedTokens("reposition"))
-    behind = (replace(LINK, recipe="prefix"), replace(ANCHORED, recipe="primer"), TrainedTokens("reposition", "primer"))
+    specs = (LINK, COMPOSITE, TrainedTokens("reposition"))
+    behind = (replace(LINK, recipe="prefix"), replace(LINK, recipe="primer"), TrainedTokens("reposition", "primer"))
     for _ in range(4):
         chunks = [[5] * rng.choice((3, 40, 130, 400)) for _ in range(rng.randint(0, 3))]
         asks = [Ask([7] * rng.choice((1, 30, 300)), [8, 3]) for _ in range(rng.randint(1, 2))]

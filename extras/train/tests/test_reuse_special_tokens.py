@@ -85,24 +85,12 @@ def test_llama_3_gets_the_ids_of_the_authors_code():
         choose_spec(tokenizer, "link", 5, 49, "reordered")
 
 
-def test_anchors_take_ids_behind_the_links():
-    tokenizer = byte_tokenizer()
-    spec = choose_spec(tokenizer, "link", 2, 2, "reordered", anchor_tokens=3, anchor_segment=8)
-    assert spec == TrainedTokens(
-        "link", "isolated", 2, 2, 258, 262, 263, first_anchor_id=264, anchor_tokens=3, anchor_segment=8
-    )
-    assert tokenizer.convert_ids_to_tokens(list(range(264, 267))) == ["<|anchor_1|>", "<|anchor_2|>", "<|anchor_3|>"]
-    spec.check(267, tokenizer, "it")
-    alone = choose_spec(byte_tokenizer(), "link", 0, 2, "reordered", anchor_tokens=3, anchor_segment=8)
-    assert alone == TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=3, anchor_segment=8)
-
-
 @pytest.mark.parametrize("make", [byte_tokenizer, lambda: tokenizer_with([f"<unused{n}>" for n in range(9)]), None])
 def test_the_second_stage_finds_the_ids_of_the_first(make):
     """Rows of the first stage are kept where the section is the same; a Llama 3 vocabulary has grown meanwhile."""
     tokenizer = llama3_tokenizer() if make is None else make()
     first, second = (
-        choose_spec(tokenizer, "link", 2, 3, "reordered", anchor_tokens=25, anchor_segment=100) for _ in range(2)
+        choose_spec(tokenizer, "link", 2, 3, "reordered", header_tokens=8, trailer_tokens=8) for _ in range(2)
     )
     assert first == second
     assert first.first_link_id == 128011 or make is not None
@@ -174,16 +162,16 @@ def test_a_checkpoint_that_was_trained_before_keeps_its_rows():
 
 
 def test_ids_that_stand_for_the_same_keep_their_rows():
-    """Anchors are added to links, then there are fewer anchors: link tokens stay, and so do the first anchors."""
+    """A packet is added to links, then it is shorter: link tokens stay, and so do the packet's first."""
     model, links = tiny(True), TrainedTokens("link", "isolated", 2, 3, 199, 205, 206)
     prepare_model(model, links, 1)
     before = model.get_input_embeddings().weight.detach().clone()
-    many = replace(links, first_anchor_id=207, anchor_tokens=4, anchor_segment=8)
+    many = replace(links, first_packet_id=207, header_tokens=4)
     prepare_model(model, many, 2)
-    anchored = model.get_input_embeddings().weight.detach().clone()
-    assert torch.equal(anchored[:207], before)
-    prepare_model(model, replace(many, anchor_tokens=2), 3)
-    assert torch.equal(model.get_input_embeddings().weight, anchored)
+    with_packet = model.get_input_embeddings().weight.detach().clone()
+    assert torch.equal(with_packet[:207], before)
+    prepare_model(model, replace(many, header_tokens=2), 3)
+    assert torch.equal(model.get_input_embeddings().weight, with_packet)
 
 
 def test_ids_that_stand_for_something_else_start_anew():

@@ -9,7 +9,6 @@ import torch
 from run_options import (
     CHAT_LINE,
     INSTRUCTION_LINE,
-    PASSAGES,
     QA_LINES,
     engine_logits,
     log_of,
@@ -23,7 +22,6 @@ from safetensors.torch import load_file
 import ragcache as rc
 from ragcache.errors import ConfigError, ModelNotFoundError
 from ragcache.models.trained_tokens import TrainedTokens
-from ragcache_demo.bag_of_words import BagOfWords
 from ragcache_train.masked_pass import NAME, answer_logits
 from ragcache_train.train_batches import collate, lay_out
 from ragcache_train.trainer import train
@@ -90,56 +88,14 @@ def test_link_training_learns_and_the_engine_computes_what_was_trained(options):
             TrainedTokens("markers", doc_start_id=258, doc_end_id=259, positions="composite"),
             "markers",
         ),
-        pytest.param(
-            {"anchor_tokens": 3, "anchor_segment": 8},
-            TrainedTokens(
-                "link", "isolated", 2, 4, 258, 266, 267, first_anchor_id=268, anchor_tokens=3, anchor_segment=8
-            ),
-            "link",
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"anchor_tokens": 2, "anchor_segment": 5, "link_tokens": 0, "lora_rank": 2},
-            TrainedTokens("reposition", first_anchor_id=258, anchor_tokens=2, anchor_segment=5),
-            "reposition",
-        ),
     ],
-    ids=["block-attention", "none", "markers", "anchors", "anchors alone by lora"],
+    ids=["block-attention", "none", "markers"],
 )
 def test_the_other_ways_of_reuse(options, changes, spec, method):
     report = train(replace(options, steps=2, **changes))
     assert rc.load_lm(report.out).reuse == spec
     ours = as_trained(report.out, apart=spec is not None)
     torch.testing.assert_close(engine_logits(report.out, method), ours, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.slow
-def test_anchors_learn_in_two_stages(options, tmp_path):
-    """A.6: texts first, then questions over passages, from the rows that the first stage left."""
-    lines = [{"type": "text", "text": f"{passage} " * 4} for passage in PASSAGES]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    anchored = replace(options, anchor_tokens=3, anchor_segment=8, steps=25)
-    first = train(replace(anchored, data=(tmp_path / "texts.jsonl",), out=tmp_path / "first"))
-    losses = [line["loss"] for line in log_of(first.out)]
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
-    spec = rc.load_lm(first.out).reuse
-    name, anchors = "model.embed_tokens.weight", list(spec.anchors.ids)
-    start = train(replace(anchored, steps=1, learning_rate=1e-12, out=tmp_path / "start"))
-    assert not torch.allclose(weights(start.out)[name][anchors], weights(first.out)[name][anchors], atol=1e-3)
-    going = train(replace(anchored, model=first.out, steps=1, learning_rate=1e-12, out=tmp_path / "going"))
-    torch.testing.assert_close(weights(going.out)[name], weights(first.out)[name])
-    second = train(replace(anchored, model=first.out, separate_share=1.0))
-    losses = [line["loss"] for line in log_of(second.out)]
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
-    assert rc.load_lm(second.out).reuse == spec
-    torch.testing.assert_close(engine_logits(second.out, "link"), as_trained(second.out), atol=2e-4, rtol=2e-4)
-    with rc.RagCache.open(tmp_path / "kb", model=second.out, embedder=BagOfWords()) as kb:
-        kb.ingest(rc.Document(str(n), text) for n, text in enumerate(PASSAGES))
-        answer = kb.ask("Where is Ann?", k=2, sampling=rc.Sampling(max_tokens=4))
-        assert (answer.method, {source.kv for source in answer.hits}) == ("link", {"memory"})
-        block = kb.store.kv.get(kb.chunks_of("0")[0].handle).block
-        chunk = kb.chunks_of("0")[0].token_ids
-        assert set(block.tokens_by_layer) == {-(-len(chunk) * 3 // 8)}
 
 
 WAYS = {
@@ -240,10 +196,6 @@ def test_what_cannot_be_trained_is_refused_by_name(options, tmp_path):
         {"max_tokens": 1},
         {"separate_share": 2.0},
         {"batch_tokens": 0},
-        {"anchor_tokens": -1},
-        {"anchor_tokens": 9, "anchor_segment": 8},
-        {"anchor_tokens": 5, "reuse": "markers"},
-        {"anchor_tokens": 5, "header_tokens": 8, "freeze": True},
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_read(options, changes):

@@ -80,7 +80,6 @@ OPTIONS = {
         "seed": 7,
         "epochs": 2.5,
     },
-    "--link-tokens 0 --anchors 2 --anchor-segment 9": {"link_tokens": 0, "anchor_tokens": 2, "anchor_segment": 9},
     "--reuse packet --trailer-tokens 2": {"reuse": "packet", "trailer_tokens": 2},
 }
 

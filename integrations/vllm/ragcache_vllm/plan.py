@@ -88,7 +88,7 @@ def make_plan(ids: Sequence[int], layout: RequestLayout, fingerprint: str) -> Pl
     if not layout.recipe.is_dense:
         raise LayoutError(
             f"the layout's blocks are of recipe {layout.recipe}: they leave out tokens, and vLLM's pages hold all; "
-            "encode them with kept=1, or with a model without anchors"
+            "encode them with kept=1"
         )
     prefix_ids = list(ids[: layout.prefix])
     keys = {block: _key(ids, block, layout, prefix_ids, fingerprint) for block in layout.blocks}
