@@ -331,6 +331,14 @@ class Questions:
         self._parts.generation.check()
         return passages
 
+    def _hits(self, passages: Sequence[Given]) -> list[Hit]:
+        """Return every passage as a hit, in order. Raises the errors of `find_passages`.
+
+        In a store with neighbours a stored passage's KV is named by them, too, which a text alone does not tell.
+        """
+        hits = find_passages(passages, self._parts.store.documents, self._parts.whole)
+        return [self.finder.stored(hit) for hit in hits] if self._parts.block_keys.recipe.neighbours else hits
+
     def _read(
         self,
         write: Callable[[int], Written],
@@ -349,7 +357,7 @@ class Questions:
         def prepare(clock: Clock) -> Request:
             written = write(0)
             parts.engine.prompts.prompt(written.ends, [], options)  # fail before the search if the prompt does not fit
-            hits = find_passages(find(), parts.store.documents, parts.whole)
+            hits = self._hits(find())
             passages = sum(hit.chunk.num_tokens for hit in hits)
             if passages + _ends_tokens(written.ends) > parts.engine.prompts.room_before_answer(options):
                 written = write(passages)
@@ -379,7 +387,7 @@ class Questions:
             self._parts.generation.check()
             context = ConversationContext(conversation, parts.turns, tokenizer, keywords.get("filter"), system)
             inline = inline_passages(conversation).items()
-            by_turn = {turn: find_passages(own, parts.store.documents, parts.whole) for turn, own in inline}
+            by_turn = {turn: self._hits(own) for turn, own in inline}
             form = None if k is None else engine.prompts.format
 
             def pieces(read: Conversation) -> tuple[History, list[int], Sequence[Hit]]:

@@ -236,6 +236,19 @@ def test_a_lone_chunk_and_a_passage_from_outside_are_read_alone(open_near, oracl
     assert_true(kb, oracle)
 
 
+@pytest.mark.parametrize("id", [None, "mine"])
+def test_the_text_of_a_stored_passage_is_read_from_its_block(near, id):
+    own = chunk_of(near, "boats")
+    for given in (own.text, own.text.rstrip()):
+        answer = near.ask(QUESTION, hits=[rc.Passage(given, id=id)], method="reposition", sampling=SHORT)
+        (hit,) = answer.hits
+        assert (hit.handle, hit.chunk.id) == (own.handle, id or own.id)
+        assert hit.kv in ("memory", "shared")
+        assert answer.usage.cached_tokens >= own.num_tokens - 1
+    other = near.ask(QUESTION, hits=[rc.Passage(own.text[:-9] + "Arbo.", id=id)], method="reposition", sampling=SHORT)
+    assert [hit.kv for hit in other.hits] == ["computed"]
+
+
 def test_every_method_that_moves_blocks_reads_them(near):
     for method in ("reposition", "cacheblend", "epic", "a3", "prophet", "samkv"):
         answer = ask(near, method=method)

@@ -99,6 +99,18 @@ class PassageFinder:
         (first, _), *others = found
         return PromptEnds(first, text[start:], [(), *(label for label, _ in others)]), [hit for _, hit in found]
 
+    def stored(self, hit: Hit) -> Hit:
+        """Return a given passage as the store's own passage of the same tokens, under the caller's id if there is one;
+        the hit itself if it is the store's already, or the store has no such passage."""
+        given, ids = hit.chunk, hit.chunk.token_ids
+        runs = [] if given.is_stored else self._runs([*ids, ids[-1]])  # the last token is never part of a passage
+        if [run.end - run.start for run in runs] != [len(ids)] or not runs[0].chunk.is_stored:
+            return hit
+        chunk, named = runs[0].chunk, ("id", "document_id", "metadata", "source", "title")
+        if given.id:
+            chunk = replace(chunk, **{name: getattr(given, name) for name in named})
+        return Hit(chunk, hit.score, chunk.handle)
+
     def warn(self, texts: Sequence[str]) -> None:
         """Warn once that stored passages come as text although their KV could have been used.
 
