@@ -71,7 +71,12 @@ def test_passages_read_behind_neighbours_are_read_by_epic(open_kb, tmp_path):
 
 
 SHORT_CHUNKS = rc.ChunkerConfig(max_tokens=16, min_tokens=1)
-TEXTS = [f"{name} barks at night in the town of Kelbrook. " * 4 for name in ("Rex", "Fido", "Bello", "Argos")]
+TEXTS = [
+    "Rex barks at night in Kelbrook. " * 6,
+    "Fido sleeps under the old bridge. " * 6,
+    "Bello swims across a cold lake. " * 6,
+    "Argos waits beside his empty gate. " * 6,
+]
 
 
 def test_a_shared_stores_company_is_of_the_same_document(open_kb, tmp_path):

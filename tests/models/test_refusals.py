@@ -298,9 +298,9 @@ def test_keys_that_are_scaled_twice_or_never_are_refused(monkeypatch, power, dty
 def test_scores_that_are_scaled_wrongly_are_refused(monkeypatch, dtype):
     honest = attention._attend_encoded
 
-    def wrong(numbers, query, key, value, window, scoring):
+    def wrong(query, key, value, window, scoring):
         moved = attention.CURRENT.get().rope is not None
-        return honest(numbers, query * 2 if moved else query, key, value, window, scoring)
+        return honest(query * 2 if moved else query, key, value, window, scoring)
 
     monkeypatch.setattr(attention, "_attend_encoded", wrong)
     with pytest.raises(rc.UnsupportedModelError, match=r"layer 0's attention .* \(recipe isolated\)"):

@@ -276,7 +276,11 @@ def test_an_update_forgets_what_a_passage_no_longer_says(kb):
 
 
 def test_similar_passages_are_found_among_windows(lm, tmp_path):
-    texts = {"a": f"{LONG} {END}", "b": END, "c": "Boil potatoes with salt", "d": f"Boil potatoes with salt {LONG}"}
+    def turned(text):  # the same words, and no copy
+        return " ".join(reversed(text.split()))
+
+    salt = "Boil potatoes with salt"
+    texts = {"a": f"{LONG} {END}", "b": turned(END), "c": salt, "d": f"{turned(salt)} {turned(LONG)}"}
     config = rc.StoreConfig(neighbours=1)
     with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=FourWords(), store=config) as kb:
         kb.ingest([rc.Document(id, text) for id, text in texts.items()], split=False)
