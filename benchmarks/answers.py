@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from benchmarks.journal import Runs
 from benchmarks.report import Result
 from benchmarks.runner import Run
 from ragcache.errors import ConfigError, check_least
-from ragcache.ingest.context_chunks import are_copies
+from ragcache.ingest.context_chunks import without_copies
 from ragcache.prompt import PromptFormat, encode_text, prompt_format
 from ragcache.retrieval.embedder import load_embedder
 from ragcache.retrieval.embedder_types import Embedder
@@ -181,13 +181,8 @@ def with_neighbours(
             own = places[passage.rendered()]
             scores = vectors @ vectors[own]
             scores[own] = -np.inf
-            nearest, seen = list[str](), [tokens(own)]
-            for place in np.argsort(-scores)[: len(texts) - 1]:
-                if len(nearest) == count:
-                    break
-                if not any(are_copies(before, tokens(place)) for before in seen):
-                    nearest.append(texts[place])
-                    seen.append(tokens(place))
+            others = ((texts[place], tokens(place)) for place in np.argsort(-scores)[: len(texts) - 1])
+            nearest = list(islice(without_copies(tokens(own), others), count))
             return passage._replace(behind=tuple(nearest[::-1]))
 
         found[source] = [replace(case, passages=tuple(map(behind, case.passages))) for case in cases]

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
 from ragcache.errors import StoreBusyError, StoreFullError, StoreReadOnlyError
 from ragcache.models.deadline import LIMIT
-from ragcache.retrieval.retriever import Ranking, Retriever
+from ragcache.retrieval.retriever import Retriever
 from ragcache.store.documents import DocumentStore
 from ragcache.store.filters import Filter
 from ragcache.store.neighbours import DOCUMENT, SIMILARITY, Near, NeighbourChoice, NeighbourTable
 from ragcache.store.records import Chunk, VectorBatch
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -145,15 +147,21 @@ class Preceding(Neighbourhood):
         return [Near(id) for id in ids if id in passing]
 
 
-def are_copies(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether two texts, as token ids, have more than a third of the shorter one's runs of 8 tokens in common.
+def without_copies(token_ids: Sequence[int], others: Iterable[tuple[T, Sequence[int]]]) -> Iterator[T]:
+    """Yield those of other texts that are no copies of a text or of one that was yielded before, in their order.
 
-    A model that has just read a text copies it where it stands again, and the KV of the second is of little use without
-    the first: passages of MuSiQue that were read behind other releases of the same page answered worse than passages
-    that were read alone.
+    Texts are copies if they have more than a third of the shorter one's runs of 8 tokens in common. A model that has
+    just read a text copies it if it comes again, and the KV of the second is of little use without the first: passages
+    of MuSiQue that were encoded after other releases of the same page answered worse than passages encoded alone.
+
+    others: texts, each with its token ids
     """
-    runs, others = _runs(one), _runs(other)
-    return len(runs & others) > MOST_SHARED * min(len(runs), len(others))
+    seen = [_runs(token_ids)]
+    for other, ids in others:
+        runs = _runs(ids)
+        if all(len(runs & before) <= MOST_SHARED * min(len(runs), len(before)) for before in seen):
+            seen.append(runs)
+            yield other
 
 
 def _runs(token_ids: Sequence[int]) -> set[tuple[int, ...]]:
@@ -163,7 +171,7 @@ def _runs(token_ids: Sequence[int]) -> set[tuple[int, ...]]:
 
 class Similar(Neighbourhood):
     """A neighbourhood of the chunks with the most similar embeddings, without copies of the chunk or of each other
-    (`are_copies`).
+    (`without_copies`).
 
     `update` compares the embedding of every recorded chunk with that of every new chunk. It searches the index once for
     each chunk that is new or has a nearer neighbour among the new chunks.
@@ -197,20 +205,12 @@ class Similar(Neighbourhood):
         width = FETCH_FACTOR * (wanted + 1)
         while True:
             result = self._retriever.nearest(there, own.vectors[0], width, where)
-            found = self._without_copies(chunk, result)
+            scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
+            others = ((near.vector_id, near.token_ids) for near in self._documents.chunks_by_vector_ids(scores))
+            found = [Near(id, scores[id]) for id in without_copies(chunk.token_ids, others)]
             if len(found) >= wanted or len(result.ids) < width or width >= MOST_FETCHED:
                 return found[:wanted]
             width *= FETCH_FACTOR
-
-    def _without_copies(self, chunk: Chunk, result: Ranking) -> list[Near]:
-        """Return the chunks of a search, without copies of a chunk or of a nearer one."""
-        scores = dict(zip(result.ids.tolist(), result.scores.tolist(), strict=True))
-        seen, found = [chunk.token_ids], list[Near]()
-        for near in self._documents.chunks_by_vector_ids(scores):
-            if not any(are_copies(before, near.token_ids) for before in seen):
-                found.append(Near(near.vector_id, scores[near.vector_id]))
-                seen.append(near.token_ids)
-        return found
 
 
 NEIGHBOURHOODS: dict[str, type[Neighbourhood]] = {SIMILARITY: Similar, DOCUMENT: Preceding}

@@ -68,7 +68,7 @@ class DocumentStore:
     view: View = EVERYTHING
 
     def __post_init__(self) -> None:
-        self._hides = (-1, False)  # with the generation that it belongs to, as `_shown`
+        self._hides: tuple[int | None, bool] = (None, False)  # with the generation that it belongs to, as `_shown`
         self._shown = (-1, set[int]())
 
     @classmethod
@@ -321,7 +321,7 @@ class DocumentStore:
         reads = self.view.reads
         if where or reads is None:
             return not where
-        if generation is None or self._hides[0] != generation or generation < 0:
+        if generation is None or self._hides[0] != generation:
             with self.database.read() as connection:
                 generation = current(connection, "generation")
                 if self._hides[0] != generation:
