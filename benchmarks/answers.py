@@ -2,7 +2,7 @@
 
 python -m benchmarks answers --model DIR --data DIR                      # every method, every set, 24 questions each
 python -m benchmarks answers --model DIR --data DIR --methods reposition,epic:first_tokens=4 --sets nq10 --questions 100
-python -m benchmarks answers --model DIR --data DIR --minutes 0          # the report of what the journal holds
+python -m benchmarks answers --model DIR --data DIR --minutes 0          # the report of the journal
 
 Questions are chosen by a hash of their ids, so that more of them hold the fewer. Sets are asked in turn, a question of
 each, and every method reads a question before the next is asked: whenever a run ends, all methods have read the same
@@ -68,7 +68,7 @@ class Settings:
     data:       directory of question sets, as `ragcache eval --data-dir` takes
     sets:       as --data of `ragcache eval`; questions: of each set
     methods:    A,B:option=value; every one where none is named
-    minutes:    begin no question after these; 0: report what the journal holds
+    minutes:    begin no question after these; 0: report the journal
     context:    tokens of prompt and answer, at most
     neighbours: of each passage, for methods with neighbours=N
     seed:       of the choice of questions

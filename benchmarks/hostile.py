@@ -1,4 +1,4 @@
-"""Attacks on a server on loopback: each one's effect before its defence was built, and now.
+"""Attacks on a server on loopback: the effect of each before its defence was built, and now.
 
     python -m benchmarks hostile
     python -m benchmarks hostile --set seconds=60 --set crowd=100

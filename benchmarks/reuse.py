@@ -1,10 +1,10 @@
 """How much of its passages' KV a prompt finds, built by ragcache or by others: `python -m benchmarks reuse`.
 
-For each way to ask, the share of the passages' tokens whose KV was found: at the first question, at the same one
-again, at another one over the same passages in another order, at a third in a third order, and at a last one after
-closing and opening the store. Some methods run a part of what was found once more, as `epic` does with the first
-tokens of each piece; a second table has what they leave, cached tokens. Passages that are nowhere are learnt from the
-prompts. What asks are LangChain's, LlamaIndex's, OpenAI's and Anthropic's own objects, and ragcache's. Then
+For each way to ask, the share of the passages' tokens whose KV was found: at the first question, at the same question
+again, at another over the same passages in another order, at a third in a third order, and at a last question after
+closing and opening the store. Some methods run a part of the found tokens once more, as `epic` does with the first
+tokens of each piece; a second table has the tokens that they leave, cached tokens. Passages that are nowhere are learnt
+from the prompts. What asks are LangChain's, LlamaIndex's, OpenAI's and Anthropic's own objects, and ragcache's. Then
 conversations: the tokens that ran beside the new turn's own, at most over all turns from the second on, in one process
 and with the store closed between the turns. Then the look-up alone, over 100,000 passages. The passages are sections of
 this repository's documentation. A run that was killed goes on with the next way.
@@ -262,7 +262,7 @@ def row(
     orders = [passages, passages, passages[::-1], [*passages[1::2], *passages[::2]]]
     with tempfile.TemporaryDirectory() as root:
         opened = partial(rc.RagCache.open, Path(root) / "kb", model=lm, embedder=BagOfWords(), method=method)
-        opened = partial(opened, store=rc.StoreConfig(load="always"))  # what is found, not what is worth loading
+        opened = partial(opened, store=rc.StoreConfig(load="always"))  # found, whether worth loading or not
         with opened() as kb:
             if keep is not None:
                 keep(kb, passages)

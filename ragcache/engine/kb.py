@@ -325,7 +325,7 @@ class RagCache(Store):
         self, other: Store, *, kv: str = "eager", progress: Progress | None = None, timeout_s: float = 30.0
     ) -> IngestReport:
         """Store the documents of another store, which may use another model; see `Ingestor.copy`. Each goes to a
-        collection of the same name, or all of them to the one that this knowledge base shows."""
+        collection of the same name, or all of them to the collection that this knowledge base shows."""
         report, is_whole = IngestReport(), self.store.documents.view.reads is None
         for name in other.collections():
             public = other._collections.secret(name) == ""

@@ -392,7 +392,7 @@ class _Question:
             self._changed.notify_all()
 
     def _checked(self, handle: str, loaded: Loaded | None) -> Loaded | None:
-        """Return the block that was read if it is one of the passage's text and of the model's shape; else drop it."""
+        """Return the block that was read if it fits the passage's text and the model's shape; else drop it."""
         if loaded is None:
             return None
         recipe, ids = self._encoder.recipe, self.chunks[handle].token_ids

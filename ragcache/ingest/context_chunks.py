@@ -148,9 +148,9 @@ class Preceding(Neighbourhood):
 
 
 def without_copies(token_ids: Sequence[int], others: Iterable[tuple[T, Sequence[int]]]) -> Iterator[T]:
-    """Yield those of other texts that are no copies of a text or of one that was yielded before, in their order.
+    """Yield those of other texts that are no copies of a text or of a text yielded before, in their order.
 
-    Texts are copies if they have more than a third of the shorter one's runs of 8 tokens in common. A model that has
+    Texts are copies if they have more than a third of the shorter text's runs of 8 tokens in common. A model that has
     just read a text copies it if it comes again, and the KV of the second is of little use without the first: passages
     of MuSiQue that were encoded after other releases of the same page answered worse than passages encoded alone.
 

@@ -370,7 +370,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             self._filled[layer] = True
             self._arriving[layer] = last = lane.run(partial(fill, self, layer), held)
             self._note_placed(layer)
-        if buffers is not self._buffers:  # the buffers had to grow: all layers arrive with the last one
+        if buffers is not self._buffers:  # the buffers had to grow: all layers arrive with the last layer
             self._arriving = dict.fromkeys(self._arriving, last)
 
     def _note_placed(self, layer: int) -> None:

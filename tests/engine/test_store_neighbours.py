@@ -51,9 +51,9 @@ def chunk_of(kb, document):
 
 
 def brute_force(kb, count=2):
-    """By chunk id, the token ids of the chunks with the highest inner products, of equals the older one first.
+    """By chunk id, the token ids of the chunks with the highest inner products, of equals the older chunk first.
 
-    Copies are left out: texts that share more than a third of the shorter one's runs of eight letters, which are this
+    Copies are left out: texts that share more than a third of the shorter text's runs of eight letters, which are this
     model's tokens.
     """
     chunks = sorted(chunks_of(kb), key=lambda chunk: chunk.vector_id)
@@ -202,7 +202,7 @@ def test_the_same_text_twice_is_no_neighbour_of_itself(open_near, oracle):
 
 
 def test_another_release_of_a_text_is_no_neighbour_of_it(open_near, oracle):
-    """Thirty near copies crowd out what is unlike at first, so that the search has to go on."""
+    """Thirty near copies crowd out unlike texts at first, so that the search has to go on."""
     kb = open_near()
     releases = [f"The river Arno rises in the Vale hills, says release {n}.\n" for n in range(30)]
     kb.ingest(rc.Document(f"release{n}", text) for n, text in enumerate(releases))

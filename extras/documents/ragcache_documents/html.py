@@ -67,7 +67,7 @@ def markdown_of(page: str, where: Path) -> tuple[str, str]:
 def _filled_down(page: str) -> str:
     """Return the page with the text of each cell that spans rows in all of its rows, so that each row is whole.
 
-    Only short texts are repeated; below a longer one the cell is empty.
+    Only short texts are repeated; below a longer text the cell is empty.
     """
     if not _SPAN.search(page):
         return page

@@ -1,4 +1,4 @@
-"""The suites: the papers' tables as they were published, rows of every public form, what is said of missing data."""
+"""The suites: the papers' tables as they were published, rows of every public form, the messages about missing data."""
 
 import gzip
 import json

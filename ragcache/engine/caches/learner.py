@@ -247,10 +247,10 @@ class Learner:
 
 
 def _pieces(units: Sequence[Unit], known: Sequence[bool], joined: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of tokens to keep: whole paragraphs if possible, a very short one with the next.
+    """Yield the ranges of tokens to keep: whole paragraphs if possible, a very short paragraph with the next.
 
     known:  for each unit, whether it was seen
-    joined: for each unit but the first, whether it was seen after the one before it
+    joined: for each unit but the first, whether it was seen after the unit before it
     """
     start = end = 0
     for unit, is_known, is_joined in zip(units, known, [False, *joined], strict=False):

@@ -100,8 +100,10 @@ class PassageFinder:
         return PromptEnds(first, text[start:], [(), *(label for label, _ in others)]), [hit for _, hit in found]
 
     def stored(self, hit: Hit) -> Hit:
-        """Return a given passage as the store's own passage of the same tokens, under the caller's id if there is one;
-        the hit itself if it is the store's already, or the store has no such passage."""
+        """Return a given passage as the store's own passage of the same tokens, under the caller's id, if any.
+
+        If it is the store's already, or the store has no such passage, the hit itself is returned.
+        """
         given, ids = hit.chunk, hit.chunk.token_ids
         runs = [] if given.is_stored else self._runs([*ids, *ids[-1:]])  # the last token is never part of a passage
         if [run.end - run.start for run in runs] != [len(ids)] or not runs[0].chunk.is_stored:
