@@ -51,7 +51,8 @@ def test_embeddings(shared, shared_kb):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chain_over_a_vector_store_of_its_own_reuses_what_is_stored(lm, tmp_path, stream):
     """The store holds KV and no documents; retrieval is on, and the chain is as it was."""
-    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords(), method="reposition") as kb:
+    config = rc.StoreConfig(load="always")  # on a busy machine "auto" would rather compute passages this short
+    with rc.RagCache.open(tmp_path / "kb", model=lm, embedder=BagOfWords(), method="reposition", store=config) as kb:
         kb.precompute(TEXTS.values())
         with serving(kb) as served:
             llm = ChatOpenAI(
