@@ -31,6 +31,13 @@ PAGE = 4096
 Rename = Callable[[Path, Path], None]
 
 
+def cache_home() -> Path:
+    """Return the directory for what can be made again: $XDG_CACHE_HOME/ragcache, by default ~/.cache/ragcache."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return root / "ragcache"
+
+
 @contextmanager
 def atomic_write(path: Path, mode: int = 0o666, rename: Rename | None = None) -> Iterator[BinaryIO]:
     """Yield an unbuffered file that becomes `path` when the body ends without an error.

@@ -19,6 +19,7 @@ from ragcache.kv.fused_cache import FusedCache, Place
 from ragcache.kv.rope import Rope
 from ragcache.kv.sparse_block import keep
 from ragcache.models.attention import CURRENT, OBSERVER, FusedPass
+from ragcache.models.attention_on_cpu import prepare
 from ragcache.models.batch import ForwardRequest, run_pieces
 from ragcache.models.batches import plan_batches
 from ragcache.models.block_model import BlockModel
@@ -71,6 +72,8 @@ class LanguageModel(BlockModel):
         self.shape = shape
         self.pool = BufferPool(shape, DEFAULT_POOL_BYTES)
         on_cpu = shape.device.type == "cpu"
+        if on_cpu and shape.dtype == torch.bfloat16:
+            prepare()
         self.scheduler = Scheduler(
             partial(run_pieces, model),
             CPU_PASS_TOKENS if on_cpu else GPU_PASS_TOKENS,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
+
+from ragcache.files import cache_home
 
 CONFIG = "config.json"
 
@@ -62,9 +63,7 @@ def place_of(name: str) -> Path:
 
 def models_home() -> Path:
     """Return the directory of converted models."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return root / "ragcache" / "models"
+    return cache_home() / "models"
 
 
 def is_whole(place: Path) -> bool:

@@ -1,0 +1,66 @@
+"""Attention in bfloat16 on a CPU, by our own kernel (ragcache/native/attention.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ragcache import native
+
+_INSTRUCTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma")
+_ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 7 + [ctypes.c_float]
+
+
+@cache
+def prepare() -> ctypes.CDLL | None:
+    """Return the kernel's library, compiled before if necessary.
+
+    None: it cannot be compiled, or PyTorch's own kernels are as good, since the processor has no AVX512-BF16, or has
+    AMX, which PyTorch uses.
+    """
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if not is_x86 or not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return None
+    if (library := native.load("attention", *_INSTRUCTIONS)) is not None:
+        library.ragcache_attend.argtypes = _ARGUMENTS
+        library.ragcache_attend.restype = None
+    return library
+
+
+def attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, num_own: int, scaling: float
+) -> tuple[Tensor, Tensor] | None:
+    """Compute softmax(q k^T * scaling) v and the logarithm of the softmax's denominator, without a mask.
+
+    query: [1, num_heads, num_rows, head_dim]; key, value: [1, num_kv_heads, length, head_dim]
+    num_own: 0: every row sees every key; else the number of rows, whose own keys are the last ones: each row sees the
+             keys up to its own
+
+    Returns float32 [1, num_heads, num_rows, head_dim] and [1, num_heads, num_rows]; None if the kernel does not support
+    these tensors, or is not available.
+    """
+    batch, num_heads, num_rows, width = query.shape
+    num_kv_heads, length = key.shape[1:3]
+    is_supported = (
+        query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and batch == 1
+        and length > 0
+        and value.shape[3] == width
+        and width % 16 == 0
+        and key.stride()[2:] == value.stride()[2:] == (width, 1)
+        and not torch.is_grad_enabled()
+    )
+    if not is_supported or (library := prepare()) is None:
+        return None
+    folded = query.reshape(num_kv_heads, -1, width).contiguous()
+    out = torch.empty(1, num_heads, num_rows, width)
+    lse = torch.empty(1, num_heads, num_rows)
+    pointers = [tensor.data_ptr() for tensor in (folded, key, value, out, lse)]
+    sizes = (num_kv_heads, folded.shape[1], length, width, num_own, key.stride(1), value.stride(1))
+    library.ragcache_attend(*pointers, *sizes, scaling)
+    return out, lse
