@@ -47,12 +47,6 @@ def int4(part: str, numbers: Array, _layer: float) -> Array:
     return kivi(numbers, 0 if part == "keys" else 1, 64, 4)
 
 
-def fp8(part: str, numbers: Array, _layer: float) -> Array:
-    """e4m3 reaches 448, where its steps are 32 wide; a channel of keys, or a token of values, is scaled to that."""
-    highest = np.abs(numbers).max(0 if part == "keys" else 1, keepdims=True)
-    return np.broadcast_to(16 * highest / 448, numbers.shape)
-
-
 def cachegen(part: str, numbers: Array, layer: float) -> Array:
     """Half a step: 0.3, 0.45 or 0.65 deviations of the channel by third of the layers, or what 127 steps need."""
     means = numbers.mean(0, keepdims=True)
@@ -68,7 +62,7 @@ def bfloat16(part: str, numbers: Array, _layer: float) -> Array:
     return np.abs(numbers) * 2.0**-8 + 2.0**-134
 
 
-FORMULAS = {"bfloat16": bfloat16, "int8": int8, "int4": int4, "fp8": fp8, "cachegen": cachegen}
+FORMULAS = {"bfloat16": bfloat16, "int8": int8, "int4": int4, "cachegen": cachegen}
 
 
 def bounds(name: str, part: str, block: KVBlock) -> Array:
@@ -137,15 +131,6 @@ def test_whatever_the_shape(
     name: str, seed: int, num_tokens: int, widths: tuple[int, int], dtype: torch.dtype, shape: str
 ) -> None:
     check(name, block_of(num_tokens, widths, dtype, seed, SHAPES[shape]))
-
-
-def test_the_smallest_steps_of_float16_are_in_the_stated_bound() -> None:
-    """33 of 44 smallest steps is a tie of e4m3: 1.57 steps off, and 2 after rounding to whole ones."""
-    numbers = (torch.tensor([44.0, 33.0]) * 2.0**-24).half().view(1, 1, 2, 1)
-    block, codec = KVBlock(numbers, numbers), get_codec("fp8")
-    off = (codec.decode(codec.encode(block)).keys.double() - numbers.double()).abs().max() * 2.0**24
-    assert off == 2
-    assert 2 <= codec.error_bound(block) * 2.0**24 < 2.2
 
 
 def test_every_lossy_codec_has_a_formula() -> None:
