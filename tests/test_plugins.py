@@ -98,7 +98,7 @@ def test_threads_of_a_fresh_registry_find_every_plug_in(distribution):
 
 
 def test_threads_read_the_first_blocks_of_a_plug_ins_codec(tmp_path, monkeypatch):
-    write_block(tmp_path / "block", make_key(1), make_block(1), get_codec("cachegen"))
+    write_block(tmp_path / "block", make_key(1), make_block(1), get_codec("samkv"))
     for _ in range(10):
         monkeypatch.setattr(codecs, "CODECS", Registry(plugins.CODECS))
         start = Barrier(4)
