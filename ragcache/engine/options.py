@@ -59,7 +59,7 @@ class StoreConfig(Config):
     database:     None: SQLite inside the store's directory. The directory records which database has its documents, and
                   another database is refused
     codec, eviction, admission, trace, device_bytes, disk_bytes, ttl_s: see KVStore
-    index:        "flat" (exact), "hnsw", "ivfpq" (many vectors), or "pgvector" (in the PostgreSQL database)
+    index:        "flat" (exact), "hnsw", or "pgvector" (in the PostgreSQL database)
     read_only:    nothing is written, not even computed blocks
     prefix_bytes: budget for KV on the model's device that stays for later questions: exact KV of prompts, answers and
                   system prompts, and placed contexts; 0: nothing is kept, each question reads its prefix
@@ -89,8 +89,8 @@ class StoreConfig(Config):
         "hyperbolic"
     )
     index: Annotated[
-        Literal["flat", "hnsw", "ivfpq", "pgvector"],
-        Option("--index", "Kind of vector index: flat is exact, ivfpq small, pgvector in a PostgreSQL --database."),
+        Literal["flat", "hnsw", "pgvector"],
+        Option("--index", "Kind of vector index: flat is exact, hnsw faster, pgvector in a PostgreSQL --database."),
     ] = "flat"
     read_only: bool = False
     admission: Annotated[
